@@ -1,4 +1,4 @@
-"""List the benchmarks, or run one: ``python -m benchmarks NAME [options]``, which ``lightning bench`` hands over to."""
+"""Command line of the benchmarks: ``python -m benchmarks NAME [options]``, which ``lightning bench`` calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import BENCHMARKS
 
 
 def main() -> int | None:
-    """Run the benchmark that the first argument names; the exit status."""
+    """List the benchmarks, or run the one that the first argument names, and return the exit status."""
     name, *options = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         width = max(map(len, BENCHMARKS))
@@ -24,7 +24,7 @@ def main() -> int | None:
             f"error: no benchmark {harmless(name)}; there are {', '.join(BENCHMARKS)}\nhelp: lightning bench\n"
         )
         return 2
-    sys.argv = [f"lightning bench {name}", *options]  # the parser of the benchmark names itself by it
+    sys.argv = [f"lightning bench {name}", *options]  # the benchmark's parser takes its name from there
     import_module(f"benchmarks.{name}").main()
     return None
 

@@ -1,12 +1,12 @@
-"""VLT and DiG: time of forward and backward for each kind of attention and each size of image.
+"""VLT and DiG: time of a forward and backward pass for each kind of attention and each image size.
 
     lightning bench architectures --device cpu --out benchmarks/results
     lightning bench architectures --models VLT-T --pixels 224 384
     lightning bench architectures --count --models VLT-T VLT-S VLT-B VLT-L DiG-S/2 DiG-B/2 DiG-L/2 DiG-XL/2
 
-By default VLT-T at 224, 384 and 512 pixels, DiG-S/2 on latents of 256, 512 and 1,024 pixels, one image at a time
-(``--images``). With billions of multiply-adds of forward, which torch counts on the meta device, and how both grow from the
-smallest size to the largest, for each pixel.
+The defaults are VLT-T at 224, 384 and 512 pixels and DiG-S/2 on latents of 256, 512 and 1,024 pixels, one image at a time
+(``--images``). The table also has billions of multiply-adds of the forward pass, which torch counts on the meta device, and the
+growth of both per pixel from the smallest size to the largest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_mhla.vision import VLT, StageConfig
 from lightning_mhla.vision.stages import RAVLT
 
 PIXELS = {"VLT": (224, 384, 512), "DiG": (256, 512, 1024)}
-"""Sizes of image by the family of the model."""
+"""Image sizes in pixels by model family."""
 MODELS = ("VLT-T", "VLT-S", "VLT-B", "VLT-L", "DiG-S/2", "DiG-B/2", "DiG-L/2", "DiG-XL/2")
 DIG_KINDS: dict[str, tuple[AttentionConfig, DiGConfig]] = {
     "softmax": (AttentionConfig(kind="softmax"), DiGConfig(causal=False, directions="one")),
@@ -44,7 +44,7 @@ KINDS = {"VLT": ("softmax", "linear", "rala", "mala", "mhla"), "DiG": tuple(DIG_
 
 
 def network(model: str, kind: str, pixels: int) -> nn.Module:
-    """A model for images of ``pixels`` pixels; softmax is the attention of all stages of VLT."""
+    """Build a model for square images with a side of ``pixels`` pixels and one kind of attention."""
     size: Any = model.partition("-")[2].removesuffix("/2")
     if model.startswith("VLT"):
         return VLT(pixels, 1000, AttentionConfig(**{**RAVLT, "kind": kind}), StageConfig(size=size))
@@ -53,7 +53,7 @@ def network(model: str, kind: str, pixels: int) -> nn.Module:
 
 
 def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Random inputs of :func:`network`."""
+    """Draw random inputs for a model of :func:`network`."""
     if model.startswith("VLT"):
         return (torch.randn(images, 3, pixels, pixels, device=device),)
     times, labels = (torch.zeros(images, device=device, dtype=dtype) for dtype in (torch.float32, torch.int64))
@@ -61,7 +61,7 @@ def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[
 
 
 def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Forward and backward."""
+    """Return a function that runs a forward and backward pass."""
 
     def once() -> None:
         module(*given).square().mean().backward()
@@ -71,7 +71,7 @@ def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
 
 
 def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
-    """One row: parameters, and billions of multiply-adds forward for one image."""
+    """Count the parameters, and the multiply-adds of a forward pass for one image, in billions."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         module = network(model, kind, pixels).eval()
         module(*inputs(model, pixels, 1, torch.device("meta")))
@@ -81,7 +81,7 @@ def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
 
 
 def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Milliseconds of forward and backward for one image."""
+    """Measure a forward and backward pass, in milliseconds per image."""
     torch.manual_seed(0)
     module = network(model, kind, pixels).to(device)
     taken = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
@@ -89,7 +89,7 @@ def measure(model: str, kind: str, pixels: int, images: int, device: torch.devic
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row for each kind, a column for each size, and how much the largest takes over the smallest by pixel."""
+    """Format rows as Markdown: a line for each kind, a column for each size, and the growth per pixel."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
@@ -113,23 +113,23 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Time, where it was measured, and billions of multiply-adds."""
+    """Format the time, if measured, and billions of multiply-adds."""
     time = f"{row['milliseconds']:.0f} ms, " if "milliseconds" in row else ""
     return f"{time}{row['gmacs']:.2f}G"
 
 
 GROWTHS = {"milliseconds": "time over pixels", "gmacs": "operations over pixels"}
-"""Columns that say how a figure grows."""
+"""Figures whose growth with the image size is shown, each with the title of its column."""
 
 
 def growth(found: dict[int, dict[str, Any]], name: str) -> str:
-    """How many times as much the largest size takes for each pixel as the smallest."""
+    """Format the ratio of a figure per pixel at the largest size to that at the smallest."""
     small, large = min(found), max(found)
     return f"{found[large][name] / found[small][name] / (large / small) ** 2:.2f}"
 
 
 def main() -> None:
-    """Command line."""
+    """Measure or count every combination, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["VLT-T", "DiG-S/2"])

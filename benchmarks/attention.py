@@ -1,13 +1,13 @@
-"""Time of the operator, each form, beside softmax attention, linear attention, a loop over blocks, and its floor.
+"""Time of each form of the operator, compared with softmax and linear attention, a loop over blocks, and its floor.
 
     lightning bench attention
     lightning bench attention --device cpu
     lightning bench attention --authors ../MHLA
 
-The peers: ``softmax``, torch's scaled_dot_product_attention of equal width, ``H * Dv / Dk`` heads of Dk (flash attention on
-a GPU); ``fla``, chunked linear attention of flash-linear-attention where installed; ``loop``, one pass of Python over the
-blocks that sums the earlier summaries anew for each block, as the paper's authors published it (their ``naive_chunk``,
-eager); ``authors``, their code itself, from a checkout.
+The peers are: ``softmax``, torch's scaled_dot_product_attention with ``H * Dv / Dk`` heads of width Dk, which is the same total
+width (flash attention on a GPU); ``fla``, chunked linear attention of flash-linear-attention, if installed; ``loop``, a Python
+loop over blocks that sums the earlier summaries again for each block, as in the code of the paper's authors (``naive_chunk``,
+uncompiled); ``authors``, the authors' code itself, from a checkout.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Method = tuple[Callable[[], Tensor], list[Tensor]]
 OURS = ("auto", "parallel", "chunked", "exponential")
 PEERS = ("softmax", "fla", "loop", "authors")
 TERMS = 4
-"""Of the exponential mixing that is measured."""
+"""Number of terms of the exponential mixing that is measured."""
 
 LONGEST_LOOP = 128
-"""Blocks up to which the loops in Python are measured on a GPU; their time grows with the square."""
+"""Largest number of blocks for which Python loops are measured on a GPU; their time grows with its square."""
 
 
 def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Path | None) -> dict[str, Method]:
-    """Name to a call and the tensors that it is differentiated by."""
+    """Return the methods by name, each as a call and the tensors by which it is differentiated."""
     q, k, v, mixing = inputs(shape, device, dtype)
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": shape.normalized}
     leaves = [q, k, v, mixing]
@@ -82,7 +82,7 @@ def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Pa
 def measure(
     shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float, rates: Rates, checkout: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Every method on one shape: milliseconds, floors, rates and memory; a method that fails says why."""
+    """Measure every method on one shape: milliseconds, floors, rates and memory, or the error of a method that fails."""
     rows = []
     for name, (call, wanted) in methods(shape, device, dtype, checkout).items():
         row: dict[str, Any] = {**asdict(shape), "normalize": shape.normalized, "method": name}
@@ -90,7 +90,7 @@ def measure(
             row["backend"] = getattr(softmax_backend(device), "name", "chosen by torch")
         try:
             row |= _times(call, wanted, device, seconds)
-        except Exception as error:  # whatever a peer fails with, the others are measured
+        except Exception as error:  # the other methods are measured whatever the error
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if name in OURS and device.type == "cuda" and dtype == torch.bfloat16 and "error" not in row:
             row |= _against_floor(shape, row, rates, TERMS if name == "exponential" else None)
@@ -126,7 +126,7 @@ def _against_floor(shape: Shape, row: dict[str, Any], rates: Rates, terms: int |
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """A row for each shape and method; ratios are the time of the peer over that of the row."""
+    """Print a row for each shape and method; ratios are the time of the peer over that of the row."""
     table = Table(title="milliseconds (median), forward | forward + backward; ratio: the peer's time over this row's")
     peers = [peer for peer in PEERS if any(row["method"] == peer for row in rows)]
     titles = ["shape", "method", "ms", "x floor", "GB/s", "TFLOP/s", *(f"{peer} /" for peer in peers), "peak MB"]
@@ -161,7 +161,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Time of a token against N for the causal shapes with blocks of 64."""
+    """Draw the time per token against N, for the causal shapes with the shortest blocks."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     wanted = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
     for axis, key, label in zip(axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True):
@@ -187,7 +187,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure all shapes, write JSON after each, and print and draw the results."""
     parser = argparse.ArgumentParser(prog="lightning bench attention", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU")

@@ -2,9 +2,10 @@
 
     lightning bench compilation --out benchmarks/results
 
-Each configuration is fitted for 50 steps with validation in between, compiled and not, at a tenth of its learning rate: at
-the full one some are unstable when 50 steps are the whole schedule, and any rounding grows. Step times are medians of several
-runs of `benchmarks.throughput`; inductor's cache is empty at the first one, whose first step is the longest.
+Each configuration is fitted for 50 steps with a validation in between, compiled and uncompiled, at a tenth of its learning
+rate. At the full rate some configurations are unstable when 50 steps are the complete schedule, and rounding differences grow.
+Step times are medians of several runs of `benchmarks.throughput`. Inductor's cache is empty at the first run, whose first step
+is the longest.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from benchmarks.throughput import SMALL, measure_or_halve
 from lightning_mhla.system.files import write_whole
 
 LEARNING_RATE = 0.1
-"""Of the file's."""
+"""Factor on the learning rate of a configuration."""
 
 
 def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str, Any]:
-    """Graphs of a compiled fit, and how far its losses are from those of an uncompiled one."""
+    """Fit a configuration uncompiled and compiled, and return the number of graphs and the difference of the losses."""
     options = yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())["model"]["init_args"]
     rate = options.get("optimizer", {}).get("lr", 1e-3) * LEARNING_RATE
     words = [f"--model.init_args.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
@@ -57,7 +58,7 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
 
 
 def step_times(config: str, runs: int) -> dict[str, Any]:
-    """Milliseconds of a step in each run, sorted, and seconds of the first one."""
+    """Measure ``runs`` runs: milliseconds of a step, and seconds of the first step, both sorted."""
     found: dict[str, Any] = {}
     for compiled in (False, True):
         rows = [measure_or_halve(config, SMALL.get(config, 16), compiled, 12) for _ in range(runs)]
@@ -68,7 +69,7 @@ def step_times(config: str, runs: int) -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """A row for each configuration."""
+    """Print a row for each configuration."""
 
     def text(values: list[float]) -> str:
         return f"{median(values):.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
@@ -86,7 +87,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure the chosen configurations, write JSON after each, and print a table."""
     parser = argparse.ArgumentParser(prog="lightning bench compilation", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="number of runs for the step times")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -1,9 +1,9 @@
-"""Which form is faster where, and whether form="auto" picks it; on a CPU also the best tile of the chunked form.
+"""Faster form for each shape, and whether form="auto" chooses it; on a CPU also the best tile of the chunked form.
 
     lightning bench forms
     lightning bench forms --device cpu
 
-The constants in ``mhla_kernels/forms/cost.json`` and ``TILE`` in ``mhla_kernels/forms/chunked.py`` are chosen with it.
+The constants in ``mhla_kernels/forms/cost.json`` and ``TILE`` in ``mhla_kernels/forms/chunked.py`` are based on its results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IMAGES = [
 
 
 def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> float:
-    """Median milliseconds of forward + backward; bfloat16 on a GPU, float32 on a CPU."""
+    """Measure the median milliseconds of forward + backward, in bfloat16 on a GPU and float32 on a CPU."""
     q, k, v, mixing = inputs(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     cotangent = torch.ones_like(v)
 
@@ -61,7 +61,7 @@ def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> fl
 
 
 def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, console: Console) -> Table:
-    """Both forms, the one that ``auto`` picks, and what the choice loses."""
+    """Tabulate the times of both forms, the form that ``auto`` chooses, and the time lost by that choice."""
     table = Table(title="forward + backward, milliseconds (median)")
     for title in ("shape", "parallel", "chunked", "auto picks", "loses"):
         table.add_column(title, justify="left" if title == "shape" else "right")
@@ -81,7 +81,7 @@ def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, con
 
 
 def compare_tiles(seconds: float, console: Console) -> Table:
-    """The chunked form in PyTorch by its tile."""
+    """Tabulate the time of the chunked form in PyTorch by the size of its tile."""
     table = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
     for title in ("tile", "C=256", "C=1024", "C=4096"):
         table.add_column(title, justify="right")
@@ -95,7 +95,7 @@ def compare_tiles(seconds: float, console: Console) -> Table:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Measure the forms and, on a CPU, the tiles, and print the tables."""
     parser = argparse.ArgumentParser(prog="lightning bench forms", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=0.25, help="for each time, roughly (default: 0.25)")

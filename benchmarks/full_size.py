@@ -1,10 +1,10 @@
 """Models at full size with each kind of attention: parameters, operations, memory of a training step, times on a GPU.
 
-Without a GPU nothing is computed: torch counts the operations of a forward pass on the meta device, and torch's memory
-tracker follows a training step of fake tensors on a CPU (the operator's PyTorch form, bfloat16 autocast, blocks recomputed,
-AdamW in float32) for models of a few depths: memory grows evenly with the depth, which gives the rest. With a GPU a benchmark
-also measures one layer's attention and the whole model, forward alone (a step of sampling, without guidance) and a training
-step; each of them the median of several, after two that do not count.
+Without a GPU nothing is computed. Torch counts the operations of a forward pass on the meta device. Torch's memory tracker
+follows a training step of fake tensors on a CPU (the operator's PyTorch form, bfloat16 autocast, blocks recomputed, AdamW in
+float32) for models of a few depths. Memory grows linearly with the depth, so larger depths are extrapolated. With a GPU, a
+benchmark also measures the attention of one layer, a forward pass of the model (a sampling step without guidance) and a
+training step. Each time is a median, after two warm-up calls.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class FullSize:
-    """A model and what it is given.
+    """A model, its variants of attention, and its inputs.
 
     Args:
-        variants: kinds of the layers by name, repeated to the depth; the first is what others are compared with.
-        layers: blocks of the model.
-        build: the model on the current default device, from kinds and blocks.
-        inputs: one sample on a device.
-        call: the model's prediction.
-        layer: the last layer's attention.
-        tracked: blocks of the models that the memory tracker follows; its own time grows with their square.
+        variants: kinds of the layers by the name of the variant, repeated to the depth. Others are compared with the first.
+        layers: number of blocks of the model.
+        build: function that builds the model on the default device, from the kinds of the layers and the number of blocks.
+        inputs: function that makes one sample on a device.
+        call: function that applies the model to a sample.
+        layer: function that returns the attention of the last layer.
+        tracked: numbers of blocks of the models that the memory tracker follows; its own time grows with their square.
     """
 
     variants: Mapping[str, list[str]]
@@ -53,7 +53,7 @@ class FullSize:
 
 
 def count(case: FullSize, kinds: list[str]) -> Row:
-    """Parameters, and floating-point operations of a forward pass (two for each multiply-add)."""
+    """Count parameters, and floating-point operations of a forward pass (two for each multiply-add)."""
     with torch.device("meta"):
         model = case.build(kinds, case.layers)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -62,7 +62,7 @@ def count(case: FullSize, kinds: list[str]) -> Row:
 
 
 def track(case: FullSize, kinds: list[str], layers: int) -> int:
-    """Peak bytes of the second training step."""
+    """Track the peak bytes of training steps of a model with ``layers`` blocks."""
     with FakeTensorMode():
         model = case.build(kinds, layers).train()
         model.enable_gradient_checkpointing()
@@ -71,7 +71,7 @@ def track(case: FullSize, kinds: list[str], layers: int) -> int:
         tracker = MemTracker()
         tracker.track_external(model, optimizer, *given)
         with tracker:
-            for _ in range(2):
+            for _ in range(2):  # the state of the optimizer exists from the second step on
                 training_step(case, model, given, "cpu")
                 optimizer.step()
                 optimizer.zero_grad()
@@ -81,10 +81,10 @@ def track(case: FullSize, kinds: list[str], layers: int) -> int:
 
 
 def peak_memory(case: FullSize, kinds: list[str]) -> Row:
-    """Peak bytes of a training step, for a model of any depth from those of ``case.tracked``.
+    """Return the peak bytes of a training step, extrapolated from the depths ``case.tracked`` for deeper models.
 
     Raises:
-        SystemExit: when memory does not grow evenly with the depth.
+        SystemExit: if memory does not grow linearly with the depth.
     """
     tracked = case.tracked
     if case.layers <= tracked[-1]:
@@ -101,14 +101,14 @@ def peak_memory(case: FullSize, kinds: list[str]) -> Row:
 
 
 def training_step(case: FullSize, model: Any, given: tuple[Tensor, ...], device: str) -> None:
-    """Forward and backward in bfloat16 autocast."""
+    """Run forward and backward in bfloat16 autocast on a device type."""
     with torch.autocast(device, dtype=torch.bfloat16):
         out = case.call(model, *given)
     out.float().square().mean().backward()
 
 
 def measure(case: FullSize, kinds: list[str]) -> Row:
-    """Milliseconds on a GPU: attention of the last layer, the whole model forward, and a training step."""
+    """Measure on a GPU, in milliseconds: attention of the last layer, a forward pass, and a training step."""
     with torch.device("cuda"):
         model = case.build(kinds, case.layers)
     given = case.inputs("cuda")
@@ -135,7 +135,7 @@ def measure(case: FullSize, kinds: list[str]) -> Row:
 
 
 def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
-    """Median time of ``run`` on the GPU."""
+    """Measure the median time of ``times`` calls on the GPU in milliseconds, after two warm-up calls."""
     spent = []
     for _ in range(times + 2):
         torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown, each figure over the first one's beside it."""
+    """Format rows as Markdown, each figure with its ratio to that of the first row."""
     timed = all("forward_ms" in row for row in rows)
     head = ["attention", "parameters", "forward pass", "training step, peak memory"]
     head += ["layer", "forward pass, time", "training step, time"] if timed else []
@@ -169,13 +169,13 @@ def table(rows: list[Row]) -> str:
 
 
 def run(case: FullSize, name: str, out: Path | None, described: Mapping[str, Any]) -> None:
-    """Count and track every variant, measure it where there is a GPU, print a table.
+    """Count and track every variant, measure it if there is a GPU, print a table, and write JSON.
 
     Args:
-        case: the model.
-        name: name of the JSON file, before ``-meta`` or ``-cuda``.
-        out: folder for it; None for none.
-        described: sizes, for the file.
+        case: model and its variants.
+        name: name of the JSON file, without ``-meta.json`` or ``-cuda.json``.
+        out: folder of the JSON file; None to write no file.
+        described: sizes to record in the file.
     """
     rows: list[Row] = []
     cuda = torch.cuda.is_available()

@@ -2,8 +2,8 @@
 
     lightning bench generation --out benchmarks/results
 
-One model of each kind of attention (random weights: the time does not depend on them) reads a context and then generates
-greedily. Dense mixing is made for the longest context.
+For each kind of attention, a model with random weights, on which the time does not depend, reads a context and then generates
+greedily. Dense mixing covers the longest context from the start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK, READ_AT_ONCE = 64, 2048
 
 
 def build(kind: str, context: int) -> MHLAForCausalLM:
-    """A small model of one kind of attention."""
+    """Build a small model with one kind of attention, for sequences of up to ``context`` tokens."""
     torch.manual_seed(0)
     attention = AttentionConfig(block_size=BLOCK, normalize=False, rotary=True, gate=True, **KINDS[kind])
     return MHLAForCausalLM(MHLAConfig(**SIZE, context=context, attention=plain_attention(attention))).eval()
@@ -44,9 +44,10 @@ def build(kind: str, context: int) -> MHLAForCausalLM:
 
 @torch.inference_mode()
 def measure(kind: str, contexts: list[int], steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row for each context: milliseconds per token, bytes of the state, and seconds to read the context so far.
+    """Measure one kind: milliseconds per token, bytes of the state, and seconds to read the context, for each context.
 
-    ``steps`` tokens are generated at each length, a whole number of blocks, so that opening blocks counts in proportion.
+    ``steps`` tokens are generated at each length. It should be a multiple of the block size, so that the cost of opening
+    blocks is counted in proportion.
     """
     model = build(kind, max(contexts) + BLOCK + steps).to(device)
     rows = []
@@ -86,7 +87,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Two panels against the context: time per token, memory of the state."""
+    """Draw time per token and memory of the state against the context, in two panels."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = {"milliseconds_per_token": "ms per token", "state_bytes": "MiB of state"}
     for axis, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
@@ -103,7 +104,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure every kind, print a table, and write JSON and a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])

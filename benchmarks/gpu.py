@@ -1,12 +1,12 @@
-"""Everything that waits for a GPU, in one go: checks, benchmarks with their peers, full models; resumable.
+"""All programs that need a GPU, in one resumable run: checks, benchmarks with their peers, full models.
 
     make gpu                                    # or lightning bench gpu
     lightning bench gpu --authors ../MHLA  # the authors' code is measured too
     lightning bench gpu --only attention --again
 
-Results are data under benchmarks/results/CHIP/. A part that ended well is not run again, so a stopped run resumes,
-and a part that takes longer than its share of the hour is stopped. In the end: a table of the operator's floors and what was
-measured. On a CPU the same parts run at small sizes, for a test.
+Results are files under benchmarks/results/CHIP/. A part that succeeded is not run again, so a stopped run resumes. A part that
+exceeds its time limit is stopped. At the end, a table compares the operator's times with their floors. On a CPU the same parts
+run at small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 GOAL = 2.0
-"""Times its floor that a pass of the operator may take."""
+"""Largest acceptable ratio of the time of a pass of the operator to its floor."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Part:
     """A program to run.
 
     Attributes:
-        command: its words, after ``python``; or all of them where the first one is no option.
-        minutes: after which it is stopped.
-        keeps: file in the results' folder that takes what it prints on standard output.
-        environment: variables that it gets.
+        command: arguments of ``python`` if the first one is an option, else a complete command.
+        minutes: time limit in minutes.
+        keeps: name of the file in the folder of results that receives the standard output; None for no file.
+        environment: additional environment variables, as pairs of name and value.
     """
 
     command: tuple[str, ...]
@@ -54,7 +54,13 @@ class Part:
 
 
 def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
-    """The parts by name, what is known soonest first."""
+    """Return the parts by name, quick ones first.
+
+    Args:
+        out: folder of the results.
+        gpu: whether there is a GPU; without one, sizes are small.
+        authors: path of a checkout of the authors' code; None without one.
+    """
     to = ("--out", str(out))
     doctor = ("-m", "mhla_tasks", "doctor", "--json")
     if not gpu:
@@ -97,13 +103,13 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
 
 
 def folder_of(device: torch.device) -> str:
-    """The chip's name for a folder."""
+    """Return the name of the device, in a form that suits a folder."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
-    """One part, to its end or its limit: status, seconds, and the end of what it said."""
+    """Run a part to its end or its time limit, and return exit status, seconds, date and command."""
     words = list(part.command) if not part.command[0].startswith("-") else [sys.executable, *part.command]
     console.print(f"[bold]{name}[/]: {' '.join(words)}", highlight=False, soft_wrap=True)
     start = time.perf_counter()
@@ -137,7 +143,7 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
 
 
 def goals(out: Path) -> list[dict[str, Any]]:
-    """The operator at the shapes of models: floor, what was measured, and the peers, from attention-cuda.json."""
+    """Compare measured times with their floors and with the peers, for each shape in attention-cuda.json."""
     path = out / "attention-cuda.json"
     if not path.exists():
         return []
@@ -166,7 +172,7 @@ PEERS = ("softmax", "fla", "loop", "authors")
 
 
 def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
-    """A row for each shape."""
+    """Print a row for each shape."""
     table = Table(
         title=f"the operator against its floors (goal: at most {GOAL:g} times) and its peers, forward and backward"
     )
@@ -183,7 +189,7 @@ def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Command line; status 1 if a part failed."""
+    """Run the missing parts, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="lightning bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Graphs of swapped models: graph breaks, one graph or not on a cold first call, graphs at two sizes, time of a step.
+"""Compilation of swapped models: graph breaks, graphs at two input sizes with fullgraph, and time of a step.
 
     lightning bench graphs --out benchmarks/results --before OLDER_CHECKOUT
 
-Every host is compiled without any call before, at two sizes, as it is and with its attention replaced; outputs are
-compared with those of the same model uncompiled. Steps (forward and backward) are timed compiled by inductor and not.
-``--before`` runs the same program on another checkout, for a column of what it was.
+Every host is compiled before its first call and run at two sizes, both in its original form and with its attention replaced.
+Outputs are compared with those of the same model uncompiled. Steps (forward and backward) are timed uncompiled and compiled by
+inductor. ``--before`` runs the same program on an older checkout, whose results fill the columns "before".
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SIZES = 2
 
 
 class Model(NamedTuple):
-    """A model that is looked at.
+    """A model to compile.
 
     Attributes:
-        build: makes the model.
-        inputs: makes arguments of one of the sizes, by its number.
-        attention: what comes in.
+        build: function that builds the model.
+        inputs: function from the index of a size, 0 or 1, to keyword arguments of the model.
+        attention: configuration of the attention that replaces the original one.
     """
 
     build: Callable[[], nn.Module]
@@ -187,7 +187,7 @@ def _built(model: Model, swapped: bool) -> nn.Module:
 
 
 def traced(model: Model, swapped: bool) -> dict[str, Any]:
-    """Graph breaks, and graphs and largest difference at each size where one graph is asked for."""
+    """Count graph breaks, and with ``fullgraph=True`` count graphs and compare outputs at each size."""
     from torch._dynamo.utils import counters
 
     row: dict[str, Any] = {"graphs": [], "difference": 0.0, "error": None}
@@ -210,7 +210,7 @@ def traced(model: Model, swapped: bool) -> dict[str, Any]:
 
 
 def timed(model: Model, swapped: bool, seconds: float) -> dict[str, float | None]:
-    """Milliseconds of a forward and backward pass at the first size, uncompiled and by inductor."""
+    """Measure the milliseconds of a forward and backward pass at the first size, uncompiled and compiled by inductor."""
     times: dict[str, float | None] = {}
     for name in ("eager", "compiled"):
         built: Any = _built(model, swapped).train()
@@ -229,7 +229,7 @@ def timed(model: Model, swapped: bool, seconds: float) -> dict[str, float | None
 
 
 def measure(names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """A row for each model, as it is and swapped; without times where ``seconds`` is 0."""
+    """Measure each model, original and swapped; without times if ``seconds`` is 0."""
     rows = []
     for name in names:
         for swapped in (False, True):
@@ -244,7 +244,7 @@ def _commit(folder: Path) -> str:
 
 
 def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """The rows of another checkout, whose packages this program runs with."""
+    """Run this program with the packages of a different checkout, and return its rows."""
     program = Path(__file__).resolve()
     code = f"import runpy, sys; sys.argv = {[str(program), '--rows', ','.join(names), '--seconds', str(seconds)]!r}; "
     code += f"runpy.run_path({str(program)!r}, run_name='__main__')"
@@ -257,7 +257,7 @@ def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[st
 
 
 def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], console: Console) -> None:
-    """A row for each model."""
+    """Print a row for each model; ``before`` holds the rows of an older checkout."""
     table = Table(title="graph breaks, graphs after one and two sizes with fullgraph, ms of a step")
     for title in ("model", "breaks", "before", "fullgraph", "before", "eager", "before", "inductor", "before"):
         table.add_column(title, justify="left" if title == "model" else "right")
@@ -279,7 +279,7 @@ def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], consol
 
 
 def main() -> None:
-    """Command line."""
+    """Measure the chosen models, write JSON, and print a table."""
     parser = argparse.ArgumentParser(prog="lightning bench graphs", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each time; 0 takes no times")

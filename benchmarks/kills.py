@@ -1,10 +1,11 @@
-"""A run that is killed again and again, at random times, against the same run left alone.
+"""Comparison of a run that is killed repeatedly, at random times, with the same run left undisturbed.
 
     lightning bench kills --out benchmarks/results                       # digits: 50 kills; three more domains: 10 each
     lightning bench kills --domains classification --kills 5             # a short look
 
-SIGKILL meets start-up, training, validation and the writing of checkpoints; after each the same command starts again. The
-final weights, moving averages, optimiser, schedule and learning curves have to be those of the undisturbed run, bit for bit.
+SIGKILL arrives during start-up, training, validation and the writing of checkpoints. After each kill the same command starts
+again. The final weights, moving averages, optimizer, schedule and learning curves must be bit-identical to those of the
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
-"""Optimiser steps between two checkpoints: so often that kills meet their writing."""
+"""Number of optimizer steps between two checkpoints, small enough that kills hit their writing."""
 
 LAST = "checkpoints/recovery/step=*.ckpt"
-"""Where a run leaves its state at the end."""
+"""Pattern of the checkpoints in the folder of a run, of which the last holds the final state."""
 
 DRAWN = (
     "AttentionPictures",
@@ -46,11 +47,11 @@ DRAWN = (
     "TokenThroughput",
     "LearningRateMonitor",
 )
-"""Callbacks left out: they draw, score or time, and touch no weight."""
+"""Callbacks that are left out because they only draw, score or time, and do not affect weights."""
 
 
 class Domain(NamedTuple):
-    """A default configuration, and how long it trains here."""
+    """A shipped configuration, the default number of kills, and trainer options that shorten the run."""
 
     config: str
     kills: int
@@ -68,7 +69,7 @@ DOMAINS = {
 
 
 def write_config(domain: Domain, folder: Path) -> Path:
-    """The domain's default with a table of losses, and a checkpoint every few steps."""
+    """Write the domain's configuration, with a CSV file of losses and a checkpoint every few steps, and return its path."""
     config = yaml.safe_load((ROOT / domain.config).read_text())
     trainer = config["trainer"] | domain.trainer
     trainer |= {"log_every_n_steps": 1, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -83,21 +84,21 @@ def write_config(domain: Domain, folder: Path) -> Path:
 
 
 class Process(Protocol):
-    """The part of :class:`subprocess.Popen` that a killed run needs; it leads a process group."""
+    """Interface of :class:`subprocess.Popen` that this benchmark uses. The process leads a process group."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return the exit status; None while the process runs."""
         ...
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the end of the process and return the exit status."""
         ...
 
 
 def start(config: Path, run: Path) -> Process:
-    """The command that trains, and resumes."""
+    """Start the command that trains, or resumes, a run in the folder ``run``."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "output.txt").open("ab") as output:
         return subprocess.Popen(
@@ -107,7 +108,17 @@ def start(config: Path, run: Path) -> Process:
 
 
 def wait_to_kill(process: Process, run: Path, rng: random.Random, spread: float) -> str | None:
-    """Wait for a random moment: of start-up, of training, or the next writing of a checkpoint; None if the run ended."""
+    """Wait for a random moment during start-up, training or the writing of a checkpoint.
+
+    Args:
+        process: process of the run.
+        run: folder of the run.
+        rng: source of random numbers.
+        spread: longest time in seconds to wait after training has begun.
+
+    Returns:
+        ``"starting"``, ``"training"`` or ``"writing"``; None if the run has ended.
+    """
     kind = rng.choices(["starting", "training", "writing"], [0.2, 0.4, 0.4])[0]
     until = time.monotonic() + rng.uniform(0.5, 8)
     while kind != "starting" and not _logs(run / "metrics.csv", process):
@@ -120,14 +131,14 @@ def wait_to_kill(process: Process, run: Path, rng: random.Random, spread: float)
         if process.poll() is not None:
             return None
         time.sleep(0.005)
-    while kind == "writing" and not any(run.rglob("*.part")):
+    while kind == "writing" and not any(run.rglob("*.part")):  # name of a file during an atomic write
         if process.poll() is not None:
             return None
     return kind
 
 
 def _logs(table: Path, process: Process) -> bool:
-    """Whether this start of the run, not one before it, has logged a step."""
+    """Check whether the present start of the run, rather than an earlier one, has logged a step."""
     try:
         begun = Path(f"/proc/{process.pid}").stat().st_mtime
         return table.stat().st_mtime > begun and bool(_rows(table))
@@ -143,7 +154,7 @@ def train_killed(
     spread: float,
     start: Callable[[Path, Path], Process] = start,
 ) -> list[str]:
-    """Train to the end through so many kills; which they were."""
+    """Train to the end with ``kills`` kills, and return the moment of each, see :func:`wait_to_kill`."""
     done: list[str] = []
     while True:
         process = start(config, run)
@@ -167,13 +178,13 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def losses(run: Path) -> list[tuple[str, int, str]]:
-    """Every loss that any start of a run has logged: name, step, value to the last digit."""
+    """Read the losses that all starts of a run have logged: name, step, and value with all digits."""
     rows = [row for path in sorted(run.glob("metrics*.csv")) for row in _rows(path)]
     return [(name, int(row["step"]), row[name]) for row in rows for name in ("train/loss", "val/loss") if row.get(name)]
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Paths of everything in which two checkpoints differ."""
+    """Return the paths of all entries in which two checkpoints differ."""
     if isinstance(a, torch.Tensor):
         return [] if isinstance(b, torch.Tensor) and torch.equal(a, b) else [path]
     if isinstance(a, dict):
@@ -194,7 +205,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def compare(whole: Path, killed: Path) -> dict[str, Any]:
-    """Differences between the two runs, and how many steps were done twice."""
+    """Compare the folders of the undisturbed and the killed run, and count the steps that were repeated."""
     ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]
@@ -212,7 +223,7 @@ def compare(whole: Path, killed: Path) -> dict[str, Any]:
 
 
 def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, Any]:
-    """Both runs of a domain, compared."""
+    """Run a domain undisturbed and with kills, and compare the runs."""
     domain = DOMAINS[name]
     config = write_config(domain, folder)
     begun = time.monotonic()
@@ -234,7 +245,7 @@ def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, 
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print the table."""
+    """Print a row for each domain."""
     table = Table(
         "run", "steps", "kills", "while starting", "training", "writing", "steps repeated", "what differs in the end"
     )
@@ -253,7 +264,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure the chosen domains, print and write the results, and exit with an error if a run differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", nargs="+", choices=list(DOMAINS), default=list(DOMAINS))
     parser.add_argument(

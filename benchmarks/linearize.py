@@ -1,10 +1,10 @@
-"""Memory of linearising a Llama of 1B parameters: a step of attention transfer, and one of training afterwards.
+"""Memory of linearizing a Llama of 1B parameters: a step of attention transfer, and a step of training afterwards.
 
     lightning bench linearize --out benchmarks/results
 
-The sizes are those of Llama 3.2 1B; one sequence. Nothing is computed: torch's memory tracker follows a step of fake tensors
-on a CPU (frozen weights in bfloat16, trained ones and AdamW in float32, layers recomputed) for models of a few depths; memory
-grows evenly with the depth, which gives the rest.
+The sizes are those of Llama 3.2 1B, with one sequence. Nothing is computed: the storages of a step of fake tensors on a CPU are
+tracked (frozen weights in bfloat16, trained ones and AdamW in float32, layers recomputed) for models of a few depths. Memory
+grows linearly with the depth, so larger depths are extrapolated.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SIZES: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "vocab_size": 128_256, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
 }  # fmt: skip
-"""Llama 3.2 1B, without its number of layers."""
+"""Sizes of Llama 3.2 1B, without the number of layers."""
 
 ATTENTION = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of the storages that are alive, and the most there were; torch's own tracker does not take frozen parameters."""
+    """Track the bytes of live storages and their peak. Torch's own tracker does not support frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Storages(TorchDispatchMode):
         self.known: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, until it is freed."""
+        """Count the storage of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata in self.known:
             return
@@ -71,7 +71,14 @@ class Storages(TorchDispatchMode):
 
 
 def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], None], tokens: int) -> int:
-    """Peak bytes of the second of two steps."""
+    """Measure the peak bytes of two steps, of which the second has the state of the optimizer from its start.
+
+    Args:
+        layers: number of layers of the model.
+        part: trained part of the model, see :func:`build`.
+        step: function that runs forward and backward of a model on its inputs.
+        tokens: number of tokens of the sequence.
+    """
     with FakeTensorMode():
         model, given = build(layers, part), (torch.ones(1, tokens, dtype=torch.long),)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -89,7 +96,10 @@ def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], No
 
 
 def build(layers: int, train: Any) -> Any:
-    """The model after the swap; what is not trained is in bfloat16."""
+    """Build the swapped model, of which the part ``train`` is trained; ``"original"`` for the frozen original.
+
+    Parameters that are not trained are in bfloat16.
+    """
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).train()
     if train == "original":
         model.requires_grad_(False)
@@ -104,19 +114,19 @@ def build(layers: int, train: Any) -> Any:
 
 
 def transfer(model: Any, given: tuple[Tensor, ...]) -> None:
-    """A step that matches the layers."""
+    """Run forward and backward of attention transfer, which matches the layers."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         transfer_loss(model, lambda: model.base_model(given[0], use_cache=False)).backward()
 
 
 def train(model: Any, given: tuple[Tensor, ...]) -> None:
-    """A step on the text."""
+    """Run forward and backward of training on the text."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(given[0], labels=given[0], use_cache=False).loss.backward()
 
 
 def generate(model: Any, given: tuple[Tensor, ...]) -> None:
-    """A forward pass of the original model, for comparison."""
+    """Run a forward pass of the original model, for comparison."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         model.base_model(given[0], use_cache=False)
 
@@ -126,14 +136,19 @@ STEPS: dict[str, tuple[str, Callable[[Any, tuple[Tensor, ...]], None]]] = {
     "layers matched": ("new", transfer),
     "replaced layers trained": ("attention", train),
 }
-"""Trained part and step, by name."""
+"""Steps by name, each with the trained part of the model and the function that runs it."""
 
 
 def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
-    """Peak bytes of a step, from those of models of 2, 3 and 4 layers.
+    """Extrapolate the peak bytes of a step from models of 2, 3 and 4 layers.
+
+    Args:
+        name: key of :data:`STEPS`.
+        layers: number of layers of the model.
+        tokens: number of tokens of the sequence.
 
     Raises:
-        SystemExit: when memory does not grow evenly with the depth.
+        SystemExit: if memory does not grow linearly with the depth.
     """
     part, step = STEPS[name]
     depths = (2, 3, 4)
@@ -149,7 +164,7 @@ def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure every step, print the results, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")

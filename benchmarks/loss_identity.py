@@ -1,12 +1,12 @@
-"""The first losses of every shipped CPU configuration, to the last bit: a change that should not move numbers shows it.
+"""First losses of every shipped CPU configuration, compared bit by bit, to show that a change does not alter results.
 
     lightning bench loss_identity                  # train 50 steps of each, compare with benchmarks/results/losses.json
     lightning bench loss_identity --write          # make these losses the reference
     lightning bench loss_identity --only digits    # configurations whose path contains a word
     lightning bench loss_identity --steps 10       # fewer; video/digits_finetune, which starts from another, is left out
 
-Float32, one thread, no validation. Bits depend on processor, torch and, for stdlib.yaml, on Python's own library: a
-reference of another machine is compared too, and the difference is named.
+Training uses float32, one thread and no validation. Results depend on the processor, on torch and, for stdlib.yaml, on Python's
+standard library. A reference from a different machine is compared, too, and the differences between the machines are printed.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ CONFIGS = {
     "video/digits_pretrain": None,
     "video/digits_finetune": "video/digits_pretrain",
 }
-"""Configurations, each with the one whose weights it starts from."""
+"""Configurations, each with the configuration whose weights it starts from, or None."""
 
 
 def first_losses(
     config: str, steps: int, folder: Path, start: Path | None, options: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Train in a process of its own.
+    """Train a configuration in a separate process.
 
     Args:
-        config: below ``configs``, without its ending.
-        steps: optimiser steps.
-        folder: folder of the run.
-        start: run whose weights it starts from.
-        options: more of ``lightning fit``.
+        config: path of the configuration below ``configs``, without extension.
+        steps: number of optimizer steps.
+        folder: folder of the run, which must not exist.
+        start: folder of the run whose weights to start from; None for new weights.
+        options: additional options of ``lightning fit``.
 
     Returns:
-        ``train/loss`` of every step, as the shortest text that gives the same float; and what was printed.
+        ``train/loss`` of every step, as the shortest text that represents the float exactly; and the output of the process.
+
+    Raises:
+        SystemExit: if training fails.
     """
     overlay = {
         "trainer": {
@@ -92,7 +95,7 @@ def first_losses(
 
 
 def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
-    """A line for each configuration whose losses differ, naming the first step that does."""
+    """Return a line for each configuration whose losses differ, with the first step at which they do."""
     lines = []
     for config, losses in found.items():
         known = reference.get(config)
@@ -109,7 +112,7 @@ def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> lis
 
 
 def main() -> None:
-    """Command line; status 1 where losses differ."""
+    """Train, then compare losses with the reference or write it; exit with status 1 if losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each configuration (default: %(default)s)")
     parser.add_argument("--only", default="", help="configurations whose path contains this")

@@ -1,4 +1,4 @@
-"""Machine, versions and date of a result, and how a time is taken."""
+"""Description of the machine for result files, and measurement of time and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Machine, thread count, versions and date, for a result file."""
+    """Return device, thread count, versions and date, for a result file."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "flash-linear-attention"):
@@ -30,7 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Name of the CPU, as its maker writes it."""
+    """Return the name of the CPU, as its manufacturer writes it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -39,9 +39,10 @@ def processor_name() -> str:
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, least: int = 3) -> float:
-    """Median time of ``call`` in milliseconds, after a warm-up, over at least ``least`` calls and about ``seconds``.
+    """Measure the median time of ``call`` in milliseconds, over at least ``least`` calls and about ``seconds``.
 
-    On a GPU: of the replays of a CUDA graph, between events, so that launches cost nothing.
+    Warm-up calls come first. On a GPU, ``call`` is captured in a CUDA graph, whose replays are timed between events, so that
+    the time excludes launches from Python.
     """
     if device.type == "cuda":
         return _graph_milliseconds(call, seconds, least)
@@ -51,13 +52,13 @@ def milliseconds(call: Callable[[], object], device: torch.device, seconds: floa
         call()
         return (time.perf_counter() - start) * 1e3
 
-    first = min(once() for _ in range(2))  # the first call of all also loads and allocates
+    first = min(once() for _ in range(2))  # the very first call also loads code and allocates memory
     return median(once() for _ in range(max(least, min(50, int(seconds * 1e3 / max(first, 1e-3))))))
 
 
 def _graph_milliseconds(call: Callable[[], object], seconds: float, least: int) -> float:
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # capture needs warm-up calls on a stream that is not the default one
         for _ in range(3):
             call()
     torch.cuda.synchronize()
@@ -78,7 +79,7 @@ def _graph_milliseconds(call: Callable[[], object], seconds: float, least: int) 
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Memory that ``call`` needs at its peak beyond what was allocated before; None where torch does not count it."""
+    """Measure the peak bytes that ``call`` allocates beyond what was allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()

@@ -1,11 +1,12 @@
-"""Whole diffusion transformers: time and memory of a training step, for each kind of attention and each size of image.
+"""Complete diffusion transformers: time and memory of a training step, for each kind of attention and each image size.
 
     lightning bench models --out benchmarks/results                      # on a GPU if there is one
     lightning bench models --device cpu --models S/2 --pixels 256 512
 
-DiT-S/2 and DiT-XL/2 on latents of 256, 512 and 1,024 pixels (256, 1,024 and 4,096 tokens), forward and backward of DiT's
-objective, M = 16 blocks. On a GPU in bfloat16; on a CPU in float32, one image at a time, each measurement in a process of its
-own, whose peak memory counts. Rows that a result file has already are kept: a stopped benchmark resumes.
+A step is a forward and backward pass of DiT's objective, for DiT-S/2 and DiT-XL/2 on latents of 256, 512 and 1,024 pixels (256,
+1,024 and 4,096 tokens) with M = 16 blocks. A GPU computes in bfloat16, a CPU in float32, one image at a time. Each measurement
+runs in its own process, whose peak memory is recorded. Rows that a result file already has are kept, so a stopped benchmark
+resumes.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ GPU_IMAGES = {
     ("XL/2", 512): 8,
     ("XL/2", 1024): 2,
 }
-"""Images at once on a GPU: as many tokens for each size, and room for 80 GB."""
+"""Batch size on a GPU with 80 GB by model and pixels; the number of tokens is the same for all sizes of a model."""
 
 
 def training_step(model: str, pixels: int, kind: str, images: int, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of one batch of random latents."""
+    """Return a function that runs a forward and backward pass on a batch of random latents."""
     torch.manual_seed(0)
     attention = AttentionConfig(kind=kind, block_grid=[4, 4])
     size: Any = MODELS[model]
@@ -65,9 +66,9 @@ def training_step(model: str, pixels: int, kind: str, images: int, device: torch
 
 
 def measure(model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """One row: median seconds of a step, images a second, and peak memory.
+    """Measure the median seconds of a step, images per second, and peak memory in bytes.
 
-    After a first step, for about ``seconds``; a step of more than a minute is done once.
+    Steps after the first are measured for about ``seconds``. A step of more than a minute is run once.
     """
     step = training_step(model, pixels, kind, images, device)
 
@@ -106,7 +107,7 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
 def measure_apart(
     model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """The same in a process of its own; a row without figures if it did not come back, for want of memory say."""
+    """Run :func:`measure` in a separate process; the row has an error instead of figures if the process fails."""
     case = json.dumps([model, pixels, kind, images, str(device), seconds])
     command = [sys.executable, "-m", "benchmarks.models", "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
@@ -118,7 +119,7 @@ def measure_apart(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each model and size, and in it the kinds; how many times softmax's throughput each has."""
+    """Format rows as Markdown: a line for each model and size, a column for each kind, and the ratio of mhla to softmax."""
     lines = [
         "| model | pixels | tokens | images at once | softmax | linear | mhla | mhla / softmax |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -146,7 +147,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure the missing rows, write JSON after each, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

@@ -1,10 +1,10 @@
-"""The operator as it runs on this device, where an interpreter shows nothing: real tiles, streams, graphs, large tensors.
+"""Checks of the operator on this device that Triton's interpreter cannot make: real tiles, streams, graphs, large tensors.
 
     lightning bench native --out runs/benchmarks
     compute-sanitizer lightning bench native --case chunked
 
-Every check is a line of native.json; the exit status is 1 if one fails. On a CPU the PyTorch forms are checked, at small sizes,
-and what needs a GPU is left out.
+Every case of a check is a line of native.json. The exit status is 1 if one fails. On a CPU the PyTorch forms are checked at
+small sizes, and checks that need a GPU are left out.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from benchmarks.machine import describe
 
 FORMS: tuple[ChosenForm, ...] = get_args(ChosenForm)
 RUNS = 20
-"""Of one call, whose bits have to be equal."""
+"""Number of runs of one call that must be bit-identical."""
 BOUNDS = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
-"""Of outputs and gradients, relative to their norm, for values of zero mean."""
+"""Largest errors of outputs and of gradients by dtype, relative to their norm, for values of zero mean."""
 WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 256))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of the operator."""
+    """One call of the operator: form, dtype and sizes."""
 
     form: ChosenForm
     dtype: torch.dtype
@@ -54,11 +54,11 @@ class Case:
 
     @property
     def backend(self) -> Any:
-        """Kernels on a GPU."""
+        """Backend of the operator: Triton kernels if there is a GPU, else PyTorch."""
         return "triton" if torch.cuda.is_available() else "torch"
 
     def make(self, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """q, k, v and the coefficients, which exponentials have for the spanning form; as leaves."""
+        """Draw q, k, v and coefficients as leaves; exponential coefficients, two tensors, for the spanning form."""
         draw = partial(torch.rand, generator=torch.Generator(device).manual_seed(seed), device=device)
         shape, blocks = (self.batch, self.tokens, self.heads), -(-self.tokens // self.block)
         q, k, v = draw(*shape, self.key_width), draw(*shape, self.key_width), draw(*shape, self.value_width) - 0.5
@@ -67,7 +67,7 @@ class Case:
         return [x.to(self.dtype).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in mixing]
 
     def run(self, *given: Tensor, form: Any = None, backend: Any = None) -> Tensor:
-        """Outputs."""
+        """Compute the outputs for the tensors of :meth:`make`, by this case's form and backend unless others are given."""
         q, k, v, *mixing = given
         coefficients: MixingLike = ExponentialMixing(mixing[0], mixing[1]) if len(mixing) == 2 else mixing[0]
         return mhla_attention(
@@ -76,7 +76,7 @@ class Case:
         )  # fmt: skip
 
     def both(self, leaves: list[Tensor], cotangent: Tensor, **choice: Any) -> list[Tensor]:
-        """Outputs and all gradients."""
+        """Compute the outputs and the gradients of all leaves; ``choice`` as for :meth:`run`."""
         out = self.run(*leaves, **choice)
         return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
 
@@ -86,12 +86,12 @@ class Case:
 
 
 def small_case(form: ChosenForm) -> Case:
-    """One that launches every kernel of a form, forward and backward."""
+    """Return a small case that launches every kernel of a form, forward and backward."""
     return Case(form, torch.bfloat16, 64, 64, True, 300, 16 if form == "spanning" else 100)
 
 
 def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Tiles of their real size, several of them, against the definition in float64 on the device."""
+    """Compare outputs and gradients, over several tiles of real size, with the definition in float64 on the device."""
     native = device.type == "cuda"
     widths = WIDTHS if native else WIDTHS[:1]
     for form, dtype, (key, value), causal in product(FORMS, BOUNDS, widths, (False, True)):
@@ -111,7 +111,7 @@ def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def equal_bits(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Many runs of one call."""
+    """Check that repeated runs of one call are bit-identical."""
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 1000 if device.type == "cuda" else 100, 16, 2)
         leaves = case.make(device)
@@ -124,15 +124,16 @@ def equal_bits(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
-    """A table that one stream is about to write is not read by another."""
+    """Check that a stream does not read a cached table before a different stream has written it."""
     for form in FORMS:
         for number in range(5):
-            case = Case(form, torch.bfloat16, 64, 64, True, 1024 + number, 16)  # of sizes that no table was made for
+            # sizes for which there is no cached table yet
+            case = Case(form, torch.bfloat16, 64, 64, True, 1024 + number, 16)
             leaves = case.make(device)
             streams = torch.cuda.Stream(), torch.cuda.Stream()
             torch.cuda.synchronize()
             with torch.cuda.stream(streams[0]):
-                torch.cuda._sleep(50_000_000)
+                torch.cuda._sleep(50_000_000)  # delays the writing of the table until the second stream has started
                 first = case.run(*leaves)
             with torch.cuda.stream(streams[1]):
                 second = case.run(*leaves)
@@ -143,7 +144,7 @@ def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
-    """A CUDA graph of a forward and backward pass, replayed with other numbers after other calls."""
+    """Check a captured forward and backward pass that is replayed with different values after other calls."""
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 777, 16)
         leaves, other = case.make(device), case.make(device, seed=1)
@@ -156,7 +157,7 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             captured = case.both(leaves, cotangent)
-        for size in range(100):  # more tables than are kept
+        for size in range(100):  # more tables than the cache keeps
             tokens = torch.rand(1, 900 + size, 1, 64, device=device, dtype=torch.bfloat16)
             mhla_attention(tokens, tokens, tokens, torch.rand(64, 64, device=device), block_size=16, causal=True)
         want = case.both(other, cotangent)
@@ -171,7 +172,7 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def large_tensors(device: torch.device) -> Iterator[tuple[str, str]]:
-    """More numbers in a tensor than 32 bits count, by batch and by tokens: the last row is the one that is computed alone."""
+    """Check tensors with more elements than 32 bits can index: the last row equals the same row computed alone."""
     least = 2**31 if device.type == "cuda" else 2**16
     for form, by_batch in product(FORMS, (True, False)):
         if form == "parallel" and not by_batch:
@@ -201,11 +202,11 @@ CHECKS: dict[str, tuple[Callable[[torch.device], Iterator[tuple[str, str]]], boo
     "capture and replay": (capture_and_replay, True),
     "large tensors": (large_tensors, False),
 }
-"""By name; and whether a GPU is needed."""
+"""Checks by name, each with whether it needs a GPU. A check yields a case and its result, or raises."""
 
 
 def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
-    """All of them; one that fails or raises is a line."""
+    """Run all checks on a device, print a table, and return its rows; a check that raises is a row, too."""
     rows: list[dict[str, Any]] = []
     table = Table("check", "case", "", "found")
     for name, (function, needs_gpu) in CHECKS.items():
@@ -226,7 +227,7 @@ def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the checks, or one small case, and exit with status 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="lightning bench native", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--case", choices=FORMS, help="run one small case, and nothing else")

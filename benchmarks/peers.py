@@ -1,4 +1,4 @@
-"""Functions that the operator is measured against."""
+"""Peers of the operator in benchmarks: softmax and linear attention, and loops over blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int) -> Tensor:
-    """Causal MHLA without a normaliser, block after block in Python: the baseline. Shapes as :func:`mhla_attention`."""
+    """Compute causal MHLA without normalizer by a Python loop over blocks of ``block`` tokens, as a baseline.
+
+    Shapes are those of :func:`mhla_attention`.
+    """
     q, k, v = (x.transpose(1, 2).unflatten(2, (-1, block)) for x in (q, k, v))
     blocks = q.shape[2]
     visible = torch.ones(block, block, dtype=q.dtype, device=q.device).tril()
@@ -27,12 +30,12 @@ def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int
 
 
 def softmax_backend(device: torch.device) -> SDPBackend | None:
-    """The backend that softmax attention is held to: flash attention on a GPU; None leaves the choice to torch."""
+    """Return the backend that softmax attention must use: flash attention on a GPU; None for torch's choice."""
     return SDPBackend.FLASH_ATTENTION if device.type == "cuda" else None
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend | None) -> Tensor:
-    """Softmax attention, ``[B, H, N, D]``."""
+    """Compute softmax attention; all tensors are ``[B, H, N, D]``."""
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     with sdpa_kernel(backend):
@@ -40,7 +43,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend |
 
 
 def flash_linear_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Plain causal linear attention of flash-linear-attention, ``[B, N, H, D]``; None where it is not installed."""
+    """Return causal linear attention of ``[B, N, H, D]`` from flash-linear-attention; None without it or a GPU."""
     if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
         return None
     from fla.ops.linear_attn import chunk_linear_attn
@@ -49,10 +52,13 @@ def flash_linear_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor] | Non
 
 
 def authors(checkout: Path) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
-    """The chunked causal form in a checkout of the paper's public code (github.com/DAGroup-PKU/MHLA).
+    """Load the chunked causal form from a checkout of the paper's public code (github.com/DAGroup-PKU/MHLA).
+
+    Returns:
+        A function of q, k, v, mixing and the number of tokens in a block.
 
     Raises:
-        FileNotFoundError: if it is not there.
+        FileNotFoundError: if the checkout does not contain it.
     """
     path = checkout / "mhla_nlp/fla/ops/mhla/naive.py"
     if not path.is_file():

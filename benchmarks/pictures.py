@@ -7,7 +7,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 
 def plain_numbers(axis: Axes) -> None:
-    """Logarithmic axes marked 1, 2, 5, 10, 20 and so on, and all in figures that can be read."""
+    """Label axes with plain numbers instead of powers of ten; logarithmic ones at 1, 2, 5, 10, 20 and so on."""
     for each in (axis.xaxis, axis.yaxis):
         if each.get_scale() == "log":
             each.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,9 +1,9 @@
-"""Recurrences of the baselines against flash-linear-attention's references in plain PyTorch: agreement and time on a CPU.
+"""Recurrences of the baselines, compared with flash-linear-attention's references in PyTorch: error and time on a CPU.
 
     lightning bench recurrences --out benchmarks/results
 
-q, k, v ``[1, N, 4, 64]``, float32; errors against the recurrence token by token in float64, over its largest value.
-Theirs is the chunked reference where there is one, else the recurrence (GLA), or the whole matrix (retention).
+q, k and v are ``[1, N, 4, 64]``, float32. Errors are relative to the largest value of the token-by-token recurrence in float64.
+The peer is the chunked reference if there is one, else the recurrence (GLA) or the full attention matrix (retention).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Callable[..., Any]
 
 
 def cases(tokens: int, heads: int = 4, width: int = 64) -> dict[str, tuple[Call, Call, list[Tensor]]]:
-    """Our function, theirs, and operands, by name."""
+    """Return by name of the operator: our function, flash-linear-attention's, and random operands."""
     from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
     from fla.ops.gla.naive import naive_recurrent_gla
     from fla.ops.retention.naive import naive_retention
@@ -58,7 +58,7 @@ def cases(tokens: int, heads: int = 4, width: int = 64) -> dict[str, tuple[Call,
 
 
 def definition(name: str, *inputs: Tensor) -> Tensor:
-    """Token by token, in float64."""
+    """Compute a recurrence token by token in float64, as the reference for errors."""
     q, k, v, *gates = (x.double() for x in inputs)
     heads, width = q.shape[2:]
     state = q.new_zeros(1, heads, width, v.shape[3])
@@ -76,12 +76,12 @@ def definition(name: str, *inputs: Tensor) -> Tensor:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest value."""
+    """Return the largest difference, relative to the largest value of ``want``."""
     return float((got.double() - want).detach().abs().max() / want.detach().abs().max())
 
 
 def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: float) -> dict[str, Any]:
-    """One row: errors of outputs and gradients on 512 tokens, times of all."""
+    """Measure the errors of outputs and gradients on 512 tokens, and times on all tokens."""
     short = [x[:, :512].clone().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in short]
     want, out = definition(name, *exact), ours(*short)
@@ -107,7 +107,7 @@ def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Format rows as a Markdown table."""
     lines = [
         "| operator | error | of gradients | forward, ms | theirs | forward and backward, ms | theirs | times faster |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -120,7 +120,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure every recurrence, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="N (default: 4096)")
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each measurement (default: 2)")

@@ -1,12 +1,12 @@
-"""Registers, spills and shared memory of the Triton kernels, compiled ahead of time: needs no GPU.
+"""Registers, spills and shared memory of the Triton kernels, compiled ahead of time without a GPU.
 
     lightning bench resources
 
-Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. Exit code 1
-if one goes over its limits: no spills in bfloat16 at the widths of models in use, 1 KB elsewhere, and the shared memory
-that a block may have on the chip.
+Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. The exit code
+is 1 if a kernel exceeds its limits: no spills in bfloat16 at the widths of published models, 1 KB of spills elsewhere, and the
+shared memory that a thread block may have on the chip.
 
-Longer than other modules: what is launched, compiled and allowed is read together.
+Longer than other modules, because launches, compilation and limits are read together.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from triton.runtime.jit import JITFunction
 from benchmarks.machine import describe
 
 CHIPS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-"""Compute capability to the shared memory that one block may have, bytes (CUDA C++ Programming Guide, table 27)."""
+"""Shared memory in bytes that a thread block may have, by compute capability (CUDA C++ Programming Guide, table 27)."""
 
 MODEL_WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 128), (128, 256))
-"""Key and value widths that have to do without spills in bfloat16."""
+"""Pairs of key and value width at which spills in bfloat16 are not allowed."""
 
 OTHER_WIDTHS = ((16, 16), (80, 96), (256, 256))
 SPILL_LIMIT = 1024
@@ -58,9 +58,18 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", t
 class Variant:
     """One form of the operator with its options.
 
-    ``terms`` of an exponential mixing, 0 for dense coefficients. ``unusual`` is what models seldom do, all at once: tokens
-    next to each other instead of features, one head, a key mask, packed sequences, no feature map. Blocks of less than eight
-    tokens are as seldom.
+    Attributes:
+        form: form of the operator.
+        causal: whether attention is causal.
+        normalize: whether weights are divided by their sum.
+        dtype: name of the dtype of q, k and v.
+        key_width: width of a key.
+        value_width: width of a value.
+        terms: number of terms of exponential mixing; 0 for dense coefficients.
+        unusual: whether to combine what models rarely use: tokens contiguous in memory instead of features, one head, a key
+            mask, packed sequences, and no feature map.
+        block_size: number of tokens in a block.
+        blocks: number of blocks.
     """
 
     form: str
@@ -76,15 +85,30 @@ class Variant:
 
     @property
     def spills_allowed(self) -> int:
-        """Bytes a thread may spill."""
-        if self.unusual or self.block_size < 8:
+        """Number of bytes that a thread may spill: 0 for common variants in bfloat16, else :data:`SPILL_LIMIT`."""
+        if self.unusual or self.block_size < 8:  # models rarely use either
             return SPILL_LIMIT
         return 0 if self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS else SPILL_LIMIT
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it was launched: what is needed to compile it."""
+    """Recorded launch of a kernel, with everything needed to compile it.
+
+    Attributes:
+        kernel: name of the kernel.
+        module: name of the module that defines it.
+        signature: pairs of parameter and Triton type.
+        constants: pairs of constant parameter and value.
+        divisible: names of parameters that are divisible by 16.
+        options: pairs of launch option and value, such as ``num_warps``.
+        chip: compute capability, such as 90.
+        spills_allowed: number of bytes that a thread may spill.
+        dtype: name of the dtype of q, k and v.
+        widths: key and value width, as ``64/64``.
+        unusual: see :class:`Variant`.
+        label: description of the variant for tables.
+    """
 
     kernel: str
     module: str
@@ -102,7 +126,20 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one compiled kernel."""
+    """Resources of one compiled kernel.
+
+    Attributes:
+        kernel: name of the kernel.
+        dtype: name of the dtype of q, k and v.
+        widths: key and value width, as ``64/64``.
+        unusual: see :class:`Variant`.
+        label: description of the variant for tables.
+        chip: compute capability, such as 90.
+        registers: number of registers of a thread.
+        spill_bytes: number of bytes that a thread spills.
+        shared_bytes: shared memory of a thread block in bytes.
+        spills_allowed: number of bytes that a thread may spill.
+    """
 
     kernel: str
     dtype: str
@@ -117,13 +154,13 @@ class Usage:
 
     @property
     def fits(self) -> bool:
-        """Whether it keeps its limits."""
+        """Whether the kernel stays within its limits."""
         return self.spill_bytes <= self.spills_allowed and self.shared_bytes <= CHIPS[self.chip]
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, int]]]]:
-    """Take down the arguments of kernel launches instead of launching them."""
+    """Record the arguments of kernel launches, in a list, instead of launching the kernels."""
     launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
 
     def take_down(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -142,7 +179,7 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
 
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
-    """The kernels of a forward and a backward pass, arguments specialised as Triton would at a launch."""
+    """Return the launches of a forward and a backward pass, with arguments specialized as Triton does at a launch."""
     from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
     from mhla_kernels.triton_backend.launch import backward, forward
@@ -242,7 +279,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
 
 
 def compile_launch(launch: Launch) -> Usage:
-    """Compile and read the machine code."""
+    """Compile a kernel and read its resources from the machine code."""
     kernel = getattr(sys.modules.get(launch.module) or __import__(launch.module, fromlist=["x"]), launch.kernel)
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(kernel, dict(launch.signature), dict(launch.constants), attributes)
@@ -263,7 +300,7 @@ def compile_launch(launch: Launch) -> Usage:
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of its stack: what it spills."""
+    """Return the number of registers of a thread, and the size of its stack in bytes, which holds the spills."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -276,7 +313,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """Both forms, with and without causality and normaliser, in both dtypes; exponential mixing; and the unusual."""
+    """List the variants: all forms, causal or not, with and without normalizer, in both dtypes, and unusual ones."""
     dense = [
         Variant(form, causal, normalize, dtype, *pair)
         for pair in widths
@@ -317,7 +354,7 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 
 
 def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """Blocks that take other paths: long ones with running sums, many of them, and so short that a tile spans over 16."""
+    """List variants with blocks that take different code paths: long, many, and so short that a tile spans over 16."""
     return [
         Variant(form, causal, not causal, dtype, *pair, block_size=block_size, blocks=blocks)
         for pair in widths
@@ -333,7 +370,14 @@ def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 
 
 def measure(chosen: list[Variant], chips: list[int], console: Console, sample: int | None = None) -> list[Usage]:
-    """Compile the kernels of ``chosen``, each distinct one once, on all cores; ``sample`` of them, evenly, if given."""
+    """Compile the kernels of variants, each distinct one once, on all cores.
+
+    Args:
+        chosen: variants of the operator.
+        chips: compute capabilities to compile for.
+        console: console for the progress bar.
+        sample: number of kernels to compile, evenly chosen; None for all.
+    """
     seen: dict[tuple[object, ...], Launch] = {}
     for chip, variant in product(chips, chosen):
         for launch in launches_of(variant, chip):
@@ -349,9 +393,9 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
 
 
 def worst_of(usages: list[Usage]) -> list[dict[str, Any]]:
-    """The most registers, spills and shared memory over all the ways a kernel is launched.
+    """Return the maximum of registers, spills and shared memory over the launches of each kernel.
 
-    By kernel, dtype, widths and chip, the unusual launches apart.
+    A group has the same kernel, dtype, widths and chip. Unusual launches are separate groups.
     """
     groups: dict[tuple[str, str, str, bool, int], list[Usage]] = {}
     for usage in usages:
@@ -369,7 +413,7 @@ def worst_of(usages: list[Usage]) -> list[dict[str, Any]]:
 
 
 def print_table(usages: list[Usage], console: Console) -> None:
-    """A row for each kernel, dtype and pair of widths, a column for each chip; then every launch that is over its limits."""
+    """Print a row for each kernel, dtype and pair of widths, a column for each chip, and every launch over its limits."""
     chips = sorted({usage.chip for usage in usages})
     table = Table(title="registers a thread / spilled bytes / shared KB, the worst over all ways a kernel is launched")
     for title in ("kernel", "dtype", "widths K/V", *(f"sm_{chip}" for chip in chips)):
@@ -388,7 +432,7 @@ def print_table(usages: list[Usage], console: Console) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Compile the kernels, print and write their resources, and exit with status 1 if one is over its limits."""
     parser = argparse.ArgumentParser(prog="lightning bench resources", description=__doc__.splitlines()[0])
     parser.add_argument("--chips", type=int, nargs="+", choices=list(CHIPS), default=list(CHIPS))
     parser.add_argument("--widths", nargs="+", metavar="K/V", help="pairs such as 64/64; all by default")

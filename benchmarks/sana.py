@@ -3,8 +3,8 @@
     lightning bench sana --out benchmarks/results
     lightning bench sana --size 1.6B --pixels 1024
 
-512 pixels are a latent of 16 x 16, 1,024 pixels one of 32 x 32; MHLA in 4 x 4 blocks; one image. Without a GPU operations and
-memory are counted, see benchmarks/full_size.py. The first row is SANA's own linear attention.
+A batch is one image: 512 pixels are a latent of 16 x 16, 1,024 pixels a latent of 32 x 32. MHLA has 4 x 4 blocks. Without a
+GPU, operations and memory are counted, see benchmarks/full_size.py. The first row is SANA's own linear attention.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SIZES = {
 VARIANTS = {"SANA's own": ["keep"], "linear": ["linear"], "mhla": ["mhla"], "softmax": ["softmax"]}
 ATTENTION = AttentionConfig(block_grid=[4, 4], mixing_init="uniform", feature_map="sana")
 TEXT, STEP = 300, 32
-"""Tokens of a caption, and pixels of a latent's row."""
+"""Number of tokens of a caption, and image pixels per latent pixel along one side."""
 
 
 def case(size: str, pixels: int, layers: int | None = None) -> FullSize:
-    """SANA of a size, and one image."""
+    """Return a case with SANA of a size and one image; ``layers`` is the number of blocks, by default the size's own."""
     shape, side = SIZES[size], pixels // STEP
     return FullSize(
         VARIANTS,
@@ -56,7 +56,7 @@ def case(size: str, pixels: int, layers: int | None = None) -> FullSize:
 
 
 def main() -> None:
-    """Command line."""
+    """Run every combination of size and pixels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes (default: all)")

@@ -1,11 +1,11 @@
-"""Bytes that sequence parallelism moves for each layer, against ring attention's; and a check of them on real processes.
+"""Bytes that sequence parallelism moves for each layer, compared with ring attention.
 
     lightning bench sequence --out benchmarks/results
 
-A process of P receives, in a forward pass: of MHLA the other processes' block summaries (float32), or their k and v (bfloat16)
-where those are fewer bytes, or with exponential mixing one sum of each term from every process and side; of ring attention k
-and v of all other processes. Backward, MHLA moves as much again (the gradients of what it received), ring attention twice that
-(k and v once more, and their gradients in float32).
+In a forward pass of MHLA, each process receives the block summaries of the other processes (float32), or their k and v
+(bfloat16) if those are fewer bytes, or with exponential mixing one sum of each term from every process and side. In ring
+attention it receives k and v of all other processes. In the backward pass, MHLA moves the gradients of what it received, and
+ring attention moves k and v once more and their gradients in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_mhla.system.files import write_whole
 
 
 class Shape(NamedTuple):
-    """A layer; ``terms`` None for dense mixing."""
+    """Sizes of a layer; ``terms`` is the number of terms of exponential mixing, None for dense mixing."""
 
     name: str
     batch: int
@@ -50,14 +50,17 @@ PROCESSES = (2, 4, 8)
 
 
 def ring_bytes(shape: Shape, processes: int) -> tuple[int, int]:
-    """Bytes received in ring attention, forward and backward: k and v in bfloat16, their gradients in float32."""
+    """Count the bytes that a process receives in ring attention, in the forward and in the backward pass.
+
+    k and v are bfloat16, their gradients float32.
+    """
     share = -(-shape.tokens // processes) * (processes - 1)
     numbers = shape.batch * shape.heads * share * (shape.key_width + shape.value_width)
     return 2 * numbers, 2 * numbers + 4 * numbers
 
 
 def measure(shape: Shape, processes: int) -> dict[str, Any]:
-    """A row of the table; MiB for one layer and process."""
+    """Compute the MiB that each process receives for one layer, in MHLA and in ring attention."""
     sizes = (shape.batch, shape.tokens, shape.heads, shape.key_width, shape.value_width, shape.blocks, processes)
     moved = traffic(*sizes, terms=shape.terms, causal=shape.causal, normalize=shape.normalize)
     forward = moved.summaries if moved.least == "summaries" else int(moved.tokens or 0)
@@ -75,7 +78,7 @@ def measure(shape: Shape, processes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compute, print, write."""
+    """Compute all rows, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for sequence-parallel.json")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The shapes that are measured, what they cost at least, and random tensors for them."""
+"""Shapes of the operator's benchmarks, their minimal cost, and random inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """One row of a table; letters as in the operator's documentation, ``block`` tokens in a block."""
+    """Sizes of one call of the operator.
+
+    Attributes:
+        name: name of the row in tables.
+        batch: number of sequences.
+        heads: number of heads.
+        tokens: number of tokens N.
+        block: number of tokens in a block.
+        key_width: width Dk of a key.
+        value_width: width Dv of a value.
+        causal: whether attention is causal.
+        normalize: whether weights are divided by their sum; None to do so if attention is bidirectional.
+    """
 
     name: str
     batch: int
@@ -24,12 +36,12 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        """M."""
+        """Number of blocks M."""
         return -(-self.tokens // self.block)
 
     @property
     def normalized(self) -> bool:
-        """Whether rows are divided by their sum: unless said, where attention is bidirectional."""
+        """Whether weights are divided by their sum, with the default resolved."""
         return not self.causal if self.normalize is None else self.normalize
 
 
@@ -46,10 +58,10 @@ MODELS = [
     Shape("LM 340M, 32k, C=64", 1, 4, 32768, 64, 128, 256, True),
     Shape("LM 340M, 32k, C=256", 1, 4, 32768, 256, 128, 256, True),
 ]
-"""Shapes of published models at the batch sizes they are trained with (MHLA paper, sections 4 and 5)."""
+"""Shapes of published models, at batch sizes for training (MHLA paper, sections 4 and 5)."""
 
 LENGTHS = [Shape(f"LM 340M, N={n}", 32768 // n, 4, n, 64, 128, 256, True) for n in (256, 512, 1024, 4096, 16384)]
-"""With those of ``MODELS``, time against length at 32,768 tokens in all."""
+"""Shapes of different lengths with 32,768 tokens in all, which together with ``MODELS`` show time against length."""
 
 SMALL = [
     *(Shape(f"LM 340M, N={n}", 1, 4, n, 64, 128, 256, True) for n in (512, 1024, 2048, 4096, 8192, 16384)),
@@ -58,12 +70,12 @@ SMALL = [
     Shape("DiT-XL/2 512 px", 1, 16, 1024, 64, 72, 72, False),
     Shape("DiT-XL/2 1024 px", 1, 16, 4096, 256, 72, 72, False),
 ]
-"""For a CPU."""
+"""Shapes for a CPU."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak rates of a chip: bytes and operations a second. By default an H200, both measured on such a chip."""
+    """Peak bandwidth in bytes per second and peak operations per second; by default as measured on an H200."""
 
     bandwidth: float = 4.3e12
     operations: float = 790e12
@@ -71,23 +83,30 @@ class Rates:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and operations of one pass."""
+    """Bytes moved and operations computed in one pass."""
 
     bytes: float
     operations: float
 
     def milliseconds(self, rates: Rates) -> float:
-        """The longer of moving the bytes and doing the operations."""
+        """Return the time for the bytes or for the operations, whichever is longer."""
         return 1e3 * max(self.bytes / rates.bandwidth, self.operations / rates.operations)
 
 
 def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = None) -> Cost:
-    """The floor of a shape in bfloat16: the cheaper of both forms, each tensor moved once.
+    """Compute the floor of a shape in bfloat16: the cost of the cheaper form if each tensor is moved once.
 
-    Chunked: 4 N K V + 2 M^2 K V operations and four passes over the summaries (causal: k and v once more); the backward pass
-    twice the operations and two more products with summaries, ten passes over summaries. ``terms`` of an exponential
-    mixing take the place of one M. Parallel: 2 N^2 (K + V), half when
-    causal; the backward pass 2 N^2 (3 K + 2 V). Backward tokens: q, k, v, dO read, dq, dk, dv written.
+    The chunked form has 4 N K V + 2 M^2 K V operations and four passes over the summaries; causal attention reads k and v
+    once more. Its backward pass has twice the operations, two more products with summaries, and ten passes over the
+    summaries. Exponential mixing replaces one M by the number of terms. The parallel form has 2 N^2 (K + V) operations, half
+    of that if causal, and 2 N^2 (3 K + 2 V) in its backward pass. The backward pass reads q, k, v and dO, and writes dq, dk
+    and dv.
+
+    Args:
+        shape: sizes of the call.
+        rates: rates by which the cheaper form is chosen.
+        backward: whether to add the backward pass.
+        terms: number of terms of exponential mixing; None for dense coefficients.
     """
     n, m, k, v = shape.tokens, shape.blocks, shape.key_width, shape.value_width
     rows = shape.batch * shape.heads
@@ -109,7 +128,7 @@ def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = N
 
 
 def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random q, k, v and mixing that want gradients."""
+    """Draw random q, k, v and mixing coefficients that require gradients."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:

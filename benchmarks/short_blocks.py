@@ -1,4 +1,4 @@
-"""Cost of exponential mixing by the tokens of a block, against plain linear attention: where the spanning form wins.
+"""Time of exponential mixing by block size, compared with linear attention, to see where the spanning form is faster.
 
 lightning bench short_blocks
 lightning bench short_blocks --forms chunked --runs 5 --tokens 4096
@@ -29,14 +29,14 @@ HEADS, WIDTH, TERMS = 8, 64, 4
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
-    """Bidirectional linear attention, ``[B, N, H, D]``: what mixing is added to."""
+    """Compute bidirectional linear attention of ``[B, N, H, D]``, which mixing extends."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(-2, keepdim=True).transpose(-1, -2) + eps)
     return out.transpose(1, 2).contiguous()
 
 
 def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of ``runs`` runs, each the median of ``seconds``, sorted: forward, and forward and backward."""
+    """Measure the forward pass, and forward and backward: sorted milliseconds of ``runs`` runs of ``seconds`` each."""
     device, cotangent = leaves[0].device, torch.ones_like(leaves[2])
 
     def forward() -> object:
@@ -55,12 +55,12 @@ def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds:
 def measure(
     tokens: list[int], forms: list[str], runs: int, seconds: float, device: torch.device, console: Console
 ) -> list[dict[str, Any]]:
-    """A row for linear attention at each length, and for each block, direction and form."""
+    """Measure linear attention at each length, and mixing at each length, block size, direction and form."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     cases = [(n, causal, block) for n in tokens for causal in (True, False) for block in (0, *BLOCKS)]
     for n, causal, block in track(cases, "measuring", console=console, transient=True):
-        if block == 0 and not causal:
+        if block == 0 and not causal:  # block 0 stands for linear attention, measured once
             continue
         generator = torch.Generator(device).manual_seed(0)
         shape = 1, n, HEADS, WIDTH
@@ -84,7 +84,7 @@ def measure(
 
 
 def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> ChosenForm:
-    """The choice of ``form="auto"``."""
+    """Return the form that ``form="auto"`` chooses."""
     mixing = ExponentialMixing(torch.rand(HEADS, TERMS), torch.rand(HEADS, TERMS))
     x = torch.empty(1, 1, 1, WIDTH, device=device)
     backend = choose_backend("auto", x, x, x, "auto")
@@ -95,7 +95,7 @@ def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> Chose
 
 
 def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.device, console: Console) -> None:
-    """Medians of the runs, with the least and the most."""
+    """Print the medians of the runs, with minimum and maximum."""
 
     def text(values: list[float]) -> str:
         return f"{values[len(values) // 2]:.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
@@ -117,7 +117,7 @@ def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.devi
 
 
 def main() -> None:
-    """Command line."""
+    """Measure every case, print a table, and write JSON."""
     parser = argparse.ArgumentParser(prog="lightning bench short_blocks", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])

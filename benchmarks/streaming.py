@@ -1,9 +1,9 @@
-"""Samples a second from shards on a server, of which a tenth fits on the disk, against the same shards on the disk.
+"""Samples per second from shards on a server, with a cache for a tenth of them, against the same shards on a local disk.
 
     lightning bench streaming --out benchmarks/results
 
-Random JPEGs with labels are packed into shards, which ``python -m http.server`` serves in a process of its own. Both readers
-go through an epoch in the same order: decoded, resized to 224 pixels, in batches of 64; every repetition begins with an empty
+Random JPEGs with labels are packed into shards, which ``python -m http.server`` serves from a separate process. Both readers
+decode an epoch in the same order, resize images to 224 pixels, and form batches of 64. Every repetition begins with an empty
 cache.
 """
 
@@ -35,7 +35,7 @@ SIDE, BATCH, WINDOW = 320, 64, 4
 
 
 def main() -> None:
-    """Write the shards, read them in both ways, print and write what was measured."""
+    """Write the shards, read them in both ways, and print and write the rates."""
     parser = argparse.ArgumentParser(
         prog="lightning bench streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,13 +106,20 @@ def _wait_for(port: int) -> None:
 
 
 def _rate(where: str, cache: Path, limit: int | None, workers: int) -> float:
-    """Samples a second over an epoch, its first batch left out."""
+    """Measure the samples per second over an epoch, without its first batch.
+
+    Args:
+        where: folder or URL pattern of the shards.
+        cache: folder of the cache.
+        limit: size of the cache in bytes; None for no limit.
+        workers: number of worker processes.
+    """
     sets = ShardSets(where, where, ShardOptions(cache_dir=str(cache), cache_bytes=limit))
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(224)])
     source = ShardImages(sets.reader("train"), transform, 10)
     ahead = sets.ahead("train", WINDOW)
     batches = iter(ResumableLoader(source, BATCH, train=True, seed=0, window=WINDOW, num_workers=workers, ahead=ahead))
-    next(batches)
+    next(batches)  # its time includes the start of the workers
     start, count = time.perf_counter(), 0
     for batch in batches:
         count += len(batch["label"])

@@ -1,12 +1,12 @@
-"""Training steps of the shipped configurations on this device, with random batches: samples a second and MFU, compiled or not.
+"""Training steps of the shipped configurations on this device, with random batches: samples per second and MFU.
 
     lightning bench throughput
     lightning bench throughput --configs language/mhla_340m_fineweb --compile on
 
-The model, its optimiser and its precision are those of the file, run by Lightning's Trainer; pretrained weights, encoders and
-VAEs are left out, since latents and captions come encoded. Operations are counted by torch over one forward pass (three times
-that for a step: what checkpointing computes again is not utilisation), and compared with the peak that Lightning knows for the
-device. Batches that do not fit are halved.
+Lightning's Trainer runs each configuration, compiled and uncompiled, with the model, optimizer and precision of its file.
+Pretrained weights, encoders and VAEs are left out, since latents and captions are already encoded. Torch counts the operations
+of a forward pass. A step counts as three times as many, because recomputation by checkpointing is not utilization. MFU is
+relative to the peak that Lightning knows for the device. Batches that do not fit in memory are halved.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ CONFIGS = {
     "video/digits_finetune": 16,
     "video/wan_1_3b": 1,
 }
-"""Samples at once on a GPU of 80 GB."""
+"""Configurations, each with its batch size on a GPU with 80 GB."""
 
 SMALL = {
     name: batch for name, batch in CONFIGS.items() if name.split("/")[1] in ("digits", "stdlib", "digits_finetune")
 }
-"""For a CPU."""
+"""Configurations for a CPU, each with its batch size."""
 
 LEFT_OUT = ("pretrained", "vae", "distillation")
-"""Options that would download something, or have another model run beside."""
+"""Options that would download files or run a second model."""
 STEPS, WARM_UP = 12, 4
 
 
 def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
-    """The model of a configuration, without what would have to be downloaded, and the configuration."""
+    """Build the model of a configuration file, without parts that need a download, and return it with the configuration."""
     config = yaml.safe_load(path.read_text())
     model = config["model"]
     options = model["init_args"]
@@ -89,7 +89,7 @@ def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
 
 
 def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[str, Tensor], int]:
-    """A random batch as the configuration's data would give it, and the tokens of a sample."""
+    """Draw a random batch in the form of the configuration's data, and return it with the number of tokens per sample."""
     options, kind = config["model"]["init_args"], type(module).__name__
     if kind == "ImageClassifier":
         size, patch = options["image_size"], options["patch_size"]
@@ -105,7 +105,7 @@ def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[
         return {"tokens": torch.randint(options["vocab_size"], (samples, length + 1))}, length
     network = module.network.config
     sampling, patch = module.sampling, network.patch_size
-    scale = (4, 8, 8) if network.in_channels == 16 else (1, 1, 1)  # Wan's VAE; digits are made in pixels
+    scale = (4, 8, 8) if network.in_channels == 16 else (1, 1, 1)  # strides of Wan's VAE; digits have no VAE
     lengths = (sampling.frames - 1) // scale[0] + 1, sampling.height // scale[1], sampling.width // scale[2]
     latents = torch.randn(samples, network.in_channels, *lengths)
     tokens = prod(length // step for length, step in zip(lengths, patch, strict=True))
@@ -113,7 +113,7 @@ def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[
 
 
 class Clock(Callback):
-    """Seconds of every step, and operations of one."""
+    """Measure the seconds of every step, and count the floating-point operations of one."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -121,7 +121,7 @@ class Clock(Callback):
         self._start = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count once, then take the time."""
+        """Count the operations before the first step, and start the timer."""
         if batch_idx == 0:
             counter = FlopCounterMode(display=False)
             with (
@@ -139,7 +139,7 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Of the whole step, with the optimiser's."""
+        """Record the seconds of the step, including the optimizer."""
         _wait(pl_module.device)
         self.seconds.append(time.perf_counter() - self._start)
 
@@ -150,7 +150,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """One row."""
+    """Train a configuration for ``steps`` steps of ``samples`` samples, and return its times, operations and memory."""
     for quiet in ("lightning.pytorch", "lightning_mhla"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, An
 
 
 def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """With as many samples as fit; a configuration that fails says why."""
+    """Call :func:`measure` with the largest batch that fits, halving ``samples``; on failure, return a row with the error."""
     while True:
         try:
             return measure(name, samples, compiled, steps)
@@ -208,7 +208,7 @@ def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dic
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """A row for each configuration, compiled or not."""
+    """Print a row for each configuration, compiled or uncompiled."""
     table = Table(title="training steps with random batches")
     for title in (
         "configuration",
@@ -237,7 +237,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Measure the missing rows, write JSON after each, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(prog="lightning bench throughput", description=__doc__.splitlines()[0])
     parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
     parser.add_argument("--compile", choices=("both", "on", "off"), default="both")

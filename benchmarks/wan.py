@@ -2,8 +2,8 @@
 
     lightning bench wan --out benchmarks/results
 
-81 frames of 480 x 800 pixels: a latent of 21 x 60 x 100, 31,500 tokens, MHLA in 3 x 5 x 10 blocks, gated, as configs/video
-has it; one clip. Without a GPU operations and memory are counted, see benchmarks/full_size.py.
+A batch is one clip of 81 frames of 480 x 800 pixels: a latent of 21 x 60 x 100, 31,500 tokens. MHLA has 3 x 5 x 10 blocks and a
+gate, as in configs/video. Without a GPU, operations and memory are counted, see benchmarks/full_size.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXT = 512
 
 
 def case(layers: int, latent: tuple[int, ...]) -> FullSize:
-    """Wan of so many blocks, and one clip."""
+    """Return a case with a Wan of ``layers`` blocks and one clip, whose latent has the given shape."""
     shape = TransformerConfig()
     return FullSize(
         VARIANTS,
@@ -50,7 +50,7 @@ def case(layers: int, latent: tuple[int, ...]) -> FullSize:
 
 
 def main() -> None:
-    """Command line."""
+    """Run every variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     parser.add_argument("--layers", type=int, default=30, help="blocks of the transformer (default: 30)")

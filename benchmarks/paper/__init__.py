@@ -1,9 +1,9 @@
-"""MHLA beside other attention, in small: trains and scores every comparison of the report, and writes its page.
+"""Small comparisons of MHLA with other attention: train and score every row of the report, and write its page.
 
     lightning paper --jobs 2                 # everything that is missing, hours on two cores
     lightning paper --only mnist --seeds 0   # one study, one seed
     lightning paper --page                   # docs/results.md from what is there
 
 Each row is a run of lightning fit with a shipped configuration and options that the page names. A run that is stopped
-resumes from its last checkpoint, and a row that is in benchmarks/results/paper is not trained again.
+resumes from its last checkpoint. A row in benchmarks/results/paper is not trained again.
 """

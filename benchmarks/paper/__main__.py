@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks/results/paper"
 
 
 def main() -> None:
-    """Train what is missing, row by row, and write the page after each."""
+    """Train the missing rows, and write the page after each."""
     parser = argparse.ArgumentParser(
         prog="lightning paper",
         description=description.__doc__,

@@ -1,4 +1,4 @@
-"""The paper's two further architectures in small: VLT (classification) and DiG (class-to-image), on MNIST."""
+"""Studies of two more architectures of the paper, at small size: VLT (classification) and DiG (class-to-image) on MNIST."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_mhla.training.loading import load_module
 
 @torch.no_grad()
 def measure_vlt(checkpoint: Path) -> Row:
-    """Accuracy and loss on the held-out digits."""
+    """Measure accuracy and loss on the held-out digits, and count parameters."""
     module = load_module(ImageClassifier, checkpoint)
     found = validated(module, Mnist(**remembered(checkpoint)))
     parameters = sum(parameter.numel() for parameter in module.network.parameters())
@@ -32,7 +32,7 @@ def measure_vlt(checkpoint: Path) -> Row:
 
 
 def vlt_section(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """Write the rows as a Markdown table."""
     lines = [
         [
             f"`{name}`",
@@ -47,7 +47,7 @@ def vlt_section(rows: list[Row], folder: Path) -> str:
 
 
 def dig(**options: str) -> list[str]:
-    """Options of the DiG, for ``lightning fit``."""
+    """Return options of the DiG as arguments of ``lightning fit``."""
     return [f"--model.init_args.dig.{name}={value}" for name, value in options.items()]
 
 

@@ -1,4 +1,4 @@
-"""Class-to-image: MNIST's pixels in 196 tokens, FID by attention."""
+"""Study of class-to-image generation: FID by kind of attention, for MNIST's pixels in 196 tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ PLAIN = attention(lepe=0, gate="false")
 
 
 def logged(folder: Path, name: str) -> list[Row]:
-    """All lines that the callback ``name`` wrote in any run of a variant, one for each step."""
+    """Read the lines that the callback ``name`` wrote in all starts of a run, one line for each step.
+
+    If several starts logged a step, the latest line counts.
+    """
     rows: dict[int, Row] = {}
     for path in sorted(folder.glob(f"version_*/{name}.jsonl"), key=lambda path: path.stat().st_mtime):
         rows |= {row["step"]: row for row in map(json.loads, path.read_text().splitlines())}
@@ -27,9 +30,13 @@ def logged(folder: Path, name: str) -> list[Row]:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Figures that GenerationMetrics logged last: FID without guidance, and how often guided samples show their class.
+    """Read the figures that GenerationMetrics logged last, and draw samples.
 
-    Two guided samples of each of the ten classes are kept as a picture.
+    The figures include the FID without guidance and the share of guided samples that show their class. Two guided samples of
+    each of the ten classes are kept as a picture.
+
+    Raises:
+        SystemExit: if the last evaluation does not belong to the last step.
     """
     logs = next(parent for parent in checkpoint.parents if parent.name == "logs")
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
@@ -49,7 +56,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """Write the rows as a Markdown table."""
     header = ["attention", "FID", "precision, %", "recall, %", "guided samples that show their class, %"]
     lines = [
         [
@@ -63,7 +70,7 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def with_samples(rows: list[Row], folder: Path) -> str:
-    """The section with samples of each variant."""
+    """Write the section with a picture of samples of each variant."""
     draw_strips(rows, folder / "pictures" / "results-mnist-images.png")
     picture = "![Two guided samples of each class, from the first seed](pictures/results-mnist-images.png)"
     return f"{section(rows, folder)}\n\n{picture}"

@@ -1,4 +1,4 @@
-"""Rows of the report, one after another or several at a time."""
+"""Training of the report's rows, one after another or several at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.paper.study import Study
 
 
 class Job(NamedTuple):
-    """A row that is asked for."""
+    """A requested row: one variant of a study with one seed."""
 
     study: Study
     variant: str
@@ -21,7 +21,10 @@ class Job(NamedTuple):
 
 
 def in_two_parts(jobs: Sequence[Job], results: Path) -> tuple[list[Job], list[Job]]:
-    """The jobs in whose runs others start, those that nobody asked for among them, and the others."""
+    """Split jobs into those whose weights others start from, and the rest.
+
+    The first part includes jobs that were not requested but are needed.
+    """
     origins = []
     for study, _, seed in jobs:
         if study.needs is not None:
@@ -43,12 +46,12 @@ def run_jobs(
     """Train and measure rows.
 
     Args:
-        jobs: rows; those that are there already take no time.
-        at_once: rows at a time. Several have one thread each.
+        jobs: rows to train; rows in the folder of results are skipped.
+        at_once: number of rows at a time. If there are several, each has one thread.
         runs: folder of the runs.
         results: folder of the rows.
-        options: options of ``lightning fit``, the same for all.
-        after_each: called after each row.
+        options: options of ``lightning fit`` for all rows.
+        after_each: function to call after each row.
     """
     if at_once == 1:
         for study, variant, seed in jobs:
@@ -58,7 +61,7 @@ def run_jobs(
     os.environ["OMP_NUM_THREADS"] = "1"
     pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"))
     try:
-        for part in in_two_parts(jobs, results):
+        for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
             rows = [pool.submit(study.run, variant, seed, runs, results, options) for study, variant, seed in part]
             for row in as_completed(rows):
                 row.result()

@@ -1,4 +1,4 @@
-"""Language: Python's standard library with all kinds, by position too."""
+"""Study of language modeling: perplexity on Python's standard library for all kinds, in total and by position."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ KINDS: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
 }
 LONG, WINDOWS, BINS = 4096, 8, 16
-"""Tokens of the longer windows, how many are read, and points of a curve."""
+"""Number of tokens of a longer window, number of such windows, and number of points of a curve."""
 
 GENERATION = ROOT / "benchmarks/results/generation-cpu.json"
 
 
 @torch.no_grad()
 def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Tensor:
-    """Mean loss in nats at each position, ``[N]``, of windows ``[N + 1]``."""
+    """Compute the mean loss in nats at each position, ``[N]``, over windows of tokens ``[N + 1]``."""
     network = model.network
     network.extend(len(windows[0]) - 1)
     losses = [
@@ -55,7 +55,7 @@ def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Ten
 
 
 def measure(checkpoint: Path) -> Row:
-    """Held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
+    """Measure held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
     model = load_checkpoint(checkpoint)
     memory = remembered(checkpoint)
     found = validated(model, PythonSource(**memory))
@@ -74,7 +74,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Perplexity by position, a curve for each kind, the mean over seeds."""
+    """Draw perplexity by position, averaged over seeds, with a curve for each kind."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
     for number, (name, each) in enumerate(by_variant(rows).items()):
@@ -89,7 +89,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def generated(folder: Path) -> str:
-    """Time per token and size of the state, from the figures of ``benchmarks.generation``."""
+    """Write time per token and size of the state as Markdown, from the results of ``benchmarks.generation``."""
     content = json.loads(GENERATION.read_text())
     kinds = list(dict.fromkeys(row["kind"] for row in content["rows"]))
     contexts = sorted({row["context"] for row in content["rows"]})
@@ -118,7 +118,7 @@ def generated(folder: Path) -> str:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """A table, a picture by position, and generation."""
+    """Write a table of the rows and a picture of perplexity by position as Markdown."""
     keys = {"bits_per_byte": 3, "perplexity": 2, "perplexity_trained": 2, "perplexity_again": 2, "perplexity_last": 2}
     header = ["attention", "bits per byte", "perplexity", "tokens 1 to 512 of 4,096", "513 to 1,024", "3,073 to 4,096"]
     lines = [

@@ -1,4 +1,4 @@
-"""Linearised models: a Llama on the standard library and a vision transformer on MNIST, before and after."""
+"""Studies of linearized models: a Llama on the standard library and a vision transformer on MNIST, before and after."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.training.loading import load_module
 
 CONTEXTS, STEPS, CHUNK = (1024, 8192, 32_512), 16, 1024
-"""Tokens that are read before the time per token is taken, tokens that are timed, and tokens that are read at once."""
+"""Numbers of tokens read before the time per token is measured, of tokens timed, and of tokens read at a time."""
 
 
 @torch.inference_mode()
 def generation(network: Any) -> Row:
-    """Milliseconds per token and bytes of the state after each of :data:`CONTEXTS`."""
+    """Measure milliseconds per token and bytes of the state after each of :data:`CONTEXTS`."""
     cache, read, rows = DynamicCache(config=network.config), 0, {}
     token = torch.zeros(1, 1, dtype=torch.long)
     for context in CONTEXTS:
@@ -58,7 +58,10 @@ def _held(layer: Any) -> int:
 
 
 def measure(checkpoint: Path) -> Row:
-    """Held-out bits per byte, before any training too where only layers were matched; time and state of generation."""
+    """Measure held-out bits per byte, and time and state of generation.
+
+    If only layers were matched, bits per byte before any training are measured, too.
+    """
     model = load_checkpoint(checkpoint)
     data = PythonSource(**remembered(checkpoint))
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
@@ -72,12 +75,12 @@ def measure(checkpoint: Path) -> Row:
 
 
 def _originals(rows: list[Row], key: str) -> dict[int, float]:
-    """The figure of the model that each seed starts from."""
+    """Return a figure of the original model by seed."""
     return {row["seed"]: row[key] for row in rows if row["variant"] == "softmax"}
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """Write the rows as a Markdown table."""
     header = ["model", "steps", "bits per byte", "more than the original, %", "swapped, untouched"]
     header += [f"state, ms a token at {context:,}" for context in CONTEXTS]
     before, lines = _originals(rows, "bits_per_byte"), []
@@ -112,7 +115,7 @@ LLAMA = (
     "num_attention_heads: 4, max_position_embeddings: 32768, tie_word_embeddings: true, vocab_size: 2048}}"
 )
 NOT_MATCHED = "--model.init_args.distillation.layer_steps=0"
-"""For attention that adds nothing that could be trained, and for models from scratch."""
+"""Option for attention that adds no trainable parameters, and for models from scratch."""
 
 SCRATCH = (
     "--model.init_args.pretrained=null",
@@ -139,18 +142,18 @@ VARIANTS = {
     "from scratch, as many steps": SCRATCH,
     "from scratch, the original's steps": (*SCRATCH, "--trainer.max_steps=1000", "--trainer.val_check_interval=1000"),
 }
-"""``mhla_window`` with learned features, if nothing else is said."""
+"""Options of ``lightning fit`` by variant; the default attention is ``mhla_window`` with learned features."""
 
 
 def measure_images(checkpoint: Path) -> Row:
-    """Accuracy on the held-out images."""
+    """Measure accuracy on the held-out images."""
     model = load_module(TimmClassifier, checkpoint)
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     return {"accuracy": validated(model, Mnist(**remembered(checkpoint)))["accuracy"], "steps": steps}
 
 
 def section_images(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """Write the rows as a Markdown table."""
     before, lines = _originals(rows, "accuracy"), []
     for name, each in by_variant(rows).items():
         more = [] if name == "softmax" else [row["accuracy"] - before[row["seed"]] for row in each]

@@ -1,4 +1,4 @@
-"""Classification of MNIST: 196 and 784 tokens, 16 features a head, no convolution stem."""
+"""Studies of classification on MNIST with 196 and 784 tokens, 16 features per head, and no convolution stem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_mhla.training.loading import load_module
 
 CONFIG = "configs/classification/mnist.yaml"
 LOOKED_AT = 8
-"""Images whose attention matrices are measured."""
+"""Number of images whose attention matrices are measured."""
 
 
 KINDS = {
@@ -29,13 +29,13 @@ KINDS = {
     "mhla, frozen": attention(kind="mhla", mixing_trainable="false"),
     **{kind: attention(kind=kind, options="{direction: alternate}") for kind in ("retention", "gla", "gated_deltanet")},
 }
-"""The recurrent kinds read forward and backward in alternating layers."""
+"""Options of ``lightning fit`` by variant. The recurrent kinds read forward and backward in alternating layers."""
 FEW = ("softmax", "linear", "mhla", "mhla, exponential")
 
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Accuracy on the 1,000 held-out images, and rank and entropy of each layer's attention matrix."""
+    """Measure accuracy on the 1,000 held-out images, and rank and entropy of each layer's attention matrix."""
     model = load_module(ImageClassifier, checkpoint)
     images, labels = load_mnist(False)
     scores = torch.cat([model.network(part) for part in images.split(100)])
@@ -63,7 +63,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Tables of accuracy, rank and entropy."""
+    """Write accuracy, rank and entropy as a Markdown table."""
     found = by_variant(rows)
     names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
     columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in found for name in names)]
@@ -83,7 +83,7 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Accuracy of each kind, every seed a point."""
+    """Draw the accuracy of each kind, with a point for every seed."""
     found = by_variant(rows)
     names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
@@ -101,7 +101,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def with_picture(rows: list[Row], folder: Path) -> str:
-    """The section with its picture."""
+    """Write the section with its picture."""
     draw(rows, folder / "pictures" / "results-mnist.png")
     picture = "![Held-out accuracy on MNIST by attention, each seed a point](pictures/results-mnist.png)"
     return f"{section(rows, folder)}\n\n{picture}"

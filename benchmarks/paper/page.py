@@ -1,4 +1,4 @@
-"""The page ``docs/results.md``, from the rows of all studies."""
+"""Page ``docs/results.md``, written from the rows of all studies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ library are older: they are of the validation that was best on the held-out data
 
 
 SEEDS = 3
-"""Runs of each variant, where a study does not name its seeds."""
+"""Number of runs of each variant, if a study does not name its seeds."""
 
 
 def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
-    """Write the page and its pictures; studies without rows are left out."""
+    """Write the page and its pictures, without studies that have no rows.
+
+    Args:
+        studies: studies in the order of the page.
+        results: folder of the rows.
+        folder: folder of the page.
+
+    Returns:
+        Path of the page.
+    """
     parts = [HEAD]
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     hours = sum(row["seconds"] for study in studies for row in study.rows(results)) / 3600

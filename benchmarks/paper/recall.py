@@ -1,4 +1,4 @@
-"""Recall: MQAR over the size of the state, and a needle in longer contexts than in training."""
+"""Studies of recall: MQAR against the size of the state, and a needle in contexts longer than in training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTHS = (16, 32)
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Accuracy by group, and bytes of the state after the longest training sequence."""
+    """Measure accuracy by group, and bytes of the state after the longest training sequence."""
     model, memory = load_checkpoint(checkpoint), remembered(checkpoint)
     found = validated(model, (Needle if "lengths" in memory else AssociativeRecall)(**memory))
     tokens = torch.zeros(1, model.context, dtype=torch.long)
@@ -44,7 +44,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def mqar_section(rows: list[Row], folder: Path) -> str:
-    """Accuracy by number of pairs and width, and a picture over the state's size."""
+    """Write accuracy by number of pairs and width as Markdown, and draw it against the size of the state."""
     found = by_variant(rows)
     groups = sorted(
         {name for row in rows for name in row if name.startswith("accuracy_pairs")}, key=lambda n: int(n[14:])
@@ -73,7 +73,7 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
 
 
 def needle_section(rows: list[Row], folder: Path) -> str:
-    """Accuracy by length, and a picture of it."""
+    """Write accuracy by length as Markdown, and draw it."""
     found = by_variant(rows)
     lengths = sorted(
         {int(name[15:]) for row in rows for name in row if name.startswith("accuracy_tokens") and "_depth" not in name}

@@ -1,4 +1,4 @@
-"""Reports that train several variants of one configuration, each once, and resume after a stop."""
+"""Resumable training of variants of a configuration, each once, for the report."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Row = dict[str, Any]
 
 
 def slug(name: str) -> str:
-    """A variant's name for a folder."""
+    """Convert the name of a variant to the name of a folder."""
     return name.replace(", ", "-").replace(" ", "-").replace("+", "and")
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The latest complete checkpoint of ``run``; None without one."""
+    """Return the path of the latest complete checkpoint of ``run``; None without one."""
     try:
         return resolve_checkpoint(run)
     except FileNotFoundError:
@@ -34,13 +34,16 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
     """Train one variant, or resume it.
 
     Args:
-        config: config of ``lightning fit``.
-        name: name of the variant.
-        folder: for all variants.
-        options: options of ``lightning fit``, beside the configuration.
+        config: path of the configuration for ``lightning fit``.
+        name: name of the run.
+        folder: folder of all runs.
+        options: additional options of ``lightning fit``.
 
     Returns:
-        Its last checkpoint, and the processor seconds that training took, startup and validation included.
+        Path of the last checkpoint, and the processor seconds of training, including startup and validation.
+
+    Raises:
+        SystemExit: if the run was trained with different options or a different configuration.
     """
     home = (folder / slug(name)).resolve()
     clock = home / "seconds.json"
@@ -75,6 +78,6 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
 
 
 def _children_seconds() -> float:
-    """Processor time of all processes that were started and have ended: other work on the machine does not count."""
+    """Return the processor seconds of child processes that have ended, which exclude other work on the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

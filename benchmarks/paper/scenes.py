@@ -1,7 +1,7 @@
-"""Text-to-image: a small SANA on scenes of coloured digits, its linear attention replaced and fine-tuned; N / Dk = 16.
+"""Study of text-to-image: a small SANA on scenes of colored digits whose attention is replaced and fine-tuned; N / Dk = 16.
 
-Beside the held-out loss, images drawn for 400 held-out captions are looked at by program: right digits, colours, count and
-relation, and the Fréchet distance of their features from those of real scenes.
+In addition to the held-out loss, images are drawn for 400 held-out captions and scored: digits, colors, count and relation,
+and the Fréchet distance of their features from those of real scenes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.training.loading import load_module
 
 DRAWN, REAL = 400, 4000
-"""Images that are drawn for held-out captions, and real scenes that they are compared with."""
+"""Number of images drawn for held-out captions, and of real scenes that they are compared with."""
 
 
 def fid(drawn: Tensor) -> float:
-    """Fréchet distance of random features, images ``[n, 3, H, W]`` uint8 against real training scenes."""
+    """Compute the Fréchet distance of images ``[N, 3, H, W]``, uint8, from training scenes in random features."""
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
     real = torch.stack([to_pixels(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]
@@ -47,7 +47,7 @@ def fid(drawn: Tensor) -> float:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Held-out loss, of the weights' average, and what drawn images show."""
+    """Measure the held-out loss of the averaged weights, and score drawn images."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(TextToImage, checkpoint)
@@ -66,7 +66,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """Write the rows as a Markdown table."""
     lines = [
         [
             f"`{name}`",

@@ -1,4 +1,4 @@
-"""Samples that a row keeps as a picture, and the page's picture of them, a line for each variant."""
+"""Strips of samples: stored in a row as a picture, and drawn on the page with a line for each variant."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.paper.study import Row, by_variant
 from lightning_mhla.data.images import open_image
 
 GAP = 2
-"""Pixels between two images."""
+"""Width of the gap between two images in pixels."""
 
 
 def strip(images: Tensor) -> str:
-    """Images ``[N, H, W]``, bytes, side by side, as a PNG in base64."""
+    """Encode images ``[N, H, W]``, uint8, side by side as a PNG in base64."""
     spaced = F.pad(images, (0, GAP), value=255)
     buffer = io.BytesIO()
     Image.fromarray(spaced.permute(1, 0, 2).flatten(1)[:, :-GAP].numpy()).save(buffer, "png", optimize=True)
@@ -28,7 +28,7 @@ def strip(images: Tensor) -> str:
 
 
 def draw_strips(rows: list[Row], path: Path) -> None:
-    """Write the picture ``path``: of each variant, the strip of its first seed."""
+    """Draw the strip of the first seed of each variant, and write the picture to ``path``."""
     strips = {name: each[0]["samples"] for name, each in by_variant(rows).items()}
     pictures = {name: np.asarray(open_image(base64.b64decode(text))) for name, text in strips.items()}
     height, width = next(iter(pictures.values())).shape

@@ -1,4 +1,4 @@
-"""A study: variants of one configuration, trained with several seeds, and the figures of each."""
+"""Studies: variants of one configuration, trained with several seeds, and the figures of each run."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """Variants of one configuration.
+    """Variants of one configuration, to be trained with several seeds and compared.
 
     Attributes:
-        name: name of the study, on the command line and of its file.
-        title: title of its section.
-        config: config of ``lightning fit``.
-        variants: options of ``lightning fit`` by the variant's name.
-        measure: figures of a run, from its last checkpoint.
-        section: Markdown from the rows, without the title; may write pictures into the folder it is given.
-        options: options of ``lightning fit``, for all variants.
-        needs: a study whose run a variant starts from, of the same seed or its only one; ``{pretrained}`` in options.
-        setting: Markdown that stands before the figures: data, model, what is the same for all.
-        reading: Markdown that stands after them: what they say, and what they do not.
-        printed: Markdown of the table that the paper printed; empty where it has none.
-        full: configurations of the size of that table.
-        seeds: the only seeds that there are runs of, of one that variants of any seed start from; None for any.
-        after: more of the section, from other results; may write pictures like ``section``.
-        beside: whether the rows of ``needs`` stand first in the section.
+        name: name of the study on the command line, and of its file.
+        title: title of the section.
+        config: path of the configuration for ``lightning fit``.
+        variants: options of ``lightning fit`` by the name of the variant.
+        measure: function that computes the figures of a run from its last checkpoint.
+        section: function that writes Markdown from rows, without the title, and pictures into the folder of the page.
+        options: options of ``lightning fit`` for all variants.
+        needs: study and variant from whose weights runs start, with the same seed or its only one; options refer to them as
+            ``{pretrained}``.
+        setting: Markdown before the figures: data, model, and what is the same for all variants.
+        reading: Markdown after the figures: what they show, and what they do not show.
+        printed: Markdown of the corresponding table of the paper; empty without one.
+        full: paths of the configurations with the sizes of that table.
+        seeds: only seeds with which the study is trained, if runs of all seeds start from its weights; None for any seed.
+        after: function that writes a final part of the section from other results, and pictures like ``section``.
+        beside: whether the section begins with the rows of ``needs``.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Study:
     beside: bool = False
 
     def rows(self, results: Path) -> list[Row]:
-        """The rows in the folder of results, in the order of the variants."""
+        """Read the rows in the folder of results, in the order of the variants."""
         file = self._file(results)
         if not file.exists():
             return []
@@ -70,17 +71,17 @@ class Study:
         return sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"]))
 
     def run(self, variant: str, seed: int, folder: Path, results: Path, more: Sequence[str] = ()) -> None:
-        """Train and measure one row, unless it is there.
+        """Train and measure one row, unless it exists.
 
         Args:
-            variant: its name.
+            variant: name of the variant.
             seed: seed of the run.
-            folder: for runs.
-            results: for rows.
-            more: options of ``lightning fit``, the same for all rows of a file.
+            folder: folder of the runs.
+            results: folder of the rows.
+            more: additional options of ``lightning fit``, the same for all rows of a file.
 
         Raises:
-            SystemExit: when the rows that are there were trained with other options.
+            SystemExit: if existing rows were trained with different options.
         """
         file, rows = self._file(results), self.rows(results)
         if rows and (asked := [*self.options, *more]) != (kept := json.loads(file.read_text())["options"]):
@@ -102,7 +103,7 @@ class Study:
         row["machine"] = describe(torch.device("cpu"))
         results.mkdir(parents=True, exist_ok=True)
         with alone_in(results):
-            if self.has(variant, seed, results):
+            if self.has(variant, seed, results):  # a second process may have added it in the meantime
                 return
             result: Row = {"study": self.name, "config": self.config, "options": [*self.options, *more]}
             result["variants"] = {key: list(value) for key, value in self.variants.items()}
@@ -110,11 +111,11 @@ class Study:
             write_whole(file, json.dumps(result, indent=1) + "\n")
 
     def has(self, variant: str, seed: int, results: Path) -> bool:
-        """Whether a row is there."""
+        """Check whether a row exists."""
         return any(row["variant"] == variant and row["seed"] == seed for row in self.rows(results))
 
     def origin(self, seed: int) -> int:
-        """Seed of the run of :attr:`needs` that a run of ``seed`` starts from."""
+        """Return the seed of the run of :attr:`needs` from which a run with ``seed`` starts."""
         assert self.needs is not None
         first, _ = self.needs
         return seed if first.seeds is None else first.seeds[0]
@@ -123,7 +124,7 @@ class Study:
         return results / f"{self.name}.json"
 
     def part(self, rows: list[Row], folder: Path) -> str:
-        """Markdown of the whole section; pictures go into ``folder``."""
+        """Write the complete section as Markdown, and its pictures into ``folder``."""
         parts = [f"## {self.title}", self.setting, self.section(rows, folder), self._command(), self.reading]
         if self.printed:
             runs = ", ".join(f"`lightning fit --config {config}`" for config in self.full)
@@ -146,7 +147,7 @@ class Study:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold other processes back that want the same; the system ends it with the process."""
+    """Hold an exclusive lock on a folder, which the operating system releases if the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -156,7 +157,11 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def newest(run: Path) -> Path:
-    """The last checkpoint of a run."""
+    """Return the path of the last checkpoint of a run.
+
+    Raises:
+        SystemExit: if the run has no checkpoint.
+    """
     found = newest_checkpoint(run)
     if found is None:
         raise SystemExit(
@@ -166,26 +171,26 @@ def newest(run: Path) -> Path:
 
 
 def attention(**options: object) -> list[str]:
-    """Options of the attention, for ``lightning fit``."""
+    """Return options of the attention as arguments of ``lightning fit``."""
     words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     return [f"--model.init_args.attention.{name}={value}" for name, value in words.items()]
 
 
 def remembered(checkpoint: Path) -> Row:
-    """Options of the data that a checkpoint was trained on."""
+    """Read the options of the data module with which a checkpoint was trained."""
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     return {name: value for name, value in content["datamodule_hyper_parameters"].items() if not name.startswith("_")}
 
 
 def validated(module: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Metrics of a validation, by name without ``val/``."""
+    """Validate a module and return its metrics by name, without the prefix ``val/``."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     (found,) = trainer.validate(module, data, verbose=False)
     return {name.removeprefix("val/"): value for name, value in found.items()}
 
 
 def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str:
-    """Mean and standard deviation over seeds: ``92.1 ± 0.4``; a single value has no spread."""
+    """Format mean and standard deviation, times ``factor``, as ``92.1 ± 0.4``; a single value has no deviation."""
     scaled = [value * factor for value in values]
     if not scaled:
         return ""
@@ -194,7 +199,7 @@ def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str
 
 
 def by_variant(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each variant."""
+    """Group rows by variant."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["variant"], []).append(row)
@@ -202,13 +207,13 @@ def by_variant(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table; all but the first column to the right."""
+    """Format a Markdown table, with all columns but the first aligned to the right."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 
 
 def conditions(rows: Sequence[Row]) -> str:
-    """Machine, versions, dates and seeds of rows, and the processor time that they took."""
+    """Write seeds, processor time, machines, versions and dates of rows as one sentence."""
     machines = {(row["machine"]["device"], row["machine"]["threads"], row["machine"]["torch"]) for row in rows}
     days = sorted({row["machine"]["date"] for row in rows})
     seeds = sorted({row["seed"] for row in rows})

@@ -1,7 +1,7 @@
-"""Video: a softmax Wan on moving digits, its attention replaced and fine-tuned; 288 tokens, 8 features a head, N / Dk = 36.
+"""Study of video: a softmax Wan on moving digits whose attention is replaced and fine-tuned, with N / Dk = 288 / 8.
 
-Beside the held-out loss, clips drawn for every caption are looked at by program: whether what is lit moves as the caption
-says, whether a classifier of real digits names the caption's digit in the middle frame, and how alike the frames are.
+In addition to the held-out loss, clips are drawn for every caption and scored: whether the digit moves as the caption says,
+whether a classifier of real digits recognizes the caption's digit in the middle frame, and how similar the frames are.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from benchmarks.paper.study import (
 from lightning_mhla.training.loading import load_module
 
 SIDE = 8
-"""Pixels of a digit's side."""
+"""Side of a digit in pixels."""
 
 CLIPS_EACH = 1
-"""Clips drawn for each caption."""
+"""Number of clips drawn for each caption."""
 
 BATCH = 10
-"""Clips drawn at once."""
+"""Number of clips drawn at a time."""
 
 SHOWN = ("a zero moving right", "a three moving left", "a seven moving down")
 """Captions of the clips in the picture."""
 
 
 def draw(module: VideoDiffusion, prompts: list[str]) -> Tensor:
-    """A clip ``[F, C, H, W]``, bytes, for each prompt, the noise that of its number."""
+    """Draw a clip for each prompt, with noise seeded by the number of the clip; ``[N, F, C, H, W]`` uint8."""
     parts = range(0, len(prompts), BATCH)
     return torch.cat(
         [module.draw(prompts[i : i + BATCH], list(range(i, min(i + BATCH, len(prompts)))), 0) for i in parts]
@@ -52,7 +52,7 @@ def draw(module: VideoDiffusion, prompts: list[str]) -> Tensor:
 
 
 def moves_as_said(frames: Tensor, caption: str) -> bool:
-    """Whether the centre of what is lit goes at least two pixels where the caption says, and less across."""
+    """Check whether the center of brightness moves as the caption says, by two pixels or more, and less than half across."""
     lit = frames[:, 0].double()
     mass = lit.sum((1, 2)).clamp(min=1)
     rows = (lit.sum(2) * torch.arange(lit.shape[1])).sum(1) / mass
@@ -65,7 +65,7 @@ def moves_as_said(frames: Tensor, caption: str) -> bool:
 
 
 def brightest_square(image: Tensor) -> Tensor:
-    """The brightest square of a digit's size, ``[SIDE * SIDE]``; the first of several that are equal."""
+    """Return the brightest square of a digit's size, ``[SIDE * SIDE]``; the first one if several are equal."""
     squares = F.avg_pool2d(image[None, None], SIDE, stride=1)[0, 0]
     top, left = divmod(int(squares.argmax()), squares.shape[1])
     return image[top : top + SIDE, left : left + SIDE].flatten()
@@ -73,7 +73,7 @@ def brightest_square(image: Tensor) -> Tensor:
 
 @cache
 def classifier(height: int, width: int) -> SVC:
-    """Of the training digits somewhere on a canvas, found in the same way."""
+    """Train a classifier of the training digits, found by their brightest square on a canvas of the given size."""
     source = MovingDigitSamples(True, 1, height, width)
     torch.manual_seed(0)
     samples = [source[index] for index in range(0, len(source), len(MOVES))]
@@ -82,21 +82,24 @@ def classifier(height: int, width: int) -> SVC:
 
 
 def shows_its_digit(frames: Tensor, caption: str) -> bool:
-    """Whether the classifier names the caption's digit in the middle frame."""
+    """Check whether the classifier recognizes the caption's digit in the middle frame."""
     square = brightest_square(frames[len(frames) // 2, 0].float() / 255)
     (name,) = classifier(*frames.shape[-2:]).predict(square[None].numpy())
     return bool(name == caption.split()[1])
 
 
 def frames_alike(frames: Tensor) -> float:
-    """Mean cosine of each frame and the next, shifted by up to two pixels to where it fits best; 1 where one shape moves."""
+    """Compute the mean cosine similarity of consecutive frames, shifted by up to two pixels to fit best.
+
+    It is 1 if one shape moves without changing.
+    """
     lit = frames[:, 0].float()
     shifted = F.unfold(lit[1:, None], lit.shape[1:], padding=2)
     return float(F.cosine_similarity(lit[:-1].flatten(1)[..., None], shifted, dim=1).amax(1).mean())
 
 
 def judge(clips: Tensor, captions: list[str]) -> Row:
-    """Shares of clips that move as said and that show their digit, and how alike their frames are."""
+    """Compute the shares of clips that move as said and that show their digit, and the similarity of their frames."""
     pairs = list(zip(clips, captions, strict=True))
     return {
         "moves_as_said": sum(moves_as_said(*pair) for pair in pairs) / len(pairs),
@@ -107,7 +110,7 @@ def judge(clips: Tensor, captions: list[str]) -> Row:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Held-out loss, of the weights' average, and what drawn clips show; the first clips of some captions as a picture."""
+    """Measure the held-out loss of the averaged weights, score drawn clips, and keep some as a picture."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(VideoDiffusion, checkpoint)
@@ -119,7 +122,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """Write the rows as a Markdown table."""
     lines = [
         [
             f"`{name}`",
@@ -142,7 +145,7 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def with_clips(rows: list[Row], folder: Path) -> str:
-    """The section with clips of each variant."""
+    """Write the section with a picture of clips of each variant."""
     draw_strips(rows, folder / "pictures" / "results-video.png")
     words = "; ".join(SHOWN)
     picture = f"![Clips of {len(SHOWN)} captions, frame by frame, from the first seed](pictures/results-video.png)"
@@ -177,7 +180,7 @@ VARIANTS = {
     "mhla, 16 blocks, normalised": [*SIXTEEN, *attention(normalize=True, normalize_before_rotary=True)],
     "mhla, 16 blocks, coefficients ten times as fast": [*SIXTEEN, "--model.init_args.optimizer.mixing_lr_scale=10"],
 }
-"""Replacements of the pretrained model's attention; the last four look for the reason that 16 blocks fall behind."""
+"""Replacements of the pretrained model's attention. The last four investigate why 16 blocks are worse."""
 
 PRINTED = """\
 | Wan2.1-1.3B fine-tuned, 31,500 tokens | VBench quality | semantic | total | latency, s |

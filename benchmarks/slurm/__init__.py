@@ -1,1 +1,1 @@
-"""Training on a real SLURM of two nodes on this machine, and every fault that it has to survive."""
+"""Training on a real SLURM of two virtual nodes on one machine, and the faults that it must survive."""

@@ -1,10 +1,10 @@
-"""Every fault that a job of two nodes has to survive, on a real SLURM on this machine.
+"""Faults that a job of two nodes must survive, on a real SLURM on this machine.
 
     python -m benchmarks.slurm --out benchmarks/results
     python -m benchmarks.slurm --faults "20 signals" "killed rank 0"
 
-SLURM is taken from the PATH, or unpacked from Debian's packages (nothing is installed). Each fault meets a job of its own,
-submitted with docker/slurm/train.sbatch; the losses of all its starts have to be those of a job that nothing happens to.
+SLURM is taken from the PATH, or unpacked from Debian's packages (nothing is installed). Each fault happens to a separate job,
+submitted with docker/slurm/train.sbatch. The losses of all starts of the job must be those of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Make = Callable[..., Job]
 
 
 def signals(cluster: Cluster, make: Make) -> Job:
-    """In turns USR1 to the batch script, as SLURM sends it, and TERM to one process alone; each in the midst of training."""
+    """Send 20 signals during training, alternately USR1 to the batch script, as SLURM does, and TERM to one process."""
     job = make()
     for number in range(1, 21):
         job.wait_for_start(number, steps=10)
@@ -49,7 +49,7 @@ def signals(cluster: Cluster, make: Make) -> Job:
 
 
 def time_limit(cluster: Cluster, make: Make) -> Job:
-    """A limit of two minutes; the warning comes 30 to 90 s before, in training. It is lifted once the run has gone on."""
+    """Set a time limit of two minutes, whose warning comes 30 to 90 s before, and lift it once the run has resumed."""
     job = make(time=2, signal="B:USR1@30", pace=0.12)
     job.wait_for_start(1)
     _wait_for_restart(job)
@@ -59,7 +59,7 @@ def time_limit(cluster: Cluster, make: Make) -> Job:
 
 
 def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
-    """A job of a higher partition takes both nodes."""
+    """Preempt both nodes with a job of a higher partition; with ``warned``, SLURM signals the first job before."""
     job = make(signal="B:USR1@30" if warned else "B:CONT@1")
     job.wait_for_start(1, steps=40)
     script = job.folder / "urgent.sh"
@@ -70,7 +70,7 @@ def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
 
 
 def requeued(cluster: Cluster, make: Make) -> Job:
-    """``scontrol requeue`` by hand."""
+    """Run ``scontrol requeue``."""
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.requeue(job.number)
@@ -78,7 +78,7 @@ def requeued(cluster: Cluster, make: Make) -> Job:
 
 
 def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
-    """SIGKILL of one process."""
+    """Send SIGKILL to the process of one rank."""
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.kill_rank(job.number, rank)
@@ -86,7 +86,7 @@ def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
 
 
 def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
-    """SIGKILL of a node's slurmd and of everything that it started; the node comes back after a second."""
+    """Kill a node's slurmd and all processes that it started, and start the node again after a second."""
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.kill_node(cluster.nodes[node])
@@ -96,7 +96,7 @@ def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
 
 
 def dead_slurmd(cluster: Cluster, make: Make) -> Job:
-    """SIGKILL of one slurmd, which comes back while the job runs."""
+    """Kill one slurmd, and start it again while the job runs."""
     job = make()
     job.wait_for_start(1, steps=20)
     cluster.kill_slurmd(cluster.nodes[1])
@@ -106,7 +106,7 @@ def dead_slurmd(cluster: Cluster, make: Make) -> Job:
 
 
 def dead_controller(cluster: Cluster, make: Make) -> Job:
-    """The controller goes and comes back, while the job runs and while it wants to be queued again."""
+    """Kill and restart the controller twice: while the job runs, and while the job asks to be requeued."""
     job = make()
     job.wait_for_start(1, steps=20)
     cluster.kill_controller()
@@ -146,11 +146,11 @@ FAULTS: dict[str, tuple[Callable[[Cluster, Make], Job], int]] = {
     "dead slurmd": (dead_slurmd, 1),
     "dead controller": (dead_controller, 1),
 }
-"""Name, what happens, and how often."""
+"""Faults by name, each with the function that causes it in a new job and the number of times it does."""
 
 
 def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) -> dict[str, Any]:
-    """Let a fault happen and see the job to its end."""
+    """Cause a fault, wait for the end of the job, and compare its losses with those of the undisturbed one, ``curve``."""
     happen, times = FAULTS[name]
     begun = time.monotonic()
     job = happen(cluster, lambda **options: Job(cluster, folder / re.sub(r"\W+", "-", name), STEPS, **options))
@@ -170,7 +170,7 @@ def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) ->
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print the table."""
+    """Print a row for each fault."""
     table = Table("fault", "times", "job in the end", "starts", "steps", "steps repeated", "losses that differ")
     for name, row in rows.items():
         keys = ("times", "state", "starts", "steps", "steps_repeated", "losses_that_differ")
@@ -179,7 +179,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Cause the chosen faults, print and write the results, and exit with an error if a job did not survive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--out", type=Path, help="folder for slurm.json")

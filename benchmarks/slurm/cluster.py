@@ -1,6 +1,6 @@
-"""A real SLURM of two virtual nodes on this host, for tests: nothing is installed and no root is needed.
+"""A real SLURM of two virtual nodes on this host, for tests. Nothing is installed, and root is not needed.
 
-Longer than other modules: one class with the life of one cluster.
+Longer than other modules, because one class holds the complete lifecycle of a cluster.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from typing import Literal, Self
 from benchmarks.slurm.installation import Installation, SlurmUnavailable
 from benchmarks.slurm.processes import Process, kill_together, running_processes, with_descendants
 
-SECOND_NODE = (
-    "zz-node2"  # sorts after the host's name, which SLURM so takes for rank 0, the batch script and MASTER_ADDR
-)
-NODE_MARK = "SLURM_LAB_NODE"  # which node a slurmd and its slurmstepd stand for
-DEVICES = ("/dev/null", "/dev/zero")  # stand for GPUs
-POLL = 0.1  # seconds between two looks
-PORTS = 100  # one each for slurmctld and the two slurmd, the others for srun
+SECOND_NODE = "zz-node2"
+"""Name of the second node. It sorts after the host's name, so the host gets rank 0, the batch script and MASTER_ADDR."""
+
+NODE_MARK = "SLURM_LAB_NODE"
+"""Environment variable with the name of the node to which a slurmd and its slurmstepd belong."""
+
+DEVICES = ("/dev/null", "/dev/zero")
+"""Devices that represent GPUs."""
+
+POLL = 0.1
+"""Polling interval in seconds."""
+
+PORTS = 100
+"""Number of ports of a cluster: one each for slurmctld and the two slurmd, the others for srun."""
+
 TERMINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"})
 
 CONFIGURATION = """\
@@ -81,20 +89,29 @@ PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=1
 
 @dataclass
 class Cluster:
-    """Two virtual nodes, `nodes`, in two partitions: `low` (the default) is requeued when `high` needs its nodes.
+    """Cluster of two virtual nodes, `nodes`, in two partitions.
 
-    Nothing in `folder` may be shared with another cluster. Everything started here dies in `stop`.
+    Jobs of the partition `low`, the default, are requeued if `high` needs their nodes. `stop` ends every process that the
+    cluster has started.
+
+    Args:
+        folder: folder of the cluster, which no other cluster may use.
+        installation: programs of SLURM.
+        cpus: number of CPUs of each node.
+        gpus: number of GPUs of each node, at most two. They are devices that SLURM assigns, but that compute nothing.
+        grace_time: seconds between the signal and the end of a preempted job.
+        lost_node_after: seconds without an answer after which a node is lost (SlurmdTimeout).
 
     Raises:
-        SlurmUnavailable: a daemon does not come up here.
+        SlurmUnavailable: if a daemon does not start.
     """
 
     folder: Path
     installation: Installation
-    cpus: int = 1  # of each node
-    gpus: int = 0  # of each node, at most two: devices that SLURM allots and numbers, and nothing computes on
-    grace_time: int = 0  # seconds between the signal and the end of a preempted job
-    lost_node_after: int = 10  # seconds without an answer (SlurmdTimeout)
+    cpus: int = 1
+    gpus: int = 0
+    grace_time: int = 0
+    lost_node_after: int = 10
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False, repr=False)
     _lost: set[str] = field(default_factory=set, init=False, repr=False)
 
@@ -115,7 +132,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for every command that is to speak to this cluster."""
+        """Environment variables for commands that use this cluster."""
         return {**self.installation.environment, "SLURM_CONF": str(self._configuration)}
 
     @property
@@ -168,14 +185,14 @@ class Cluster:
             )
 
     def stop(self) -> None:
-        """Kill the daemons, and every process of theirs and of their jobs."""
+        """Kill the daemons, and all processes of the daemons and of their jobs."""
         _until(lambda: not self._kill_all(lambda process: True), timeout=10)
         for daemon in self._daemons.values():
             daemon.wait()
         self._daemons.clear()
 
     def kill_controller(self, save: bool = True) -> None:
-        """End slurmctld; jobs do not notice. Without `save` it forgets what happened in the last 5 s, jobs included."""
+        """Stop slurmctld; jobs keep running. Without `save` it loses the last 5 s, including jobs submitted then."""
         if save:
             daemon = self._daemons["slurmctld"]
             daemon.terminate()
@@ -183,55 +200,65 @@ class Cluster:
         self._kill_daemon("slurmctld")
 
     def start_controller(self) -> None:
-        """Start slurmctld with the state it left, and wait until it answers."""
+        """Start slurmctld with its saved state, and wait until it answers."""
         self._launch("slurmctld", [str(self.installation.controller), "-D"])
         if not _until(lambda: "is UP" in self.attempt("scontrol", "ping"), 30):
             raise SlurmUnavailable(f"slurmctld did not come back within 30 s: {self._last_words()}")
 
     def kill_slurmd(self, node: str) -> None:
-        """SIGKILL the slurmd of `node` alone; its jobs keep running."""
+        """Kill only the slurmd of `node`; its jobs keep running."""
         self._kill_daemon(f"slurmd-{node}")
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL the slurmd of `node`, its slurmstepd and all their descendants, as if the power had gone.
+        """Kill the slurmd of `node`, its slurmstepd and all their descendants, like a power failure.
 
-        SLURM notices after 25 to 35 s, or at once by `declare_down` or `start_node`.
+        SLURM detects it after 25 to 35 s, or immediately by `declare_down` or `start_node`.
         """
         _until(lambda: not self._kill_all(lambda process: _node_of(process) == node), timeout=10)
         self._kill_daemon(f"slurmd-{node}")
-        spool = self.folder / "spool" / node  # a job's script left there makes the next launch of that job fail
+        spool = self.folder / "spool" / node  # a job's script in it would make the next launch of that job fail
         shutil.rmtree(spool)
         spool.mkdir()
         self._lost.add(node)
 
     def start_node(self, node: str, wait: bool = True) -> None:
-        """Start the slurmd of `node`; `wait` until jobs can run there again."""
+        """Start the slurmd of `node`, and with `wait` return once jobs can run there."""
         stepd = ["-d", str(self.installation.stepd)] if self.installation.stepd else []
         if node in self._lost:
             self._lost.discard(node)
             if "down" not in self.node_state(node):
-                self.declare_down(node)  # or SLURM believes for minutes that the job still runs there
+                self.declare_down(node)  # otherwise SLURM assumes for minutes that the job still runs there
         self._launch(f"slurmd-{node}", [str(self.installation.daemon), "-D", "-N", node, *stepd], {NODE_MARK: node})
         if wait and not _until(lambda: self.node_state(node) in {"idle", "mixed", "allocated"}, timeout=60):
             raise TimeoutError(f"{node} is {self.node_state(node)}, not usable, 60 s after its slurmd started.")
 
     def declare_down(self, node: str) -> None:
-        """Tell SLURM that a killed node is lost, which it else finds out by itself; jobs there are requeued."""
+        """Tell SLURM that a killed node is lost, before it detects that itself. Jobs of the node are requeued."""
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def node_state(self, node: str) -> str:
-        """State of `node` as sinfo prints it: `idle`, `mixed`, `allocated`, `down`, with * where it does not answer."""
+        """Return the state of `node` as sinfo prints it: `idle`, `mixed`, `allocated` or `down`, with * if unreachable."""
         return self.attempt("sinfo", "-h", "-N", "-p", "low", "-n", node, "-o", "%T").strip()
 
     def run(self, *command: str) -> str:
-        """Standard output of a command such as `squeue`; its error text is in the exception if it fails."""
+        """Run a command such as `squeue` and return its standard output.
+
+        Raises:
+            RuntimeError: if the command fails. The message has its error output.
+        """
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
     def submit(self, script: Path, *arguments: str, **options: str | int | bool) -> int:
-        """Submit `script`; `ntasks_per_node=1` stands for --ntasks-per-node=1, `requeue=True` for --requeue."""
+        """Submit a script with sbatch and return the number of the job.
+
+        Args:
+            script: path of the batch script.
+            *arguments: arguments of the script.
+            **options: options of sbatch: `ntasks_per_node=1` is --ntasks-per-node=1, `requeue=True` is --requeue.
+        """
         flags = []
         for name, value in options.items():
             flag = f"--{name.replace('_', '-')}"
@@ -239,15 +266,15 @@ class Cluster:
         return int(self.run("sbatch", "--parsable", *flags, str(script), *arguments).partition(";")[0])
 
     def show(self, job: int) -> dict[str, str]:
-        """The fields of `scontrol show job`: JobState, Reason, Restarts, ExitCode, BatchHost, StartTime, ..."""
+        """Return the fields of `scontrol show job`: JobState, Reason, Restarts, ExitCode, BatchHost, StartTime, ..."""
         text = self.run("scontrol", "-o", "show", "job", str(job))
         return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
 
     def wait(self, job: int, states: set[str] | frozenset[str] = TERMINAL, timeout: float = 60) -> dict[str, str]:
-        """Wait until JobState is one of `states`.
+        """Wait until JobState is one of `states`, and return the fields of :meth:`show`.
 
         Raises:
-            TimeoutError: it was none of them in time; the message holds what SLURM says about the job.
+            TimeoutError: if that takes more than `timeout` seconds. The message has the fields of the job.
         """
         seen: dict[str, str] = {}
 
@@ -260,7 +287,7 @@ class Cluster:
         return seen
 
     def signal(self, job: int, name: str, to: Literal["batch", "steps", "all"] = "batch") -> None:
-        """Send e.g. "USR1" to the batch shell alone, to the tasks of all steps alone, or to every process of both."""
+        """Send a signal such as "USR1" to the batch shell only, to the tasks of all steps only, or to all processes."""
         flag = {"batch": ["--batch"], "steps": [], "all": ["--full"]}[to]
         self.run("scancel", f"--signal={name}", *flag, str(job))
 
@@ -269,17 +296,17 @@ class Cluster:
         self.run("scontrol", "requeue", str(job))
 
     def cancel(self, job: int) -> None:
-        """End the job: SIGTERM, and SIGKILL after KillWait (5 s)."""
+        """Cancel the job: SIGTERM, and SIGKILL after KillWait (5 s)."""
         self.run("scancel", str(job))
 
     def task_pids(self, job: int, node: str | None = None) -> dict[int, int]:
-        """Process id of each rank's first process, of the ranks on `node` if given."""
+        """Return the process id of each rank's first process, only of the ranks on `node` if given."""
         processes = {pid: p for pid, p in self._mine().items() if self._is_task(p, job, node)}
         first = {pid: p for pid, p in processes.items() if p.parent not in processes}
         return {int(p.variables["SLURM_PROCID"]): pid for pid, p in first.items()}
 
     def kill_rank(self, job: int, rank: int) -> None:
-        """SIGKILL the process of one rank, and its children."""
+        """Kill the process of one rank, and its descendants."""
         first = self.task_pids(job)[rank]
         kill_together(with_descendants({first}, running_processes()))
 
@@ -297,7 +324,7 @@ class Cluster:
         return {pid: p for pid, p in running_processes().items() if p.variables.get("SLURM_CONF") == mine}
 
     def _kill_all(self, wanted: Callable[[Process], bool]) -> list[int]:
-        """Kill those of the cluster's processes that are `wanted`, with their descendants; return whom it met."""
+        """Kill the cluster's processes for which `wanted` is true, with their descendants, and return their ids."""
         mine = {pid for pid, process in self._mine().items() if wanted(process)}
         victims = with_descendants(mine, running_processes())
         kill_together(victims)
@@ -310,7 +337,7 @@ class Cluster:
             daemon.wait()
 
     def attempt(self, *command: str) -> str:
-        """See :meth:`run`; nothing where it fails."""
+        """Run a command like :meth:`run`, but return an empty string if it fails."""
         try:
             return self.run(*command)
         except (RuntimeError, subprocess.TimeoutExpired):
@@ -335,7 +362,7 @@ class Cluster:
 
 
 def _until(look: Callable[[], object], timeout: float) -> bool:
-    """Call `look` every tenth of a second until it returns something true; False if it never did."""
+    """Call `look` every :data:`POLL` seconds until it returns a true value; False after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not look():
         if time.monotonic() > deadline:
@@ -349,7 +376,7 @@ def _node_of(process: Process) -> str | None:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring free ports, below those that the kernel gives to outgoing connections."""
+    """Return the first of `count` consecutive free ports, below those that the kernel uses for outgoing connections."""
     for _ in range(200):
         first = random.SystemRandom().randrange(20000, 32000 - count)
         if all(_is_free(port) for port in range(first, first + count)):

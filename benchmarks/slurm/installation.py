@@ -1,4 +1,4 @@
-"""Where SLURM is: on the PATH, or unpacked from Debian's packages, of which nothing is installed."""
+"""Location of SLURM: on the PATH, or unpacked from Debian's packages without installing them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
 
 
 class SlurmUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not a fault of the caller)
-    """SLURM can neither be found nor unpacked nor started here; the message says why in one sentence."""
+    """SLURM cannot be found, unpacked or started here. The message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """Where the programs, plugins and libraries are. `plugins` is None for an installed SLURM, which knows its own."""
+    """Paths of SLURM's programs, plugins and libraries.
+
+    Attributes:
+        controller: path of slurmctld.
+        daemon: path of slurmd.
+        stepd: path of slurmstepd; None for an installed SLURM, which finds its own.
+        commands: folder of srun, sbatch and other commands.
+        plugins: folder of the plugins; None for an installed SLURM, which finds its own.
+        libraries: folders of shared libraries.
+    """
 
     controller: Path
     daemon: Path
@@ -33,7 +42,7 @@ class Installation:
 
     @property
     def environment(self) -> dict[str, str]:
-        """This process's variables without those of an enclosing SLURM job, plus what the programs need."""
+        """Variables of this process without those of a surrounding SLURM job, plus those that the programs need."""
         variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH_", "SRUN_", "SCANCEL_"))}
         variables["PATH"] = os.pathsep.join([str(self.commands), variables.get("PATH", os.defpath)])
         if self.libraries:
@@ -43,10 +52,10 @@ class Installation:
 
 
 def find_or_unpack(cache: Path) -> Installation:
-    """Take the SLURM on PATH, else unpack Debian's packages into `cache` (once; 1 to 5 s, needs the network).
+    """Find SLURM on the PATH, or unpack Debian's packages into `cache` (once, in 1 to 5 s, with the network).
 
     Raises:
-        SlurmUnavailable: there is no SLURM, and apt could not fetch it.
+        SlurmUnavailable: if there is no SLURM, and apt cannot download it.
     """
     return _installed() or _unpacked(cache.resolve())
 
@@ -62,9 +71,9 @@ def _installed() -> Installation | None:
 
 def _unpacked(cache: Path) -> Installation:
     root = cache / "root"
-    complete = cache / "complete-2"  # the number rises when what is unpacked changes
+    complete = cache / "complete-2"  # increase the number when the unpacked files change
     try:
-        own_folder(cache, cache.parent)  # programs are run from there
+        own_folder(cache, cache.parent)  # programs run from there, so nobody else may write to it
         with (cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the marker
             if not complete.exists():
@@ -92,20 +101,23 @@ def _unpacked(cache: Path) -> Installation:
 
 
 def _download(cache: Path) -> list[Path]:
-    """Fetch the packages and whatever library of theirs is missing, with the system's package lists or own ones."""
+    """Download the packages and missing libraries, using the system's package lists or new ones, and return the archives."""
     archives = cache / "archives"
     shutil.rmtree(archives, ignore_errors=True)
     archives.mkdir()
     common = ["-o", "APT::Sandbox::User=", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
     try:
         _fetch(archives, common)
-    except SlurmUnavailable:  # no lists, or ones that name versions which are gone
+    except SlurmUnavailable:  # there are no lists, or they name versions that no longer exist
         _fetch(archives, [*common, *_own_lists(cache, common)])
     return sorted(archives.glob("*.deb"))
 
 
 def _own_lists(cache: Path, common: list[str]) -> list[str]:
-    """Package lists in `cache`, for `apt-get update` without root; only Debian's own sources are asked if separate."""
+    """Download package lists into `cache`, which needs no root, and return the options of apt-get that select them.
+
+    Only the distribution's own sources are used if they have a separate file.
+    """
     for name in ("lists/partial", "apt/archives/partial"):
         (cache / name).mkdir(parents=True, exist_ok=True)
     options = ["-o", f"Dir::State::lists={cache / 'lists'}", "-o", f"Dir::Cache={cache / 'apt'}"]

@@ -1,4 +1,4 @@
-"""A two-node training job, as the shipped template submits it, and the losses that it logged."""
+"""A training job on two nodes, submitted with the shipped template, and the losses that it logs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Pace(Callback):
-    """Lets no step end sooner than ``seconds`` after its start, for faults that need a long run."""
+    """Make each step take at least ``seconds``, for faults that need a long run."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Look at the clock."""
+        """Start the timer."""
         self._begun = time.monotonic()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Wait."""
+        """Sleep for the rest of the time."""
         time.sleep(max(0.0, self.seconds - (time.monotonic() - self._begun)))
 
 
 def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
-    """The digits configuration, small and fast, with a table of losses and a checkpoint every 25 steps."""
+    """Write a small, fast digits configuration with a CSV file of losses and a checkpoint every 25 steps.
+
+    Args:
+        folder: folder of the file.
+        steps: number of optimizer steps of the run.
+        pace: minimal duration of a step in seconds.
+
+    Returns:
+        Path of the file.
+    """
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     config["model"]["init_args"] |= {"dim": 8, "depth": 1, "heads": 1, "ema_decay": 0.9, "drop_path": 0.2}
     config["model"]["init_args"]["optimizer"] = {"lr": 1.0e-3, "warmup_steps": 10}
@@ -64,7 +73,15 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
 
 
 class Job:
-    """A run in a cluster."""
+    """A training run as a job of a cluster, submitted by the constructor.
+
+    Args:
+        cluster: cluster that runs the job.
+        folder: new folder for configuration, output and run.
+        steps: number of optimizer steps of the run.
+        pace: minimal duration of a step in seconds.
+        **options: additional options of sbatch, see :meth:`Cluster.submit`.
+    """
 
     def __init__(
         self, cluster: Cluster, folder: Path, steps: int, pace: float = 0.0, **options: str | int | bool
@@ -89,15 +106,19 @@ class Job:
         )
 
     def step(self) -> int:
-        """The last step that this start of the run has logged; -1 for none yet."""
+        """Return the last step that the present start of the run has logged; -1 if there is none yet."""
         return max((step for step, _ in _losses(self.run / "metrics.csv")), default=-1)
 
     def starts(self) -> int:
-        """How often training has begun to log."""
+        """Return the number of starts that have begun to log."""
         return len(list(self.run.glob("metrics*.csv")))
 
     def wait_for_start(self, number: int, steps: int = 3) -> None:
-        """Wait until the run has started so often and made some steps."""
+        """Wait until start ``number``, counted from 1, has logged ``steps`` steps after its first.
+
+        Raises:
+            TimeoutError: if it takes too long, or the job has ended.
+        """
         until = time.monotonic() + STEP_TIMEOUT
         begun = None
         while True:
@@ -113,7 +134,7 @@ class Job:
             time.sleep(0.1)
 
     def hasten(self) -> None:
-        """Spare a requeued job the seconds that SLURM lets it wait, but those in which its old credential is refused."""
+        """Shorten the delay before a requeued job starts, except the first seconds, when its old credential is rejected."""
         fields = self.cluster.show(self.number)
         if fields["JobState"] != "PENDING":
             self._waits_since = None
@@ -123,7 +144,11 @@ class Job:
             self.cluster.attempt("scontrol", "update", f"job={self.number}", "StartTime=now")
 
     def finish(self, timeout: float = 180) -> dict[str, str]:
-        """Wait for the end; SLURM's fields."""
+        """Wait for the end of the job and return SLURM's fields.
+
+        Raises:
+            TimeoutError: if the job takes more than ``timeout`` seconds.
+        """
         until = time.monotonic() + timeout
         while True:
             self.hasten()
@@ -135,24 +160,24 @@ class Job:
             time.sleep(0.2)
 
     def output(self) -> str:
-        """The output of the job so far."""
+        """Return the output of the job so far."""
         path = self.folder / "out.txt"
         return path.read_text() if path.exists() else ""
 
     def curve(self) -> dict[int, str]:
-        """See :func:`curve`."""
+        """Return the training loss of every step, see the function :func:`curve`."""
         return curve(self.run)
 
     def repeated(self) -> int:
-        """Steps that were done more than once."""
+        """Return the number of steps that were repeated."""
         return sum(len(_losses(path)) for path in self.run.glob("metrics*.csv")) - len(self.curve())
 
 
 def curve(run: Path) -> dict[int, str]:
-    """The training loss of every step of a run's folder, to the last digit.
+    """Read the training loss of every step, with all digits, from the folder of a run.
 
     Raises:
-        AssertionError: when two starts logged different losses for one step.
+        AssertionError: if two starts logged different losses for one step.
     """
     found: dict[int, str] = {}
     for path in sorted(run.glob("metrics*.csv")):

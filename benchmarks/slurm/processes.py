@@ -1,4 +1,4 @@
-"""The processes of this machine, their families, and killing such a family as if its machine had died."""
+"""Processes of this machine and their descendants, and a way to kill them as if their machine had failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """One process as /proc describes it: its parent, its command line and the variables it was started with."""
+    """Process as described by /proc: its id, its parent's id, command line, and initial environment variables."""
 
     pid: int
     parent: int
@@ -20,7 +20,7 @@ class Process:
 
 
 def running_processes() -> dict[int, Process]:
-    """All processes of this user but this one; those that vanish while being read are left out."""
+    """Return the readable processes by id, except this one and those that end while they are read."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -45,7 +45,7 @@ def _parent_and_state(entry: Path) -> tuple[int, str]:
 
 
 def with_descendants(roots: set[int], processes: dict[int, Process]) -> list[int]:
-    """`roots` and all below them, each parent before its children."""
+    """Return the ids `roots` and those of all their descendants, each parent before its children."""
     family = {pid: _depth(pid, processes) for pid in roots if pid in processes}
     while grown := {p.pid for p in processes.values() if p.parent in family and p.pid not in family}:
         family.update((pid, _depth(pid, processes)) for pid in grown)
@@ -61,13 +61,16 @@ def _depth(pid: int, processes: dict[int, Process]) -> int:
 
 
 def kill_together(family: list[int]) -> None:
-    """SIGKILL as at one instant: stopped first, parents leading, so that none reports another's end.
+    """Kill processes as if at the same instant.
 
-    Then children die before parents: the kernel wakes stopped processes whose parents die, and srun would kill the job.
+    Args:
+        family: process ids, each parent before its children.
     """
+    # stop all processes first, parents before children, so that none can report the end of another
     for pid in family:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
+    # then kill children before parents: the kernel wakes stopped processes whose parents end, and srun would kill the job
     for pid in reversed(family):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The base of every attention kind: projections, and the modules around the operator.
+"""Base class of the attention kinds: projections, and the modules around the operator.
 
-Longer than other modules: it is the one interface that a kind derives from.
+Longer than other modules, because it holds the complete interface that a kind derives from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_mhla.attention.positions import Rotary, grid_angles, next_positio
 from lightning_mhla.attention.sequence import SequenceShare
 
 OUTPUT_NORM_EPS = 1e-6
-"""Of the RMSNorm of each head's output (the paper's public code); in bfloat16 torch's own would be 0.008."""
+"""Epsilon of the RMSNorm of each head's output, as in the paper's public code; torch's default in bfloat16 is 0.008."""
 
 OPEN_GATE = 1.2784645427610738
 """Bias at which SiLU is 1."""
@@ -31,31 +31,37 @@ OPEN_GATE = 1.2784645427610738
 class Attention(LayoutTables):
     """Self-attention over the tokens of a layout: projections, an operator, and the modules around it.
 
-    A kind derives from this class, gives its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, gives it options of its own:
-    ``attention: {kind: mine, options: {...}}`` in YAML, ``self.options`` here.
+    A kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
+    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, declares options of the kind
+    itself. YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
 
     Args:
         dim: width of the tokens.
         heads: number of query heads.
         layout: token grid and its blocks.
-        config: see :class:`AttentionConfig`.
-        key_value_heads: number of key and value heads, a divisor of ``heads``; None for as many.
-        key_width: width of a key, ``dim // heads`` if None.
-        value_width: width of a value, ``dim // heads`` if None.
+        config: configuration, see :class:`AttentionConfig`.
+        key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
+        key_width: width of a key; None for ``dim // heads``.
+        value_width: width of a value; None for ``dim // heads``.
         bias: whether the projections have a bias.
-        causal: whether token t attends to tokens ``j <= t`` only; 1-D grids.
-        block_ordered: tokens come and go in the layout's block order (the backbone sees to it) instead of raster order.
-        projections: False leaves them out: :meth:`forward` is then given those of another module, and rotary angles too.
+        causal: whether token t attends to tokens ``j <= t`` only; needs a 1-D grid.
+        block_ordered: whether tokens enter and leave in the layout's block order, which the backbone ensures, instead of
+            raster order.
+        projections: whether the layer has its own projections. If not, :meth:`forward` takes those of a different module,
+            and rotary angles with them.
+
+    Raises:
+        ValueError: if the configuration has a different kind, widths and heads do not fit, or the layout does not support
+            causal attention or rotary positions.
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = KINDS
     kind: ClassVar[str | None] = None
-    """Name of the kind, which the layer's configuration must have too."""
+    """Name of the kind; the layer's configuration must have the same."""
     Options: ClassVar[type | None] = None
-    """Dataclass of the kind's own options."""
+    """Dataclass of the options of the kind itself; None without such options."""
     handles: ClassVar[tuple[str, ...]] = ()
-    """Optional inputs that :meth:`attend` uses, names of :data:`UNHANDLED`; others are errors."""
+    """Optional inputs that :meth:`attend` supports, as keys of :data:`UNHANDLED`; others raise an error."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Options of :class:`AttentionConfig` that the kind does not use."""
     uses_blocks: ClassVar[bool] = False
@@ -63,13 +69,13 @@ class Attention(LayoutTables):
     causal_only: ClassVar[bool] = False
     """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
     uses_linear_options: ClassVar[bool] = True
-    """Whether ``normalize``, ``feature_map`` and ``output_norm`` mean what they mean to mhla."""
+    """Whether ``normalize``, ``feature_map`` and ``output_norm`` have the same meaning as for mhla."""
     repeats_heads: ClassVar[bool] = True
-    """Whether :meth:`attend` wants as many key heads as query heads."""
+    """Whether :meth:`attend` needs as many key heads as query heads."""
     scans: ClassVar[bool] = False
-    """Whether the operator reads tokens one after the other: it is given them in raster order, whatever order they come in."""
+    """Whether the operator is a recurrence over tokens and needs them in raster order, even if ``block_ordered``."""
     always_gated: ClassVar[bool] = False
-    """Whether the kind has an output gate by itself, whatever ``gate`` says."""
+    """Whether the kind has an output gate even if ``gate`` is off."""
     options: Any
     order: Tensor | None
     inverse: Tensor | None
@@ -145,17 +151,18 @@ class Attention(LayoutTables):
         return f"heads={self.heads}, causal={self.causal}, layout={self.layout}"
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Take tokens of another layout from now on; what is learned stays as it is.
+        """Switch to tokens of a different layout. Learned parameters stay the same.
 
-        Without projections the tables of a layout are no buffers: a copy of the model (a weight average, say) may have
-        seen other sizes.
+        Without projections the tables of a layout are plain attributes instead of buffers, because a copy of the model, such
+        as a weight average, may be fitted to different sizes.
 
         Args:
-            layout: as many axes and prefix tokens as the layer was made with.
-            device: device of the tokens.
+            layout: layout with as many axes and prefix tokens as the one that the layer was built with.
+            device: device of the tokens; None for the CPU.
         """
         self.layout = layout
-        with torch.inference_mode(False):  # or training could not use a layout that sampling saw first
+        with torch.inference_mode(False):  # inference tensors could not be used in training later
+            # a scan needs raster order and every other kind block order, so tokens are permuted only if they enter in the other
             moves = not layout.is_raster and self.block_ordered == self.scans
             for name, values in self.tables().items():
                 setattr(self, name, values.to(device) if moves or name not in ("order", "inverse") else None)
@@ -164,7 +171,7 @@ class Attention(LayoutTables):
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return permutations from the order of the tokens to that of the operator and back, and angles of an image."""
+        """Return the permutations between the order of the tokens and that of the operator, and an image's rotary angles."""
         there, back = self.layout.order, self.layout.inverse
         orders = {"order": back, "inverse": there} if self.scans else {"order": there, "inverse": back}
         if not self.turns_by_grid:
@@ -176,63 +183,66 @@ class Attention(LayoutTables):
         return {**orders, "cos": angles.cos, "sin": angles.sin}
 
     def _inner(self, layout: BlockLayout) -> BlockLayout:
-        """The layout in whose order the operator has its tokens."""
+        """Return the layout whose block order is the operator's order: a single block, in raster order, for a scan."""
         return replace(layout, blocks=(1,) * len(layout.grid), block_size=None) if self.scans else layout
 
     def projected_heads(self) -> tuple[int, int, int]:
-        """Heads of queries, keys and values, as they are projected."""
+        """Return the numbers of query, key and value heads that the projection outputs."""
         return self.heads, self.key_value_heads, self.key_value_heads
 
     @classmethod
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
-        """The kind's own options in a layer of this number, for options that depend on it."""
+        """Return the options of the kind itself for a layer, counted from 0. Kinds override it if options depend on it."""
         return options
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """The operator, tokens in block order; ``[B, N, H, Dv]``.
+        """Apply the operator and return ``[B, N, H, Dv]``, tokens in block order.
 
         Args:
-            inputs: see :class:`AttentionInputs`; of the optional ones, those that ``handles`` names may be there.
+            inputs: inputs of the operator. Optional ones are None unless ``handles`` names them.
         """
         raise NotImplementedError
 
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies to the values, for analysis.
+        """Return the attention matrix ``[B, H, N, N]`` that :meth:`attend` applies to the values, for analysis.
 
-        By default, :meth:`attend` is applied to one-hot values; its output is the matrix. A kind whose outputs are not
-        linear in the values has no such matrix.
+        The default implementation applies :meth:`attend` to one-hot values, so that its output is the matrix. A kind whose
+        outputs are not linear in the values has no such matrix.
         """
         batch, tokens, heads, _ = inputs.v.shape
         units = torch.eye(tokens, dtype=inputs.v.dtype, device=inputs.v.device)[None, :, None]
         return self.attend(replace(inputs, v=units.expand(batch, tokens, heads, tokens))).transpose(1, 2)
 
     def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
-        """Causal attention of the next tokens of every row, and the state after them.
+        """Apply causal attention to the next tokens of every row.
 
         Args:
-            inputs: the next tokens; whatever a row has beyond its count is padding at its right.
-            state: state after the tokens so far, modified in place (do not use it again); None at the start. It has
-                ``lengths``, tokens so far in each row, ``bytes`` and ``select(rows)``.
-            counts: number of real tokens in each row.
+            inputs: inputs of the next tokens. Tokens of a row beyond its count are padding on the right.
+            state: state after the previous tokens, modified in place and not to be used again; None at the start. It has
+                ``lengths`` (number of previous tokens in each row), ``bytes`` and ``select(rows)``.
+            counts: number of tokens in each row without padding.
+
+        Returns:
+            Outputs ``[B, N, H, Dv]``, and the state after these tokens.
         """
         raise NotImplementedError
 
     def operator_flops(self, tokens: int) -> float:
-        """Floating-point operations of :meth:`attend` on one sequence of ``tokens``: two for each multiply-add."""
+        """Count the floating-point operations of :meth:`attend` on one sequence of ``tokens``, two for each multiply-add."""
         raise NotImplementedError(f"the operations of {type(self).__name__} are not counted")
 
     def flops(self, tokens: int) -> float:
-        """Floating-point operations of the forward pass on one sequence of ``tokens``, projections included."""
+        """Count the floating-point operations of the forward pass on one sequence of ``tokens``, with projections."""
         projections = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)]
         return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence; None for sequences of any length."""
+        """Number of tokens of the longest supported sequence; None for any length."""
         return None if self.causal else self.layout.num_tokens
 
     def extend(self, tokens: int) -> None:
-        """Let a causal layer take sequences of ``tokens`` tokens; what it does on shorter ones stays the same."""
+        """Extend a causal layer to sequences of ``tokens`` tokens. Its outputs for shorter sequences stay the same."""
         assert self.causal
         self.layout = BlockLayout((tokens,), block_size=self.layout.block_size or tokens)
 
@@ -246,25 +256,29 @@ class Attention(LayoutTables):
         share: SequenceShare | None = None,
         layout: BlockLayout | None = None,
     ) -> Tensor:
-        """Tokens ``[B, N, dim]`` to the same shape.
+        """Apply the layer to tokens ``[B, N, dim]``; the output has the same shape.
 
         Args:
             x: tokens, in raster order unless ``block_ordered``.
-            key_mask: ``[B, N]`` bool, in the same order; False tokens are not seen, whatever they hold, and get zeros.
-            rotary: cosine and sine of the angles that ``config.rotary`` turns by, in the same order; None for those of
-                tokens counted from 0 (see :func:`lightning_mhla.attention.positions.rotary_angles`). Images have their own
-                (:func:`lightning_mhla.attention.positions.grid_angles`).
-            cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
-            projections: those to use, where the layer has none of its own.
-            share: causal: N tokens here are a part of a sequence, of which other processes hold the rest.
-            layout: layout of these tokens alone, which changes nothing in the layer: in graphs, where :meth:`fit` would be a
-                side effect. None for that of the last :meth:`fit`.
+            key_mask: mask of visible tokens, ``[B, N]`` bool, in the order of ``x``. Hidden tokens do not influence others,
+                whatever they hold, and their outputs are zero. None without a mask.
+            rotary: rotary angles of the tokens, in the order of ``x``; None for positions counted from 0 (see
+                :func:`lightning_mhla.attention.positions.rotary_angles`). Images always use
+                :func:`lightning_mhla.attention.positions.grid_angles`.
+            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
+            projections: projections to use if the layer has none of its own.
+            share: part of a sequence that these tokens are, if processes share the sequence; causal attention only.
+            layout: layout of these tokens. It does not change the layer, so that graphs can use it, in which :meth:`fit`
+                would be a side effect. None for the layout of the last :meth:`fit`.
+
+        Raises:
+            ValueError: if the number of tokens does not fit the layout, or the kind does not support an input.
         """
         placement = None if layout is None else self._place(layout, x.device)
         raster = x
         if share is None:
             x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None, placement=placement)
-            x = hide_rows(x, key_mask)
+            x = hide_rows(x, key_mask)  # NaN in hidden tokens would otherwise spread, because 0 * NaN is NaN
         elif not self.causal or key_mask is not None or cu_seqlens is not None:
             raise ValueError("a sequence spread over processes is causal, without padding and not packed")
         else:
@@ -277,7 +291,7 @@ class Attention(LayoutTables):
         return out if inverse is None else out.index_select(1, inverse)
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Places of the tokens of a layout; kinds that have to see every token get none that is empty."""
+        """Compute the permutation of a layout's tokens, without empty slots for kinds that do not support a mask."""
         if not self.uses_blocks:
             return Placement(layout, None, None, {})
         return layout.place(device, gaps="key_mask" in self.handles)
@@ -285,11 +299,12 @@ class Attention(LayoutTables):
     def _split(
         self, x: Tensor, raster: Tensor, order: Tensor | None, projections: Projections | None
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Queries, keys and values in block order, and the function that merges them."""
+        """Return queries, keys and values in block order, and the function that merges the heads."""
         if projections is None:
             return *self._project(x), self._merge
         if order is None or not projections.in_raster:
             return *projections.split(x), projections.merge
+        # the surrounding module may treat tokens by position, so it projects them in its own order; permute the results
         q, k, v = (heads.index_select(1, order) for heads in projections.split(raster))
         return q, k, v, projections.merge
 
@@ -305,17 +320,20 @@ class Attention(LayoutTables):
         share: SequenceShare | None = None,
         placement: Placement | None = None,
     ) -> AttentionInputs:
-        """Inputs of the kind; raises ValueError for those that it does not handle."""
+        """Collect the inputs of :meth:`attend`, and raise ValueError for those that the kind does not support."""
         given = {"key_mask": key_mask, "rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         self.require(*(name for name, value in given.items() if value is not None))
         k, v = self._repeated(k, v)
         return AttentionInputs(x, q, k, v, key_mask, rotary, cu_seqlens, share, placement)
 
     def require(self, *names: str) -> None:
-        """Raise ValueError for what a layer of this kind cannot do.
+        """Check that the kind supports optional inputs or generation.
 
         Args:
-            names: keys of :data:`UNHANDLED`: optional inputs, or ``"state"`` for generation.
+            *names: keys of :data:`UNHANDLED`: optional inputs, or ``"state"`` for generation.
+
+        Raises:
+            ValueError: if the kind does not support one of them.
         """
         for name in names:
             able = type(self).continue_from is not Attention.continue_from if name == "state" else name in self.handles
@@ -330,14 +348,20 @@ class Attention(LayoutTables):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> tuple[Tensor, Any]:
-        """The next tokens ``[B, N, dim]`` of every row, causal, to the same shape, and the state after them.
+        """Apply causal attention to the next tokens of every row.
 
         Args:
-            x: tokens; whatever a row has beyond its count is padding at its right.
-            state: as for :meth:`continue_from`, like the rest.
-            counts: see there.
-            rotary: angles of these tokens, None for those that follow the state's.
-            projections: as for :meth:`forward`.
+            x: tokens ``[B, N, dim]``. Tokens of a row beyond its count are padding on the right.
+            state: state after the previous tokens, see :meth:`continue_from`; None at the start.
+            counts: number of tokens in each row without padding.
+            rotary: rotary angles of these tokens; None for positions that follow those of the state.
+            projections: projections to use if the layer has none of its own.
+
+        Returns:
+            Outputs ``[B, N, dim]``, and the state after these tokens.
+
+        Raises:
+            ValueError: if the kind cannot generate, or the layer is not causal.
         """
         self.require("state")
         if not self.causal:
@@ -357,7 +381,10 @@ class Attention(LayoutTables):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> Tensor:
-        """Attention weights ``[B, H, N, N]`` for what :meth:`forward` is given; rows and columns in the order of ``x``."""
+        """Compute the attention weights ``[B, H, N, N]``, rows and columns in the order of ``x``.
+
+        Arguments are those of :meth:`forward`.
+        """
         raster = x
         x, key_mask = self._enter(x, key_mask)
         x = hide_rows(x, key_mask)
@@ -368,7 +395,7 @@ class Attention(LayoutTables):
         return weights.index_select(2, self.inverse).index_select(3, self.inverse)
 
     def angles(self, positions: Tensor) -> Rotary:
-        """Rotary angles of this layer for tokens at ``positions`` ``[N]`` or ``[B, N]``."""
+        """Compute the rotary angles of this layer for tokens at ``positions``, ``[N]`` or ``[B, N]``."""
         return rotary_angles(positions, self.key_width, self.config.rotary_base)
 
     def _rotary(
@@ -382,7 +409,7 @@ class Attention(LayoutTables):
         if not self.rotary:
             return None
         if self.turns_by_grid:
-            cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # a model on the meta device has real tables
+            cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
             return Rotary(cos, sin, interleaved=True)
         if given is not None:
             return given if order is None else given.select(order)
@@ -390,10 +417,10 @@ class Attention(LayoutTables):
 
     @torch.no_grad()
     def open_gate(self) -> None:
-        """Let gate and ``lepe`` start as if they were not there: for weights that were trained without them.
+        """Initialize gate and ``lepe`` so that they do not change the output, for weights that were trained without them.
 
         Raises:
-            ValueError: for a gate without bias, which cannot.
+            ValueError: if the gate has no bias.
         """
         if self.lepe is not None:
             for parameter in self.lepe.parameters():
@@ -407,7 +434,7 @@ class Attention(LayoutTables):
     def _around(
         self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None, placement: Placement | None = None
     ) -> Tensor:
-        """``[B, N, H * Dv]`` after norm, ``lepe`` and gate."""
+        """Apply norm, ``lepe`` and gate to the operator's output and return ``[B, N, H * Dv]``."""
         if self.norm is not None:
             out = self.norm(out)
         out = self._with_lepe(out, v, key_mask, placement)
@@ -417,7 +444,7 @@ class Attention(LayoutTables):
         return out * (gate if self.config.gate_activation == "identity" else F.silu(gate))
 
     def _with_lepe(self, out: Tensor, v: Tensor, key_mask: Tensor | None, placement: Placement | None = None) -> Tensor:
-        """``[B, N, H * Dv]``, with the convolution of the values where there is one."""
+        """Merge the heads into ``[B, N, H * Dv]`` and add the convolution of the values, if the layer has one."""
         if self.lepe is None:
             return out.flatten(2)
         values = v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2)
@@ -429,13 +456,14 @@ class Attention(LayoutTables):
         layout, order = (self.layout, self.order) if placement is None else (placement.layout, placement.order)
         if not self.causal and x.shape[1] != layout.num_tokens:
             raise ValueError(f"{x.shape[1]} tokens for a layout of {layout.num_tokens} ({layout})")
-        if not packed and placement is None:  # the operator checks each packed sequence
+        if not packed and placement is None:  # the operator checks the length of each packed sequence
             self._check_length(x.shape[1])
         if order is None:
             return x, key_mask
         x, key_mask = x.index_select(1, order), key_mask if key_mask is None else key_mask.index_select(1, order)
         if placement is None or placement.filled is None:
             return x, key_mask
+        # index_select put some token into every empty slot; the mask hides it
         filled = placement.filled.expand(x.shape[:2])
         return x, filled if key_mask is None else key_mask & filled
 
@@ -458,7 +486,7 @@ class Attention(LayoutTables):
         return self.proj(out)
 
     def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values for every query head, where the kind wants them so."""
+        """Repeat keys and values to the number of query heads, if the kind needs it (``repeats_heads``)."""
         repeats = self.heads // self.key_value_heads
         if repeats == 1 or not self.repeats_heads:
             return k, v
@@ -466,5 +494,5 @@ class Attention(LayoutTables):
 
 
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:
-    """The attention module that ``config.kind`` names; ``options`` as for :class:`Attention`."""
+    """Build the attention layer that ``config.kind`` names; ``options`` are keyword arguments of :class:`Attention`."""
     return Attention.kinds[config.kind](dim, heads, layout, config, **options)

@@ -16,7 +16,7 @@ from lightning_mhla.attention.summaries import SummaryAttention
 
 
 class MHLA(SummaryAttention, kind="mhla"):
-    """Multi-head linear attention over blocks of tokens (arXiv 2601.07832): a self-attention layer for any model.
+    """Multi-head linear attention over blocks of tokens (arXiv 2601.07832), as a self-attention layer for any model.
 
     Tokens enter and leave in raster order, unless ``block_ordered``.
 
@@ -29,19 +29,19 @@ class MHLA(SummaryAttention, kind="mhla"):
         heads: number of query heads.
         layout: token grid and its blocks: ``BlockLayout((height, width), blocks=(rows, columns))`` for an image,
             ``BlockLayout((tokens,), block_size=64)`` for a sequence.
-        config: feature map, mixing and what surrounds the operator, of kind ``"mhla"``; None for the defaults. Its
-            ``block_grid`` or ``block_size``, where given, must be those of ``layout``.
-        key_value_heads: number of key and value heads, a divisor of ``heads``; None for as many.
+        config: configuration of kind ``"mhla"``: feature map, mixing, and the modules around the operator; None for the
+            defaults. If it sets ``block_grid`` or ``block_size``, they must be those of ``layout``.
+        key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
         value_width: width of a value; None for ``dim // heads``.
         bias: whether the projections have a bias.
-        causal: whether token t attends to tokens ``j <= t`` only; 1-D layouts.
+        causal: whether token t attends to tokens ``j <= t`` only; needs a 1-D layout.
         block_ordered: whether tokens enter and leave in the layout's block order.
-        projections: whether the layer has projections of its own; without, :meth:`forward` takes those of another module.
+        projections: whether the layer has its own projections. If not, :meth:`forward` takes those of a different module.
 
     Raises:
-        ValueError: for a configuration of a different kind or different blocks, widths that do not fit, a causal layer
-            over a grid with several axes or with uneven blocks.
+        ValueError: if the configuration has a different kind or different blocks, widths do not fit, or a causal layer has
+            a grid with several axes or uneven blocks.
     """
 
     uses_blocks = True
@@ -98,14 +98,14 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Use coefficients for the layout's blocks, from :meth:`MixingCoefficients.forward`."""
+        """Switch to the blocks of a different layout; coefficients come from :meth:`MixingCoefficients.forward`."""
         super().fit(layout, device)
         self.blocks = layout.operator_blocks
 
     @property
     @override
     def max_tokens(self) -> int | None:
-        """Return the tokens that dense coefficients cover."""
+        """Number of tokens of the longest supported sequence; None for causal exponential coefficients."""
         if not self.causal:
             return self.layout.num_tokens
         return (
@@ -116,26 +116,27 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def extend(self, tokens: int) -> None:
-        """Continue dense coefficients by :func:`mhla_kernels.extend_mixing`."""
+        """Extend a causal layer to ``tokens`` tokens; dense coefficients by :func:`mhla_kernels.extend_mixing`."""
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return the learned coefficients."""
+        """Return the learned coefficients, and the operator's keyword arguments that describe the blocks."""
         if placement is not None:
             return self.mixing(placement.layout.block_grid), placement.blocks
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Summaries that are added up for others, in all."""
+        """Count the multiply-adds of complete summaries that mixing needs for ``tokens`` tokens."""
         blocks = tokens * self.layout.num_blocks / self.layout.num_tokens
         if isinstance(self.mixing, ExponentialCoefficients):
+            # each term keeps a running sum of summaries, updated and read once for each block
             return 2 * self.mixing.amplitude.shape[-1] * blocks
         return blocks * (blocks - 1) / 2 if self.causal else blocks**2
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the operations of the chunked form."""
+        """Count the floating-point operations of the chunked form on ``tokens`` tokens."""
         size = self.layout.num_tokens / self.layout.num_blocks
         return self.summary_flops(tokens, size if self.causal else None, self.summaries_mixed(tokens))

@@ -20,18 +20,19 @@ from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.summaries import EPS
 
 FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting", "output_norm")
-"""Options of :class:`AttentionConfig` that the two kinds fix."""
+"""Options of :class:`AttentionConfig` that rala and mala do not leave to the user."""
 
 
 class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
-    """Rank-augmented linear attention (RALA, arXiv 2411.07635); arguments as for :class:`Attention`.
+    """Rank-augmented linear attention (RALA, arXiv 2411.07635). Arguments as for :class:`Attention`.
 
-    Linear attention with features ELU + 1 whose keys are weighted by softmax against the mean query (``key_weighting``),
-    normalised before rotary turns queries and keys. 1e-6 is added to the mean weight of a query, not to the sum. In RAVLT,
-    ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and ``rotary: true`` go with it.
+    This is linear attention with features ELU + 1. Keys are weighted by their softmax for the mean query
+    (``key_weighting``), and the normalizer is computed before rotary embedding. 1e-6 is added to the mean of a query's
+    weights, not to their sum. RAVLT combines it with ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and
+    ``rotary: true``.
 
     Raises:
-        ValueError: for causal attention.
+        ValueError: if the layer is causal.
     """
 
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
@@ -50,18 +51,18 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
 
     @override
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        return EPS * inputs.q.shape[1]
+        return EPS * inputs.q.shape[1]  # the operator adds it to the sum of N weights, RALA to their mean
 
 
 class MagnitudeAwareLinearAttention(Attention, kind="mala"):
-    r"""Magnitude-aware linear attention (MALA, arXiv 2507.00698); arguments as for :class:`Attention`.
+    r"""Magnitude-aware linear attention (MALA, arXiv 2507.00698). Arguments as for :class:`Attention`.
 
     With features ELU + 1, ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``:
     ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``. The magnitude of a query changes how sharp its weights
-    are, as under softmax; without rotary they sum to 1.
+    are, as with softmax. Without rotary embedding the weights sum to 1.
 
     Raises:
-        ValueError: for causal attention.
+        ValueError: if the layer is causal.
     """
 
     handles = ("key_mask", "rotary")
@@ -88,6 +89,7 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
             k.new_full((1, 1, 1), k.shape[1]) if mask is None else mask.sum(1, dtype=wide).clamp(min=1)[:, None, None]
         )
         scale = self.key_width**-0.5
+        # both terms of y are linear in the values, so a [Dk, Dv] summary of all tokens replaces the [N, N] scores
         z = scale * torch.einsum("bnhd,bhd->bnh", q, k.sum(1) / count)[..., None]
         summary = torch.einsum("bnhd,bnhe->bhde", turned_k, v) * scale / count[..., None]
         out = torch.einsum("bnhd,bhde->bnhe", turned_q, summary) * (1 + 1 / (z + EPS)) - z * (v.sum(1) / count)[:, None]

@@ -1,4 +1,4 @@
-"""Learning curves as a picture beside the checkpoints."""
+"""Learning curves of a run, drawn as a picture in the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Draws every logged metric against the optimiser step: ``learning_curves.png`` in the checkpoint folder.
+    """Draw every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
 
-    Metrics of one name under ``train/`` and ``val/`` share a panel. Points survive a resume.
+    Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints keep the points, so a resumed run
+    continues the curves.
 
     Attributes:
-        points: the record of the run's metrics; :class:`RunReport` shares it.
+        points: metrics of the run by step, shared with :class:`RunReport`.
     """
 
     def __init__(self) -> None:
@@ -29,41 +30,41 @@ class LearningCurves(Callback):
         self._path: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the points of an earlier fit."""
+        """Discard the points of an earlier fit."""
         if stage == "fit":
             self.points.clear()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the folder, on every rank."""
+        """Determine the path of the picture, on every rank."""
         self._path = checkpoint_folder(trainer) / CURVES
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note the training metrics every ``log_every_n_steps``."""
+        """Record the training metrics every ``log_every_n_steps`` steps."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
         if every and trainer.global_step % every == 0 and not accumulates_gradients(trainer):
             self.points.note_logged(trainer, "train/")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the validation metrics, and draw."""
+        """Record the validation metrics, and draw the curves."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self.points.note_logged(trainer, "val/")
             if trainer.is_global_zero:
                 self.draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the last state."""
+        """Draw the final curves."""
         if trainer.is_global_zero:
             self.draw()
 
     def state_dict(self) -> dict[str, Any]:
-        """All points."""
+        """Return all points, for the checkpoint."""
         return as_lists(self.points)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Points so far."""
+        """Restore the points of a checkpoint."""
         self.points.restore(state_dict)
 
     def draw(self) -> None:
-        """Write the picture."""
+        """Write the picture, if training has started."""
         if self._path is not None:
             draw_curves(self.points, self._path)

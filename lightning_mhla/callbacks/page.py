@@ -1,4 +1,4 @@
-"""The page of a run, ``report.html``: what a person opens first. One file, without anything from elsewhere."""
+"""Page of a run, ``report.html``: a single file with embedded pictures, without references to other files or sites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_mhla.system.files import write_whole
 PAGE = "report.html"
 TYPES = {".png": "image/png", ".gif": "image/gif"}
 LONGEST = 20_000
-"""Characters of samples that are shown, the last ones."""
+"""Number of characters shown of a text file; the last ones are shown."""
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -34,11 +34,11 @@ img { max-width: 100%; background: #fff; border-radius: .3rem }
 
 
 def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> None:
-    """Write the page.
+    """Write the page of a run, atomically.
 
     Args:
         folder: folder of the run.
-        checkpoints: folder of its checkpoints.
+        checkpoints: folder of the run's checkpoints.
         record: contents of ``run.json``.
     """
     name = html.escape("/".join(folder.parts[-2:]))
@@ -65,13 +65,13 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Text as a block of code in Markdown, in a fence longer than any in it."""
+    """Format text as a code block in Markdown, with a fence longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as hours and minutes, minutes and seconds, or seconds."""
+    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
@@ -100,7 +100,7 @@ def _figure(value: float | None) -> str:
 
 
 def _curves(record: Mapping[str, Any]) -> str:
-    """The validation metrics that move, drawn; nothing without any."""
+    """Draw the validation metrics that change; an empty string if none does."""
     finite = {
         name: [(step, value) for step, value in points if value is not None]
         for name, points in record["metrics"].items()
@@ -112,17 +112,17 @@ def _curves(record: Mapping[str, Any]) -> str:
 
 
 def _embedded(caption: str, kind: str, content: bytes) -> str:
-    """A picture inside the page, with its caption."""
+    """Format a picture as an HTML figure with embedded content and a caption."""
     text, data = html.escape(caption), base64.b64encode(content).decode()
     return f'<figure><img alt="{text}" src="data:{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """The last picture of each kind."""
+    """Embed the latest picture of each kind."""
     last: dict[str, Path] = {}
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
         if path.suffix in TYPES:
-            last[re.sub(r"step\d+", "", path.name)] = path
+            last[re.sub(r"step\d+", "", path.name)] = path  # names of one kind differ in the step only
     figures = [_embedded(path.name, TYPES[path.suffix], path.read_bytes()) for path in last.values()]
     return [f"<h2>Pictures</h2>{''.join(figures)}"] if figures else []
 
@@ -140,7 +140,7 @@ def _text(title: str, path: Path, open_: bool = False) -> list[str]:
 
 
 def _resume(folder: Path, checkpoints: Path) -> str:
-    """A command, from the folder that the run was started in."""
+    """Format the command that resumes the run, relative to the working folder; an empty string if there is none."""
     where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if checkpoints.parent == folder and (folder / "lock").exists():
         command = f"lightning fit --run_dir {shlex.quote(str(where))}"

@@ -1,4 +1,4 @@
-"""The values of a run's metrics by optimiser step, and their drawing."""
+"""Values of a run's metrics by optimizer step, and their plot."""
 
 from __future__ import annotations
 
@@ -13,40 +13,42 @@ from lightning_mhla.system.figures import make_panels
 
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
-    """Optimiser step and value of every note of a metric, by the metric's name; steps rise."""
+    """Points of metrics by name: pairs of optimizer step and value, in ascending order of steps."""
 
     def note(self, name: str, step: int, value: float) -> None:
-        """Add a point to the metric ``name``, ``train/loss`` say, unless it has one of this step."""
+        """Add a point to a metric such as ``train/loss``, unless the metric already has a point at this step or later."""
         points = self.setdefault(name, [])
         if not points or points[-1][0] < step:
             points.append((step, value))
 
     def note_logged(self, trainer: Trainer, prefix: str) -> None:
-        """Add what the trainer has logged last under a prefix, ``"val/"`` say."""
+        """Add the latest values that the trainer has logged under a prefix such as ``"val/"``."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith(prefix):
                 self.note(name, trainer.global_step, float(value))
 
     def under(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """The points of the metrics whose names begin with a prefix."""
+        """Return the points of the metrics whose names begin with a prefix."""
         return {name: points for name, points in self.items() if name.startswith(prefix)}
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Take points from a checkpoint, in place of what these metrics have."""
+        """Restore points from a checkpoint, replacing those of the same metrics."""
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
 
 
 def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list[list[float]]]:
-    """Points as plain lists, which a checkpoint keeps."""
+    """Convert points to plain lists, the form that checkpoints keep."""
     return {name: [list(point) for point in of_metric] for name, of_metric in points.items()}
 
 
 def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path | BinaryIO) -> bool:
-    """Draw every metric that moves against the optimiser step, as PNG; one name under several prefixes shares a panel.
+    """Plot every metric that changes against the optimizer step, as PNG.
+
+    Metrics whose names differ in the prefix only share a panel.
 
     Args:
-        points: steps and values by name, ``train/loss`` and ``val/loss`` say.
-        target: file to write, with its folder, or a binary stream.
+        points: pairs of step and value by the name of the metric, such as ``train/loss``.
+        target: path of the file to write, whose folder is created, or a binary stream.
 
     Returns:
         Whether there was anything to draw.

@@ -1,4 +1,4 @@
-"""A report at the end of a run, printed and kept: results, and where its files lie."""
+"""Report of a run, printed at its end and written to its folder: results, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from lightning_mhla.system.folders import checkpoint_folder, run_folder
 from lightning_mhla.system.listing import shown
 
 RECORD = "run.json"
-"""Name of the record in the folder of a run."""
+"""Name of the file, in the folder of a run, that records its metrics and versions."""
 
 
 class RunReport(Callback):
-    """Prints the last validation metrics, the training time, and the paths of checkpoint, logs and pictures.
+    """Print the last validation metrics, the training time, and the paths of checkpoints, logs and pictures.
 
-    After every validation it also writes ``run.json`` into the folder of the run: validation metrics by step, the best value
-    that a checkpoint was chosen by, steps, seconds (of all starts together), parameters and versions; ``lightning compare``
-    reads it. ``report.html`` beside it is the page of the run: metrics, curves, pictures, samples, how to resume.
+    After every validation the callback also writes two files to the folder of the run. ``run.json`` holds validation metrics
+    by step, the best value that a checkpoint was chosen by, steps, seconds (of all starts together), numbers of parameters,
+    and versions; ``lightning compare`` reads it. ``report.html`` is a page with metrics, curves, pictures, samples and the
+    command to resume.
 
     Attributes:
-        points: the record of the run's metrics, that of :class:`LearningCurves` where the trainer has it.
+        points: metrics of the run by step, shared with :class:`LearningCurves` if the trainer has it.
     """
 
     def __init__(self) -> None:
@@ -43,27 +44,27 @@ class RunReport(Callback):
         self._start = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget an earlier fit; share the record of :class:`LearningCurves`."""
+        """Discard the record of an earlier fit, and share the points of :class:`LearningCurves`."""
         if stage == "fit":
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the timer."""
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Validation metrics and seconds so far: ``lightning export`` writes them into the card of the model."""
+        """Return validation metrics, seconds so far and versions; ``lightning export`` writes them into the model card."""
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Metrics and seconds of the starts before."""
+        """Restore the metrics and the seconds of earlier starts."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the validation metrics, and write the record."""
+        """Record the validation metrics, and write ``run.json`` and the page."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self.points.note_logged(trainer, "val/")
@@ -74,6 +75,7 @@ class RunReport(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
+        # without a logger or --run_dir there is no folder of a run, and nothing is written to the working folder
         own = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
         if not trainer.is_global_zero or not own or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -103,7 +105,7 @@ class RunReport(Callback):
         write_page(folder, checkpoints, record)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the report on the first process, and write the record."""
+        """Write ``run.json`` and the page, and print the report on the first process."""
         self._write(trainer, pl_module, finished=True)
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:
@@ -117,7 +119,7 @@ class RunReport(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 best, last = callback.best_model_path, callback.last_model_path
-                if not callback.monitor:  # Lightning calls the newest the best
+                if not callback.monitor:  # without a monitor, Lightning's best checkpoint is the newest
                     best, last = "", last or best
                 kept = {"best checkpoint": best, "last checkpoint": last}
                 lines += [(name, _short(path)) for name, path in kept.items() if path]
@@ -128,7 +130,7 @@ class RunReport(Callback):
         pictures = [*checkpoints.glob("*.png"), *drawn]
         lines += [("picture", _short(picture)) for picture in pictures]
         if (bar := trainer.progress_bar_callback) is not None:
-            bar.teardown(trainer, pl_module, "fit")  # ends what it draws; else it would stay below the result
+            bar.teardown(trainer, pl_module, "fit")  # otherwise the bar would stay below the report
         console = Console(soft_wrap=True, highlight=False)
         console.rule("result")
         for name, value in lines:
@@ -136,17 +138,17 @@ class RunReport(Callback):
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, torch and Lightning."""
+    """Return the versions of Python, torch and Lightning."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "lightning": version("lightning")}
 
 
 def _number(value: Any) -> float | None:
-    """A number that JSON has."""
+    """Convert to a float; None for NaN and infinities, which JSON cannot represent."""
     found = float(value)
     return found if math.isfinite(found) else None
 
 
 def _short(path: str | Path) -> str:
-    """Relative to the working folder where it lies below it."""
+    """Format a path for display, relative to the working folder if it lies inside."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

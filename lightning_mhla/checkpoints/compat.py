@@ -1,7 +1,7 @@
 """Checks of a checkpoint against the model and the options of the run that loads it.
 
-Every function takes the entries of a checkpoint and plain values of the run. The checks run before Lightning copies tensors, so
-that a checkpoint that does not fit gives an error with the name of the option instead of a list of tensors.
+Every function takes the entries of a checkpoint and plain values of the run. The checks run before Lightning copies tensors,
+so that the error for a checkpoint that does not fit names the option instead of a list of tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_mhla.system.redaction import redacted
 log = logging.getLogger(__name__)
 
 ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
-"""Attention options that the weights depend on. The block options matter for MHLA only."""
+"""Attention options on which the weights depend; ``block_grid`` and ``block_size`` are compared for mhla only."""
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
         attention: attention options of the run; None to compare nothing.
 
     Raises:
-        ValueError: if an option differs; the message names it and the solution.
+        ValueError: if an option differs. The message names it, and the way out.
     """
     saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
     if not saved or not attention:
@@ -57,9 +57,10 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
     Args:
         checkpoint: entries of the checkpoint.
         part: ``"model"`` or ``"data"``.
-        options: hyperparameters of this part in the current run.
+        options: hyperparameters of that part in this run.
     """
     entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
+    # checkpoints hold redacted secrets, so both sides are compared redacted
     saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
@@ -79,9 +80,9 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     """Compare the optimizer of a checkpoint with that of the run.
 
     Args:
-        saved: parameter groups of the checkpoint; see :func:`saved_groups`.
-        kind: name of the run's optimizer.
-        betas: number of betas of the run's optimizer, which distinguishes the optimizers.
+        saved: parameter groups of the checkpoint, see :func:`saved_groups`.
+        kind: kind of the run's optimizer, for the error message.
+        betas: number of the betas of the run's optimizer, which distinguishes the kinds.
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
@@ -109,7 +110,7 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
         state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: if only one of them has LoRA adapters, or shapes differ; the message names up to three tensors.
+        ValueError: if only one of them has adapters, or shapes differ. The message names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):

@@ -135,9 +135,11 @@ def _told(path: str | Path) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is no checkpoint that can be read safely: it holds more than plain data") from error
+        raise ValueError(
+            f"{path} is not a checkpoint that can be read safely: it holds more than plain data"
+        ) from error
     except (OSError, *BROKEN) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read safely ({reason(error)})") from error
+        raise ValueError(f"{path} is not a checkpoint that can be read safely ({reason(error)})") from error
 
 
 def check_checkpoint(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The data pipeline of every domain: shards, an order that depends on seed and epoch alone, exact resume."""
+"""Data pipeline shared by all domains: shards, an order that depends only on seed and epoch, and exact resume."""
 
 from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.module import ResumableDataModule, ShardSets

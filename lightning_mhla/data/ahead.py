@@ -21,12 +21,12 @@ AT_ONCE = 4
 class FetchAhead:
     """Context in which shards are prefetched in the order of their first use, as far as the cache limit allows.
 
-    Of several passes over one cache, training and validation, the one that moved last fetches; the others rest.
+    If several passes share a cache, such as training and validation, only the one that read last prefetches.
 
     Args:
-        cache: where to.
-        paths: all shards.
-        shards: ``[n]``, the number of the shard of each sample, in the order in which samples are read.
+        cache: cache to fetch the shards to.
+        paths: paths of all shards in the cache.
+        shards: shard number of each sample, in the order in which samples are read, ``[n]`` int.
     """
 
     def __init__(self, cache: ShardCache, paths: Sequence[Path], shards: np.ndarray) -> None:
@@ -48,8 +48,13 @@ class FetchAhead:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose the shards to keep: those that are needed next, as many as fit."""
+        """Choose the shards to keep: those that are needed next, as many as fit.
+
+        Args:
+            samples: number of samples read so far, by all processes together.
+        """
         left = self._last >= samples
+        # the plan changes only when the last sample of a shard has been read
         self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
         coming = [self.paths[number] for number in self._numbers[left] if self.paths[number] in self.cache.urls]
         fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
@@ -71,11 +76,12 @@ class FetchAhead:
                     except DownloadStoppedError:
                         return
                     except (OSError, ValueError) as error:
-                        log.warning("nothing more is fetched ahead: %s", error)  # the reader tries again itself
+                        log.warning("nothing more is fetched ahead: %s", error)  # the reader fetches it again, or fails
                         return
                     if fetched:
                         break
             if not fetched:
+                # the timeout is for changes that notify nobody: room in the cache, and which pass read last
                 with self._changed:
                     if self._wanted is wanted and not self._stop.is_set():
                         self._changed.wait(1.0)

@@ -1,11 +1,12 @@
 """Cache of remote shards with a size limit: shards are prefetched, and removed after use.
 
-All processes of a machine share one folder. Each change of what lies there is made under one lock file; a shard that is
-being fetched has its room reserved, and a shard that is being read is locked, so it is not removed. All locks are the
-kernel's (``flock``): they end with the process that held them, and what a killed one left behind is removed by the next.
+All processes of a machine share one folder. One lock file guards every change of its contents. A shard that is being fetched
+has its room reserved, and a shard that is being read is locked, so it is not removed. All locks are the kernel's (``flock``):
+they end with the process that holds them, and the next process removes the unfinished files of a killed one.
 
-The folder holds folders with the names that :func:`lightning_mhla.data.remote.kept_at` gives; nothing else in it is counted or
-removed. Others may be able to write to it: links are not followed, and files of other users are not used.
+Only subfolders with the names that :func:`lightning_mhla.data.remote.kept_at` returns are counted and cleared; everything else
+in the folder is left alone. Other users may be able to write to it, so links are not followed and their files are not used.
+Longer than other modules: every change of the folder depends on the same locks.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ShardCache:
     """Cache of remote shards that holds at most ``limit`` bytes, including member tables.
 
     Args:
-        folder: of the shards; several processes may share it.
-        limit: in bytes; room for two shards at least.
+        folder: folder of the shards; several processes may share it.
+        limit: maximum size in bytes, at least that of two shards.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -59,7 +60,7 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Return the paths of the shards of URLs after fetching. Small files beside them are fetched immediately."""
+        """Register the shards at URLs, fetch the small files beside them, and return the paths that the shards will have."""
         paths = [kept_at(url, self.folder) for url in urls]
         if not set(paths) <= set(self.urls):
             self.urls |= dict(zip(paths, urls, strict=True))
@@ -71,9 +72,9 @@ class ShardCache:
         """Return the member table of a shard: from the cache, from ``NAME.tar.index.npz`` on the server, or by a scan.
 
         Raises:
-            ShardUnavailableError: when the server fails.
-            ValueError: when the shard is broken, or the limit is below two shards.
-            ForeignFileError: when somebody else put a file into the cache.
+            ShardUnavailableError: if the server fails.
+            ValueError: if the shard is broken, or the limit is below the size of two shards.
+            ForeignFileError: if a different user put a file into the cache.
         """
         file = table_file(path)
         self._folder(path.parent)
@@ -106,17 +107,17 @@ class ShardCache:
         """Return a folder of the cache, created if missing.
 
         Raises:
-            ForeignFileError: when it is a link, or of another user.
+            ForeignFileError: if the folder is a link, or belongs to a different user.
         """
         return own_folder(folder, self.folder.parent)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Open a shard, fetching it if needed, and keep it from being removed while it is open.
+        """Context that opens a shard, fetching it if needed, and prevents its removal; yields a file descriptor.
 
         Raises:
-            ShardUnavailableError: when the server fails.
-            ForeignFileError: when somebody else put it there.
+            ShardUnavailableError: if the server fails.
+            ForeignFileError: if a different user put the file there.
         """
         try:
             descriptor = _open(path, os.O_RDONLY)
@@ -127,6 +128,7 @@ class ShardCache:
             descriptor = fetched
         try:
             now = time.monotonic()
+            # the modification time is the time of last use, by which shards are removed; once a second is enough
             if now - self._used.get(path, -1.0) >= 1:
                 self._used[path] = now
                 os.utime(descriptor)
@@ -140,12 +142,13 @@ class ShardCache:
         """Fetch a shard, and remove the least recently used shards to make room.
 
         Args:
-            path: the shard.
-            keep: shards that are not removed for it; None removes any that nobody reads, and waits for room.
-            stop: once set, the download is given up.
+            path: path of the shard in the cache.
+            keep: shards that are not removed to make room; None removes any shard that no process reads, and waits for room.
+            stop: event that cancels the download.
 
         Returns:
-            A descriptor of it, locked against removal; None where ``keep`` leaves no room or another process fetches it.
+            File descriptor of the shard, locked against removal; None if ``keep`` leaves no room or a different process
+            fetches the shard.
         """
         part = path.with_name(f"{path.name}.part")
         self._folder(path.parent)
@@ -153,11 +156,12 @@ class ShardCache:
             descriptor, mine, whole = _open(part, os.O_RDWR | os.O_CREAT), False, False
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if keep is None else fcntl.LOCK_NB))
-                mine = _is_at(descriptor, part)  # or another process has finished it, or removed what was left
+                # while this one waited for the lock, a different process may have renamed or removed the file
+                mine = _is_at(descriptor, part)
                 if mine and not os.path.lexists(path):
                     if not self._fill(descriptor, path, keep, stop):
                         return None
-                    with self._changing():  # who counts bytes finds it under one name
+                    with self._changing():  # a process that adds up sizes must not see both names, or neither
                         part.rename(path)
                     fcntl.flock(descriptor, fcntl.LOCK_SH)
                     whole = True
@@ -187,7 +191,7 @@ class ShardCache:
         with self._room_for(size, keep) as found:
             if not found:
                 return False
-            os.ftruncate(descriptor, size)  # seen by others as used
+            os.ftruncate(descriptor, size)  # reserves the room: other processes count the size of the file
         with open(descriptor, "r+b", closefd=False) as sink:
             try:
                 download(url, sink, size, stop, make_check=partial(TarCheck, url))
@@ -199,10 +203,10 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a fetched shard with its older member table.
+        """Compare a fetched shard with its saved member table, and replace the table if the shard has changed.
 
         Raises:
-            ShardUnavailableError: when the server has a different shard now, whose table is kept for the next run.
+            ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
         """
         kept = read_table(table_file(path))
         if kept is None:
@@ -215,7 +219,15 @@ class ShardCache:
             )
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
-        """Raise a ValueError if the limit has no room for the shards that are shuffled together."""
+        """Check that the shards that are shuffled together fit within the limit.
+
+        Args:
+            paths: paths of the shards in the cache.
+            window: number of shards that are shuffled together; None for all.
+
+        Raises:
+            ValueError: if these shards and one more, which is prefetched, do not fit.
+        """
         sizes = sorted((self.sizes[path] for path in paths if path in self.sizes), reverse=True)
         shards = min(len(sizes), (len(sizes) if window is None else window) + 1)
         needed = sum(sizes[:shards])
@@ -252,7 +264,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Lock the folder against changes by other processes."""
+        """Context that locks the folder against changes by different processes."""
         self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -263,11 +275,15 @@ class ShardCache:
 
     @contextmanager
     def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
-        """Reserve room for ``size`` bytes; without ``keep``, wait for it. Return whether there is room.
+        """Context that makes room and holds the lock of the folder; yields whether there is room.
+
+        Args:
+            size: number of bytes.
+            keep: shards that are not removed to make room; None removes any shard that no process reads, and waits for room.
 
         Raises:
-            ShardUnavailableError: when there was none for :data:`PATIENCE` seconds.
-            ValueError: when there cannot be.
+            ShardUnavailableError: if there is no room within :data:`PATIENCE` seconds.
+            ValueError: if the limit can never have room for ``size`` bytes.
         """
         if self.folder.exists() and size > self.room:
             raise ValueError(
@@ -295,7 +311,7 @@ class ShardCache:
             with suppress(FileNotFoundError):
                 stat = file.lstat()
                 if file.suffix == ".part" and _remove_unlocked(file):
-                    continue  # left by a process that was killed
+                    continue  # an unfinished file without a lock was left behind by a killed process
                 used += stat.st_size
                 if file.suffix == ".tar" and (keep is None or file not in keep):
                     shards.append((stat.st_mtime_ns, file, stat.st_size))
@@ -308,12 +324,12 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is this process's own."""
+        """Return the state for a worker process, without times of use and prefetcher, which belong to this process."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 
 def _files(folder: Path) -> list[Path]:
-    """Every file in the folders of a cache that hold shards."""
+    """Return the paths of all files in the subfolders of a cache that hold shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
@@ -323,7 +339,10 @@ def _is_shard(file: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """A descriptor that processes forked from this one do not keep: neither its lock nor the room of a removed file."""
+    """Open a file so that forked processes close their copy of the descriptor.
+
+    A copy would keep the lock after this process releases it, and the disk space of a removed file.
+    """
     with _holding:
         descriptor = open_own(path, flags)
         _held.add(descriptor)
@@ -342,13 +361,14 @@ def _close_held() -> None:
     _holding.release()
 
 
+# The fork waits for the lock, so that the child sees every open descriptor in the set.
 _held: set[int] = set()
 _holding = threading.Lock()
 os.register_at_fork(before=_holding.acquire, after_in_parent=_holding.release, after_in_child=_close_held)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a path still leads to an open file."""
+    """Return whether a path still refers to the file with an open descriptor."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -356,7 +376,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unlocked(file: Path) -> bool:
-    """Remove a file that no process has locked. What somebody else put into the cache stays."""
+    """Remove a file if no process has locked it and it belongs to this user; return whether it was removed."""
     try:
         descriptor = _open(file, os.O_RDONLY)
     except ForeignFileError:

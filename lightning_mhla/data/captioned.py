@@ -1,4 +1,4 @@
-"""Files with captions, in shards or in a folder."""
+"""Sources of images or clips with captions, from shards or from a folder."""
 
 from __future__ import annotations
 
@@ -22,45 +22,48 @@ log = logging.getLogger(__name__)
 TEXT, JSON = "txt", "json"
 
 METADATA = "metadata.jsonl"
-"""File of a folder with a line for each caption: a ``file_name`` and the caption (Hugging Face's imagefolder)."""
+"""Name of a folder's caption file: each line is an object with ``file_name`` and the caption (Hugging Face's imagefolder)."""
 
 LONGEST_CAPTION = 1 << 20
-"""Maximum size of a file with captions, in bytes."""
+"""Maximum size of the caption file of a sample, in bytes."""
 
 MOST_CAPTIONS = 32
 """Maximum number of captions of a sample."""
 
 
 class CaptionedFiles:
-    """Files with captions, by index. A sample may have several captions, of which training draws one each time.
+    """Interface of captioned files by index. A sample may have several captions, of which training draws one each time.
 
     Attributes:
-        shard_sizes: samples in each shard.
+        shard_sizes: number of samples in each shard.
     """
 
     shard_sizes: Sequence[int]
 
     def describe(self, index: int) -> str:
-        """Describe where a sample lies, for messages."""
+        """Describe the location of a sample, for messages."""
         raise NotImplementedError
 
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
         """Read the member with the first of the ``wanted`` extensions that a sample has.
 
+        Returns:
+            Extension and content of the member.
+
         Raises:
-            BrokenSampleError: if it has none of them.
+            BrokenSampleError: if the sample has none of the extensions.
         """
         raise NotImplementedError
 
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """Read the first bytes of the member that :meth:`member` returns."""
+        """Read the first ``count`` bytes of the member that :meth:`member` returns."""
         raise NotImplementedError
 
     def captions(self, index: int) -> list[str]:
         """Return the captions of a sample, at least one.
 
         Raises:
-            BrokenSampleError: if it has none.
+            BrokenSampleError: if the sample has no caption.
         """
         raise NotImplementedError
 
@@ -71,11 +74,11 @@ class CaptionedFiles:
 
 
 class ShardFiles(CaptionedFiles):
-    """Files with captions in shards: ``KEY.txt``, or an entry of ``KEY.json``.
+    """Captioned files in shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
 
     Args:
-        reader: the shards.
-        caption_key: entry of a ``.json`` that is the caption, or a list of captions.
+        reader: reader of the shards.
+        caption_key: entry of a ``.json`` that holds the caption, or a list of captions.
     """
 
     def __init__(self, reader: ShardReader, caption_key: str) -> None:
@@ -102,16 +105,17 @@ class ShardFiles(CaptionedFiles):
 
 
 class FolderFiles(CaptionedFiles):
-    """Files below a folder, each with captions in the folder's ``metadata.jsonl``, or beside it (``.txt`` or ``.json``).
+    """Captioned files in a folder, with the captions in its ``metadata.jsonl`` or in a ``.txt`` or ``.json`` beside each file.
 
     Args:
-        folder: searched with all folders in it; hidden files are left out, links are followed.
-        extensions: of the samples.
-        caption_key: entry of a ``.json``, and of a line of ``metadata.jsonl``, that is the caption.
+        folder: folder to search, including its subfolders; hidden files are left out, links are followed.
+        extensions: extensions of the samples, without the dot.
+        caption_key: entry of a ``.json``, and of a line of ``metadata.jsonl``, that holds the caption.
 
     Raises:
-        FileNotFoundError: when there is no such folder or no sample in it.
-        ValueError: when a line of ``metadata.jsonl`` names no file, or there is a ``metadata.csv`` in its place.
+        FileNotFoundError: if there is no such folder, or no sample in it.
+        ValueError: if a line of ``metadata.jsonl`` has no ``file_name``, or there is only a ``metadata.csv`` or
+            ``metadata.parquet``.
     """
 
     def __init__(self, folder: str | Path, extensions: Sequence[str], caption_key: str) -> None:
@@ -147,7 +151,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the first file with one of the extensions beside a sample."""
+        """Find the first file beside a sample that has its name and one of the extensions; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -166,7 +170,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origins: the files and the captions of each sample."""
+        """List the origin of each sample: its files, and the captions that ``metadata.jsonl`` gives it."""
         found = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -210,8 +214,14 @@ class FolderFiles(CaptionedFiles):
 def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[str]:
     """Parse the captions in a ``.txt`` file, or in a ``.json`` file under the entry ``key``, a text or a list of texts.
 
+    Args:
+        data: content of the file.
+        extension: ``"txt"`` or ``"json"``.
+        key: entry of a ``.json`` that holds the captions.
+        where: location of the sample, for error messages.
+
     Raises:
-        BrokenSampleError: naming ``where``, if there is none.
+        BrokenSampleError: if there is no caption, too many, or one that is empty or not text.
     """
     where = f"{where}: .{extension}"
     if len(data) > LONGEST_CAPTION:
@@ -228,7 +238,7 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
     """Parse the only caption in a ``.txt`` or ``.json`` file; see :func:`parse_captions`.
 
     Raises:
-        BrokenSampleError: naming ``where``, if there is none, or more than one.
+        BrokenSampleError: if there is no caption, or more than one.
     """
     captions = parse_captions(data, extension, key, where)
     if len(captions) > 1:
@@ -237,7 +247,7 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """Create the member of a shard that holds a sample's captions: ``.txt`` for one, ``.json`` with a list for several."""
+    """Encode the captions of a sample as a shard member by extension: ``txt`` for one, ``json`` with a list for several."""
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}

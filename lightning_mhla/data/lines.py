@@ -1,8 +1,9 @@
-"""Text files that a user wrote or downloaded: encoding, compression, lines, and the JSON object in each line.
+"""Reading of text files that users wrote or downloaded: compression, encoding, lines, and the JSON object in each line.
 
-A line ends at a line feed and at nothing else: U+2028, U+0085 and form feeds are characters of the text. UTF-8 is read with
-or without a byte order mark, UTF-16 and UTF-32 with one; the mark is never part of the text. Anything else is an error that
-names the file and the place, because text that is decoded wrongly trains a model without a word.
+A line ends at a line feed and nowhere else: U+2028, U+0085 and form feeds are characters of the text. UTF-8 is read with or
+without a byte order mark, UTF-16 and UTF-32 with one; the mark is never part of the text. Anything else is an error that names
+the file and the place, because a model would silently train on wrongly decoded text. Longer than other modules: each way in
+which a file can be wrong has an error of its own that names a remedy.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ CHUNK = 1 << 20
 """Number of bytes that are decoded at a time."""
 
 LONGEST_LINE, LONGEST_ARRAY = 1 << 25, 1 << 27
-"""Characters of a line, which is read into memory and made into tokens at once, and of one that holds all rows of a table."""
+"""Maximum number of characters of a line, which is tokenized in one piece, and of a line that holds all rows of a table."""
 
 LARGEST_UNPACKED = 1 << 28
-"""Characters of a compressed file that is read at once. One that is not compressed costs its author as much as its reader."""
+"""Maximum number of characters of a compressed file that is read at once.
+
+Plain files have no limit, since a small file cannot expand to a large text.
+"""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of the supported compressed files."""
 
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # must come before UTF-16, since it begins with the mark of UTF-16-LE
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
@@ -73,14 +77,14 @@ SIGNATURES = (
 """Signatures of files that are not text, their names, and remedies."""
 
 PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
-"""Signatures that a text could begin with; the name counts only where the rest is not text either."""
+"""Signatures that a text may begin with; they count only if the first bytes of the file are not ASCII text."""
 
 
 class NotTextError(ValueError):
-    """A file that is not text in a known encoding; the message names it and the place.
+    """Raised for a file that is not text in a supported encoding. The message names the file and the place.
 
     Attributes:
-        kind: ``binary`` or ``not UTF-8``.
+        kind: ``"binary"`` or ``"not UTF-8"``.
     """
 
     def __init__(self, message: str, kind: str = "binary") -> None:
@@ -96,14 +100,14 @@ def file_name(source: Source) -> str:
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[BinaryIO]:
-    """Open a file or URL for reading, decompressed if its suffix is one of :data:`COMPRESSED`.
+    """Context that opens a file or URL for reading, decompressed if its suffix is one of :data:`COMPRESSED`.
 
     Args:
         source: path or URL.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: naming the file, if it is not what its suffix says, or is cut short.
+        OSError: if the file cannot be read.
+        ValueError: if the file is not in the format of its suffix, or is cut short.
     """
     suffix = PurePosixPath(file_name(source)).suffix.lower()
     text = os.fspath(source)
@@ -116,7 +120,7 @@ def open_bytes(source: Source) -> Iterator[BinaryIO]:
             elif suffix == ".bz2":
                 yield cast("BinaryIO", bz2.BZ2File(raw))
             elif suffix == ".xz":
-                yield cast("BinaryIO", lzma.LZMAFile(raw))  # noqa: SIM115  # raw is what has to be closed
+                yield cast("BinaryIO", lzma.LZMAFile(raw))  # noqa: SIM115  # closing raw is sufficient
             elif suffix == ".zst":
                 yield _zstandard(raw, source)
             else:
@@ -149,18 +153,18 @@ def decode_text(data: bytes, where: str) -> str:
         where: name of the file, for messages.
 
     Raises:
-        NotTextError: naming ``where`` and the line, if it is not text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
+        NotTextError: if the data is not text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
     """
     return "".join(_decode(io.BytesIO(data), where))
 
 
 def read_text(source: Source) -> str:
-    r"""The text of a file, decompressed; ``\r\n`` and ``\r`` become ``\n``, as when Python reads text.
+    r"""Read the text of a file, decompressed, with ``\r\n`` and ``\r`` replaced by ``\n``, as in Python's text mode.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`); or if it is compressed and has
-            more than :data:`LARGEST_UNPACKED` characters.
+        OSError: if the file cannot be read.
+        ValueError: if the file is not text (see :func:`decode_text`), or if it is compressed and has more than
+            :data:`LARGEST_UNPACKED` characters.
     """
     parts, count = [], 0
     compressed = PurePosixPath(file_name(source)).suffix.lower() in COMPRESSED
@@ -178,16 +182,16 @@ def read_text(source: Source) -> str:
 
 
 def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
-    r"""All lines of a file without their line feed, blank ones and a ``\r`` at the end included, as they stream in.
+    r"""Iterate over all lines of a file while it is read, including blank ones, without ``\n`` but with a final ``\r``.
 
     Args:
         source: path or URL.
-        longest: characters that a line may have; None for :data:`LONGEST_LINE`.
+        longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), if its lines end in carriage
-            returns alone, or if one is longer than ``longest``.
+        OSError: if the file cannot be read.
+        ValueError: if the file is not text (see :func:`decode_text`), if its lines end in carriage returns only, or if a line
+            is longer than ``longest``.
     """
     longest = longest or LONGEST_LINE
     parts: list[str] = []
@@ -215,11 +219,15 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
 
 def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int, str]]:
-    r"""Number, from 1, and text of each line that is not blank, without ``\n`` or ``\r\n``, as they stream in.
+    r"""Iterate over the lines of a file that are not blank while it is read: number, from 1, and text without line ending.
+
+    Args:
+        source: path or URL.
+        longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: see :func:`iterate_lines`.
+        ValueError: if the file is not text or has invalid lines, see :func:`iterate_lines`.
     """
     for number, line in enumerate(iterate_lines(source, longest), 1):
         if line.strip():
@@ -227,11 +235,11 @@ def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int
 
 
 def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 1, and object of each line of a JSON lines file, as they stream in; blank lines are skipped.
+    """Iterate over the lines of a JSON lines file that are not blank while it is read: number, from 1, and object.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: naming the file and the line, if one is not a JSON object, or if the file is not text.
+        ValueError: if a line is not a JSON object, or the file is not text.
     """
     for number, line in read_lines(source):
         yield number, parse_object(line, f"{shown(source)}: line {number}")
@@ -241,11 +249,11 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     """Parse the JSON object in a text.
 
     Args:
-        text: the object, such as a line of a JSON lines file.
-        where: where it stands, for messages.
+        text: text of the object, such as a line of a JSON lines file.
+        where: location of the text, for error messages.
 
     Raises:
-        ValueError: naming ``where``, if it is not JSON, or something else than an object.
+        ValueError: if the text is not JSON, or its value is not an object.
     """
     value = parse_json(text, where)
     if not isinstance(value, dict):
@@ -256,16 +264,20 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 def parse_json(text: str, where: str) -> Any:
     """Parse the JSON value in a text.
 
+    Args:
+        text: text of the value.
+        where: location of the text, for error messages.
+
     Raises:
-        ValueError: naming ``where``, if it is not JSON.
+        ValueError: if the text is not JSON, or nested too deeply.
     """
-    text = text.lstrip("\ufeff")  # files that were joined have byte order marks inside
+    text = text.lstrip("\ufeff")  # concatenated files have byte order marks inside
     try:
         try:
             return json.loads(text)
         except json.JSONDecodeError:
             raise
-        except ValueError:  # an integer of more digits than Python converts
+        except ValueError:  # an integer has more digits than Python converts
             return json.loads(text, parse_int=float)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
@@ -278,12 +290,12 @@ def text_entry(row: dict[str, Any], key: str, where: str) -> str:
     """Return the text under a key of a JSON object.
 
     Args:
-        row: the object.
+        row: JSON object.
         key: name of the entry.
-        where: where the object stands, for messages.
+        where: location of the object, for error messages.
 
     Raises:
-        ValueError: naming ``where``, if there is no such entry, or it is not a text that can be encoded.
+        ValueError: if there is no such entry, or it is not text that can be encoded.
     """
     if key not in row:
         raise ValueError(f"{where} has no {key!r}, only {sorted(row)}")
@@ -296,7 +308,7 @@ def text_entry(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def has_surrogates(text: str) -> bool:
-    r"""Whether a text holds half of a surrogate pair (``\ud83d`` alone in JSON), which no encoding can express."""
+    r"""Return whether a text contains half of a surrogate pair (``\ud83d`` alone in JSON), which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -307,8 +319,12 @@ def has_surrogates(text: str) -> bool:
 def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
     """Decode a stream in pieces.
 
+    Args:
+        stream: binary stream, read from its current position.
+        where: name of the file, for error messages.
+
     Raises:
-        NotTextError: naming ``where`` and the line.
+        NotTextError: if the stream is not text in a supported encoding.
     """
     data = stream.read(CHUNK)
     _check_signature(data, where)
@@ -317,6 +333,7 @@ def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
     line, offset, data = 1, len(mark), data[len(mark) :]
     while True:
         pending = len(decoder.getstate()[0])  # bytes of a character that continues in this piece
+        # checked before decoding: UTF-16 without a mark has zero bytes, and its decoding error would be misleading
         if encoding == "utf-8" and b"\0" in data:
             _reject_nul(where, line + data[: data.index(b"\0")].count(b"\n"))
         try:
@@ -347,10 +364,14 @@ def _reject_nul(where: str, line: int) -> None:
 
 
 def _check_signature(head: bytes, where: str) -> None:
-    """Reject a file that is not text by its signature.
+    """Check that a file does not begin with the signature of a binary format.
+
+    Args:
+        head: first bytes of the file.
+        where: name of the file, for error messages.
 
     Raises:
-        NotTextError: naming ``where`` and what it is.
+        NotTextError: if the file has one of :data:`SIGNATURES`.
     """
     for signature, name, way_out in SIGNATURES:
         if not head.startswith(signature):

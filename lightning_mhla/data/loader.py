@@ -1,4 +1,4 @@
-"""Loader whose position is the number of trained batches, so that a resumed run continues with the very next sample."""
+"""Loader whose position is the number of trained batches, so that a resumed run continues with exactly the next sample."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ log = logging.getLogger(__name__)
 
 
 def sample_groups(source: SampleSource) -> np.ndarray | None:
-    """Return the group of each sample, ``[samples]`` int64; only samples of a group share a batch. None if all may."""
+    """Return the group of each sample, ``[samples]`` int64; batches hold samples of one group. None without groups."""
     groups: np.ndarray | None = getattr(source, "groups", None)
     return groups
 
 
 class _SeededSamples(Dataset):
-    """Dataset that reads tickets, each with its own random numbers. Broken training samples are replaced by the next good one.
+    """Dataset indexed by tickets that seeds the random generators for each sample, and may replace broken ones by the next.
 
-    A sample says in ``skipped`` which ones it replaces: pairs of index and reason.
+    The entry ``skipped`` of a sample lists the broken samples that it replaces, as pairs of index and reason.
+
+    Args:
+        source: source of the samples.
+        seed: seed of the run.
+        skip_broken: whether a broken sample is replaced by the next good one; otherwise it is an error.
     """
 
     def __init__(self, source: SampleSource, seed: int, skip_broken: bool) -> None:
@@ -48,7 +53,7 @@ class _SeededSamples(Dataset):
     def __getitem__(self, ticket: Ticket) -> dict[str, Any]:
         if get_worker_info() is not None:
             return self._read(ticket)
-        with kept_random_state():
+        with kept_random_state():  # without workers, samples must not reseed the generators of the training step
             return self._read(ticket)
 
     def _read(self, ticket: Ticket) -> dict[str, Any]:
@@ -63,7 +68,7 @@ class _SeededSamples(Dataset):
                     raise
                 skipped.append((index, str(error)))
                 index = self._following(index)
-                if index == ticket.index:  # once around: all are broken
+                if index == ticket.index:  # every sample was tried, and all are broken
                     raise
 
     def _following(self, index: int) -> int:
@@ -92,7 +97,7 @@ class _Batches(Sampler[list[Ticket]]):
 
 
 class Progress(NamedTuple):
-    """Position of a training run: its epoch, the batches done in it, and the limit of batches per epoch."""
+    """Position of a training run: epoch, number of batches done in it, and maximum number of batches per epoch, if any."""
 
     epoch: int = 0
     done: int = 0
@@ -100,10 +105,14 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Compute the number of samples in a batch for each of ``world`` processes.
+    """Compute the number of samples that each process contributes to a batch.
+
+    Args:
+        batch_size: number of samples in a batch over all processes together.
+        world: number of processes.
 
     Raises:
-        ValueError: when they cannot share it, naming one that they can.
+        ValueError: if the batch size is not a positive multiple of the number of processes.
     """
     if batch_size < 1 or batch_size % world:
         raise ValueError(
@@ -114,24 +123,32 @@ def samples_each(batch_size: int, world: int) -> int:
 
 
 UNSAID = {"groups": None, "repeats": 1}
-"""Defaults of options of the order that old checkpoints do not contain."""
+"""Defaults of options that affect the order of samples, for old checkpoints that do not contain them."""
 
 WORKER_SECONDS = 120
 """Seconds that a worker process continues after a signal, while the training process finishes its step and saves."""
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Let a worker process continue for a while after SIGTERM, SIGUSR1 or SIGINT.
+    """Let a worker process continue for :data:`WORKER_SECONDS` after SIGTERM, SIGUSR1 or SIGINT.
 
-    Ctrl+C and many schedulers send their signal to all processes of a group; a worker that ended at once would end training
-    before it has saved.
+    Ctrl+C and many schedulers send their signal to all processes of a group. If workers ended immediately, training would
+    fail before it has saved a checkpoint.
+
+    Args:
+        worker: number of the worker, which is not used.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Batches; errors of a worker process that could not read a sample come without its traceback in their message."""
+    """Pass batches through, and shorten the errors of worker processes that could not read a sample.
+
+    Raises:
+        BrokenSampleError: if a worker raised it, without the worker's traceback in the message.
+        ShardUnavailableError: if a worker raised it, without the worker's traceback in the message.
+    """
     try:
         yield from batches
     except (BrokenSampleError, ShardUnavailableError) as error:
@@ -142,28 +159,29 @@ def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
 
 
 class ResumableLoader:
-    """Loader of batches in an order that depends on seed and epoch only.
+    """Loader of batches in an order that depends only on seed and epoch.
 
-    Batches are dicts of stacked tensors, with ``valid`` ``[B]`` bool beside what the source gives: False marks samples
-    that only fill up an evaluation batch. Lightning takes the loader as it is, adds no sampler, and keeps its
-    ``state_dict`` in checkpoints.
+    Batches are dicts of stacked tensors with the entries of the source and ``valid``, ``[B]`` bool, which is False for samples
+    that only fill up an evaluation batch. Lightning uses the loader unchanged, adds no sampler, and saves its ``state_dict``
+    in checkpoints.
 
     Args:
-        source: the samples.
-        batch_size: samples of a batch over all processes together.
-        train: shuffled, whole batches only, broken samples skipped; else in order, every sample once, broken is an error.
-        seed: seed of order and samples.
-        rank: this process.
+        source: source of the samples.
+        batch_size: number of samples in a batch over all processes together.
+        train: whether to shuffle samples, drop the last incomplete batch, and skip broken samples; otherwise every sample is
+            read once, in order, and a broken one is an error.
+        seed: seed of the order and of each sample's random numbers.
+        rank: rank of this process.
         world: number of processes.
-        window: see :func:`lightning_mhla.data.sampling.epoch_order`.
-        max_skipped: different broken samples that this process skips before it stops with an error; each is reported once.
-        progress: for training, says whenever a pass starts where the run stands.
-        num_workers: worker processes.
-        ahead: factory of the prefetcher; takes the shard number of each sample in reading order.
-        repeats: for training, times that a sample comes; see :func:`lightning_mhla.data.sampling.repeated`.
+        window: number of shards that are shuffled together, see :func:`lightning_mhla.data.sampling.epoch_order`.
+        max_skipped: number of different broken samples that this process skips before it raises; each is reported once.
+        progress: function that returns the position of the training run, called at the start of each pass.
+        num_workers: number of worker processes.
+        ahead: factory of the prefetcher, which gets the shard number of each sample in reading order; None to not prefetch.
+        repeats: number of times that a training sample occurs, see :func:`lightning_mhla.data.sampling.repeated`.
 
     Raises:
-        ValueError: for a batch that the processes cannot share, or that the samples do not fill.
+        ValueError: if the processes cannot share a batch, there are no samples, or they do not fill one training batch.
     """
 
     def __init__(
@@ -219,7 +237,7 @@ class ResumableLoader:
             self._batches.pending = self._evaluation(order)
         if self._loader.num_workers and self._loader._iterator is None:
             check_open_files(self._loader.num_workers)
-        batches = iter(self._loader)  # worker processes are forked before there are threads
+        batches = iter(self._loader)  # fork worker processes before the prefetcher starts threads
         with nullcontext() if self.ahead is None else self.ahead(self._shards_of(order)) as ahead:
             for number, batch in enumerate(with_short_errors(batches)):
                 if ahead is not None:
@@ -228,7 +246,11 @@ class ResumableLoader:
                 yield batch
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """The samples of all processes that are left of the epoch, in their order, numbers of copies, and the epoch."""
+        """Compute the remaining order of the epoch for all processes together.
+
+        Returns:
+            Samples in their order and the numbers of their copies, ``[n]`` int64 each, and the epoch.
+        """
         if not self.train:
             order = np.arange(len(self.source))
             return (order if self.groups is None else np.argsort(self.groups, kind="stable")), np.zeros_like(order), 0
@@ -262,7 +284,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """The pass that holds worker processes, under the name by which Lightning finds and ends them at teardown."""
+        """Iterator with the worker processes, under the name by which Lightning finds it and ends them at teardown."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -270,22 +292,32 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Options that the order depends on, to be compared on resume; the position itself is the trainer's batch count."""
+        """Return the options that determine the order, to compare on resume. The position is the trainer's batch count."""
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the order with that of the checkpoint that a run resumes from; before the first batch any will do."""
+        """Compare the order with that of a checkpoint, unless the run has not trained on any batch yet.
+
+        Args:
+            state: result of :meth:`state_dict` in the checkpoint.
+
+        Raises:
+            ValueError: if the orders differ.
+        """
         epoch, done, _ = self.progress()
         if epoch or done:
             self.check_order(state)
 
     def check_order(self, state: dict[str, Any]) -> None:
-        """Reject an order that differs from that of a checkpoint.
+        """Check that the order is the same as that of a checkpoint.
+
+        Args:
+            state: result of :meth:`state_dict` in the checkpoint.
 
         Raises:
-            ValueError: naming what differs.
+            ValueError: if an option that determines the order differs.
         """
         for key, now in self.state_dict().items():
             before = state.get(key, UNSAID.get(key, now))

@@ -1,4 +1,4 @@
-"""The LightningDataModule of every domain: sources in, resumable loaders out."""
+"""Base class of data modules: a domain implements its sources, and the base class makes resumable loaders of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_mhla.system.redaction import check_secrets
 
 
 class ShardSets:
-    """The training and validation shards of a data module.
+    """Training and validation shards of a data module.
 
     Args:
-        train: paths, see :func:`find_shards`.
-        val: for validation and tests, in the same forms.
-        options: where downloads are kept.
+        train: location of the training shards, see :func:`find_shards`.
+        val: location of the shards for validation and tests, in the same forms.
+        options: options that say where downloads are kept.
     """
 
     def __init__(self, train: str | list[str], val: str | list[str], options: ShardOptions = ShardOptions()) -> None:
@@ -40,14 +40,14 @@ class ShardSets:
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
-        """Find or download the shards that ``trainer`` is going to read, and read their member tables."""
+        """Find or download the shards that ``trainer`` needs for its current stage, and read their member tables."""
         stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
         for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
             if self.class_folder(stage) is None:
                 self.reader(stage)
 
     def class_folder(self, stage: str) -> Path | None:
-        """The folder of a stage, where it holds folders of samples, one for each class, in place of shards."""
+        """Return the folder of a stage if it has one subfolder of samples per class; None if it contains shards."""
         location = self.locations[stage]
         folder = Path(location) if isinstance(location, str) else None
         if folder is None or not folder.is_dir() or holds_shards(folder):
@@ -55,21 +55,25 @@ class ShardSets:
         return folder if visible_folders(folder) else None
 
     def find(self, stage: str) -> list[Path]:
-        """Local paths of the shards of a stage."""
+        """Return the local paths of the shards of a stage, after downloading them if needed."""
         locations = self.locations[stage]
         for location in [locations] if isinstance(locations, str) else locations:
             check_secrets(str(location), f"data.{'train' if stage == 'train' else 'val'}")
         return find_shards(locations, self.cache, self.streamed)
 
     def reader(self, stage: str) -> ShardReader:
-        """The shards of a stage."""
+        """Create a reader of the shards of a stage."""
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
-        """A factory of the prefetcher for a stage; None where its shards are not streamed.
+        """Create a factory of the prefetcher for a stage; None if its shards are not streamed.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+            window: number of shards that are shuffled together; None for all.
 
         Raises:
-            ValueError: when ``window`` shards, which are shuffled together, and one ahead do not fit.
+            ValueError: if ``window`` shards and one more, which is prefetched, do not fit in the cache.
         """
         streamed = self.streamed
         if streamed is None or self.class_folder(stage) is not None:
@@ -77,49 +81,49 @@ class ShardSets:
         paths = self.find(stage)
         if not set(paths) & set(streamed.urls):
             return None
-        self.reader(stage)  # so that the sizes are known
+        self.reader(stage)  # reads the member tables, from which the cache learns the sizes
         streamed.check_window(paths, window)
         return lambda shards: FetchAhead(streamed, paths, shards)
 
 
 TRAINED = "batches_trained"
-"""Entry of a checkpoint's data state: batches that were trained on."""
+"""Key of the number of trained batches in a checkpoint's data state."""
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Batches that a run has trained on since its start, resumes included; a batch counts once it is processed."""
+    """Return the number of batches that a run has finished training on since its start, including before it was resumed."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.total
     return progress.processed  # type: ignore[attr-defined]  # Lightning's annotation names the base class
 
 
 def data_batch_size(state: dict[str, Any]) -> int | None:
-    """The batch size in the data state of a checkpoint; None where it has none."""
+    """Return the batch size in the data state of a checkpoint; None if it does not contain one."""
     size = state.get("batch_size", len(state.get("rows") or ()))
     return size if isinstance(size, int) and size > 0 else None
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
-    """This process's rank among those that share the samples, and their number."""
+    """Return the rank of this process among those that share the samples, and the number of these processes."""
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 
 
 class ResumableDataModule(LoggedApart, LightningDataModule):
-    """Training, validation, test and prediction data of one domain; a domain implements :meth:`source`.
+    """Base of data modules for training, validation, test and prediction; a domain implements :meth:`source`.
 
     Args:
-        batch_size: samples of a batch over all processes together, so that the number of processes does not change a
-            run; a multiple of it.
-        num_workers: worker processes that read samples, for each training process.
-        seed: order and random numbers of the samples; null takes ``seed_everything``.
-        shards: how shards are read and where downloads are kept.
+        batch_size: number of samples in a batch over all processes together, so that a run does not depend on the number of
+            processes; a multiple of this number.
+        num_workers: number of worker processes that read samples, for each training process.
+        seed: seed of the order and random numbers of the samples; null takes ``seed_everything``.
+        shards: options for reading shards and keeping downloads.
     """
 
     logged_as = "data"
     shards: ShardSets | None = None
-    """Set by data modules that read shards; found, downloaded and tabled before training."""
+    """Shards of data modules that read any; found, downloaded and scanned before training."""
     repeats: int = 1
-    """Times that a training sample comes in an epoch; see :func:`lightning_mhla.data.sampling.repeated`."""
+    """Number of times that a training sample occurs in an epoch; see :func:`lightning_mhla.data.sampling.repeated`."""
 
     def __init__(
         self,
@@ -143,11 +147,15 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:
-        """The samples of ``stage``: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Create the source of the samples for ``stage``: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
         raise NotImplementedError
 
     def train_dataloader(self) -> ResumableLoader:
-        """Shuffled batches that resume where the trainer's batch count stands."""
+        """Create the loader of shuffled training batches, which continues at the trainer's batch count.
+
+        Raises:
+            ValueError: if the order of samples differs from that of the checkpoint to resume from.
+        """
         loader = self._loader("train", train=True)
         if self._trained_with is not None:
             loader.check_order(self._trained_with)
@@ -157,22 +165,22 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
-        """Every validation sample once."""
+        """Create the loader of validation batches, which reads every sample once."""
         return self._loader("validate")
 
     def test_dataloader(self) -> ResumableLoader:
-        """Every test sample once."""
+        """Create the loader of test batches, which reads every sample once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """Every sample to predict once."""
+        """Create the loader of prediction batches, which reads every sample once."""
         return self._loader("predict")
 
     def _progress(self) -> Progress:
-        """Where the run stands; epochs of one set of batches over and over under ``overfit_batches``.
+        """Return the position of the run. With ``overfit_batches`` every epoch has the order of epoch 0.
 
         Raises:
-            ValueError: when the checkpoint's epochs were cut to another length.
+            ValueError: if the epochs of the checkpoint had a different number of batches.
         """
         assert self.trainer is not None
         steps = int(self.trainer.num_training_batches)
@@ -188,13 +196,20 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Options that the order of the training samples depends on, for the checkpoint, and how many batches it covers."""
+        """Return the options that determine the order of training samples, and the number of batches trained on."""
         return {**self._order, TRAINED: batches_trained(self.trainer)} if self.trainer is not None else self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what the checkpoint's order depends on; the training loader is compared with it, made before or later.
+        """Store the options that determine the checkpoint's order, and compare the training loader with them.
 
-        A checkpoint from before the first batch has no order: Lightning's BatchSizeFinder restores one with another batch size.
+        The loader is compared now if it exists, otherwise when it is created. A checkpoint from before the first batch is not
+        compared: Lightning's BatchSizeFinder restores one with a different batch size.
+
+        Args:
+            state_dict: result of :meth:`state_dict` in the checkpoint.
+
+        Raises:
+            ValueError: if the orders differ.
         """
         if state_dict.get(TRAINED) == 0:
             return

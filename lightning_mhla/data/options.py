@@ -1,4 +1,4 @@
-"""Options that every data module of shards takes."""
+"""Options shared by all data modules that read shards."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How shards are read and where downloads are kept.
+    """Options for reading shards and keeping downloads.
 
     Args:
-        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        max_skipped: number of broken training samples that one process skips, with a warning each, before it stops.
+        shuffle_window: number of shards whose samples are shuffled together; null shuffles everything with everything.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        cache_bytes: maximum size in bytes of the downloaded shards in cache_dir; shards are prefetched, and removed after use.
+            null downloads all shards before training and keeps them.
 
     Raises:
-        ValueError: for a number that is too small, with its name.
+        ValueError: if a number is too small.
     """
 
     max_skipped: int = 100

@@ -1,8 +1,9 @@
-"""Record what prepared shards were made from, and compare it when the command is called again.
+"""Record of the origins of prepared shards, compared when the same command is called again.
 
-``PREFIX-origins.jsonl.gz`` holds the options, then a line for each sample or source file; ``PREFIX-manifest.json`` holds the
-options alone, for readers. A file counts as unchanged if its size and either its change time or its digest are the recorded
-ones: the change time (``st_ctime``) cannot be set back, and the digest recognises copies and files that were only touched.
+``PREFIX-origins.jsonl.gz`` contains the options, then a line for each sample or source file; ``PREFIX-manifest.json`` contains
+only the options, for people to read. A file counts as unchanged if its size and either its change time or its digest are the
+recorded ones: the change time (``st_ctime``) cannot be set back, and the digest recognizes copies and files that were only
+touched.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from lightning_mhla.system.untrusted import read_json
 log = logging.getLogger(__name__)
 
 PACKED = 64
-"""Times as large as its file that a record of origins may be; gzip packs digests by half, zeros by a thousand."""
+"""Maximum compression ratio of a record of origins; gzip compresses digests by a factor of 2, zeros by a factor of 1,000."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """One sample, or one file of samples, that shards are made from.
+    """Origin of one sample, or of all samples of one source file.
 
     Attributes:
-        name: its name, unique in a call.
-        files: files that it is read from.
-        note: anything else that its sample depends on, such as its label or its caption.
+        name: name of the origin, unique in a call.
+        files: files that the samples are read from.
+        note: anything else that a sample depends on, such as its label or its caption.
     """
 
     name: str
@@ -50,7 +51,10 @@ class Origin:
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
-    """Origins of samples that are read from shards; their names alone, where those differ, so that they may be moved."""
+    """Return the origins of samples that are read from shards.
+
+    If all file names differ, origins are named without their folder, so that the shards may be moved.
+    """
     unique = len({path.name for path in shards}) == len(shards)
     return [Origin(path.name if unique else str(path), (path,)) for path in shards]
 
@@ -60,8 +64,8 @@ class ShardSet:
     """Shards of one prefix in a folder: ``PREFIX-0000.tar`` and so on.
 
     Args:
-        folder: of the shards.
-        prefix: of their names.
+        folder: folder of the shards.
+        prefix: prefix of the shards' names.
     """
 
     folder: Path
@@ -69,31 +73,31 @@ class ShardSet:
 
     @property
     def manifest(self) -> Path:
-        """File of the options."""
+        """Path of the file with the options."""
         return self.folder / f"{self.prefix}-manifest.json"
 
     @property
     def origins(self) -> Path:
-        """File of the origins."""
+        """Path of the file with the origins."""
         return self.folder / f"{self.prefix}-origins.jsonl.gz"
 
     def finished(self) -> list[Path]:
-        """Complete shards, in order."""
+        """Return the paths of the complete shards, in order."""
         pattern = re.compile(re.escape(self.prefix) + r"-\d+\.tar")
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
     def delete(self) -> None:
-        """Delete the shards and what describes them.
+        """Delete the shards, their member tables, and the files of the options and origins.
 
         Raises:
-            ValueError: when there are shards and neither file that describes them, so that they may be the user's.
+            ValueError: if there are shards but neither options nor origins, so that they may be the user's own.
         """
         if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
             raise ValueError(
                 f"{self.folder / self.prefix}-*.tar are there, and neither {self.origins.name} nor {self.manifest.name} says "
                 "that they were prepared here, so they are not deleted; move them away, or choose another folder or --prefix"
             )
-        self.origins.unlink(missing_ok=True)  # first: shards without it are an error, never resumed
+        self.origins.unlink(missing_ok=True)  # deleted first, because shards without it are an error and never resumed
         for shard in self.finished():
             shard.unlink()
             shard.with_name(shard.name + INDEX).unlink(missing_ok=True)
@@ -105,21 +109,21 @@ def resume_order(
 ) -> list[int | None]:
     """Begin a set of shards, or check that a call may add the shards that are missing.
 
-    Shards that are complete stay as they are, so nothing that is in them may have changed. The origin of a sample that is in
-    none of them may have been repaired or removed.
+    Complete shards stay as they are, so the origins of their samples must not have changed. Origins of all other samples may
+    have been repaired or removed.
 
     Args:
-        shards: the shards.
+        shards: set of shards to begin or complete.
         options: plain values that the samples depend on.
-        origins: what the samples are made from, in the order in which they are written.
-        per_shard: samples of a shard, one for each origin; None where the samples of a shard do not belong to certain
-            origins, so that none of them may change.
+        origins: origins of the samples, in the order in which they are written.
+        per_shard: number of samples in a shard, one for each origin; None if the samples of a shard cannot be assigned to
+            single origins, so that no origin may change.
 
     Returns:
-        Index into ``origins`` of each sample, in the order in which the shards were begun; None where the origin is gone.
+        Index into ``origins`` of each sample, in the order in which the shards were begun; None if the origin is missing now.
 
     Raises:
-        ValueError: naming what has changed.
+        ValueError: if options or origins of complete shards have changed, or there is no record of them.
     """
     options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)
@@ -155,15 +159,15 @@ def resume_order(
 
 
 def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard: int | None) -> None:
-    """Check, when all shards are complete, that no file changed between its record and the end of its reading.
+    """Check that no source file changed while it was read, after all shards are complete.
 
     Args:
-        shards: the shards.
-        origins: as given to :func:`resume_order`.
-        per_shard: as given to :func:`resume_order`.
+        shards: set of complete shards.
+        origins: origins as passed to :func:`resume_order`.
+        per_shard: number of samples as passed to :func:`resume_order`.
 
     Raises:
-        ValueError: naming the files that did.
+        ValueError: if a file differs from its record.
     """
     written = _read(shards)
     if written is None:
@@ -179,11 +183,11 @@ def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard:
 
 
 OPEN, USED, SKIPPED = "open", "used", "skipped"
-"""Whether a sample's shard is still to be written, or holds it, or was written without it."""
+"""States of a sample: its shard is not written yet, contains it, or was written without it."""
 
 
 class _Sample(NamedTuple):
-    """A recorded sample: its name, its place, the index of its origin if that is there, and whether that has changed."""
+    """Recorded sample: its name, its state, the index of its origin if that still exists, and whether that has changed."""
 
     name: str
     place: str
@@ -215,12 +219,12 @@ def _places(shards: ShardSet, count: int, per_shard: int | None) -> list[str]:
 
 
 def sample_key(number: int) -> str:
-    """Key in its shard of the sample with a number."""
+    """Return the key of a sample in its shard, its number in eight digits."""
     return f"{number:08d}"
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe what has changed in a few words; empty if nothing has."""
+    """Describe changes of options and origins for a message; empty if nothing has changed."""
     parts = [
         f"{name} was {begun_with.get(name)!r} and is {value!r}"
         for name, value in options.items()
@@ -266,7 +270,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the options twice: with the origins, which is what is compared, and in a file of their own for readers."""
+    """Write the options and origins, which are compared later, and the options again in a file for people to read."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
@@ -275,7 +279,7 @@ def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping
 
 
 def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The options and the origins of shards; None if they are not there or cannot be read."""
+    """Read the options and the origins of shards; None if there is no such file, or it cannot be read."""
     try:
         _check_unpacked(shards.origins)
         rows = (json.loads(line) for line in iterate_lines(shards.origins))
@@ -288,7 +292,11 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _check_unpacked(path: Path) -> None:
-    """Raise a ValueError for a gzip file that becomes many times larger than any record of files does."""
+    """Check that a gzip file does not expand far more than a record of origins does.
+
+    Raises:
+        ValueError: if the compression ratio is above :data:`PACKED`.
+    """
     most = max(PACKED * path.stat().st_size, 1 << 20)
     with gzip.open(path) as stream:
         left = most
@@ -299,7 +307,7 @@ def _check_unpacked(path: Path) -> None:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Whether a file holds options, as :func:`_write` writes them."""
+    """Return whether a file contains options as :func:`_write` writes them."""
     try:
         return isinstance(read_json(file).get("samples"), int)
     except (OSError, ValueError):
@@ -309,7 +317,7 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Whether the same call has recorded its origins, in this process or another one, before any shard was complete."""
+    """Return whether the record on disk is that of the same call, made by this process or a different one."""
     if written is None:
         return False
     return written[0] == options and {line["name"] for line in written[1]} == {origin.name for origin in origins}

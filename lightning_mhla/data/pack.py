@@ -1,4 +1,4 @@
-"""Packing of folders with captioned files into shards, byte for byte."""
+"""Packing of folders with captioned files into shards, without changing the files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Packing:
     """Options of a command that packs a folder into shards.
 
     Attributes:
-        target: folder of the shards, made if missing.
+        target: folder of the shards, created if missing.
         prefix: prefix of the shards' names.
-        per_shard: samples in a shard.
+        per_shard: number of samples in a shard.
         seed: seed of the order of the samples.
-        max_skipped: broken samples that are left out before the command stops.
-        force: delete the shards of an earlier call first.
+        max_skipped: number of broken samples that are left out before the command stops.
+        force: whether to delete the shards of an earlier call first.
     """
 
     target: Path
@@ -41,18 +41,18 @@ def pack_captioned(
 
     Args:
         source: folder of the files.
-        extensions: of the files.
-        check: raises BrokenSampleError for the bytes of a broken file; takes its name, too.
-        caption_key: entry of a ``.json``, or of a line of ``metadata.jsonl``, that is the caption.
+        extensions: extensions of the files, without the dot.
+        check: function of a file's content and name that raises BrokenSampleError if the file is broken.
+        caption_key: entry of a ``.json``, or of a line of ``metadata.jsonl``, that holds the caption.
         packing: options of the shards.
 
     Returns:
-        Paths of the shards, and how many files of the folder are not in them.
+        Paths of the shards, and number of files of the folder that are not in them.
 
     Raises:
-        FileNotFoundError: when ``source`` holds no such files.
-        BrokenSampleError: when more are broken than ``max_skipped``.
-        ValueError: when the target holds shards of files that have changed since, or made with other options.
+        FileNotFoundError: if ``source`` contains no such files.
+        BrokenSampleError: if more than ``max_skipped`` files are broken.
+        ValueError: if the target contains shards of files that have changed since, or shards made with different options.
     """
     files = FolderFiles(source, extensions, caption_key)
 

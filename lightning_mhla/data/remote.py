@@ -1,4 +1,7 @@
-"""Remote files: permitted URLs, local paths, and downloads that resume after failures."""
+"""Remote files: permitted URLs, local paths, and downloads that resume after failures.
+
+Longer than other modules: it handles the failures of several network libraries.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,10 @@ PROGRESS = 1 << 16
 """Number of bytes per attempt, and per :data:`SILENCE` seconds, that count as progress."""
 
 ABSENT, PASSING, NEVER, RANGE_OUTSIDE = (401, 403, 404, 410), (408, 429), (501, 505), 416
-"""HTTP's statuses of a file that is not there, or not for us; of a server that is busy; of one that will never send it; and
-of a part that lies behind the end of the file."""
+"""HTTP statuses: file missing or forbidden; temporary client errors; permanent server errors; range beyond the file's end."""
 
 CUT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-"""TLS errors of a connection that was cut, rather than of one that cannot be trusted."""
+"""TLS errors of an interrupted connection, which are worth another attempt, unlike those of an untrusted one."""
 
 INNER = ("os_error", "certificate_error", "reason")
 """Attributes in which errors of aiohttp and urllib3 store their cause."""
@@ -60,18 +62,18 @@ LARGEST_SIDE_FILE = 1 << 26
 """Maximum size of a file beside the shards, in bytes."""
 
 SIDE_FILES = ("manifest.json", "empty-caption.npy", "classes.txt")
-"""Files shared by all shards of a prefix, see :func:`lightning_mhla.data.shards.beside_shard`."""
+"""Name endings of files shared by all shards of a prefix, see :func:`lightning_mhla.data.shards.beside_shard`."""
 
 
 class DownloadStoppedError(Exception):
-    """Raised when a download is cancelled because it is no longer needed."""
+    """Raised when a download is canceled because it is no longer needed."""
 
 
 def url_scheme(name: str) -> str | None:
     """Return the scheme of a URL; None for a local path.
 
     Raises:
-        ValueError: for a scheme that is not allowed.
+        ValueError: if the scheme is not one of :data:`SCHEMES`.
     """
     match = re.match(r"^([A-Za-z][A-Za-z0-9+.-]+):", name)
     if match is None:
@@ -86,10 +88,17 @@ def url_scheme(name: str) -> str | None:
 
 
 def kept_at(url: str, folder: Path) -> Path:
-    """Where a shard behind a URL is kept, always as ``.tar``; those of one remote folder lie together, if it has no query."""
+    """Return the local path of a downloaded shard, always with the suffix ``.tar``.
+
+    Shards of one remote folder with the same query are stored in one local folder.
+
+    Args:
+        url: URL of the shard.
+        folder: root folder of the downloads.
+    """
     address, _, query = url.partition("?")
     parent, _, name = address.rpartition("/")
-    parent = re.sub(r"://[^/]*@", "://", parent)  # names of folders say nothing about passwords
+    parent = re.sub(r"://[^/]*@", "://", parent)  # the path must not depend on a password
     digest = hashlib.sha256(f"{parent}?{query}".encode()).hexdigest()[:16]
     return folder / digest / (name if name.endswith(".tar") else f"{name}.tar")
 
@@ -103,8 +112,8 @@ def remote_size(url: str) -> int:
     """Return the size of a remote file in bytes.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ShardUnavailableError: when the server does not answer, or does not say.
+        FileNotFoundError: if there is no such file.
+        ShardUnavailableError: if the server does not answer, or does not report the size.
     """
     failures = 0
     while True:
@@ -125,9 +134,9 @@ class Version:
     """Version of a remote file, as the server identifies it.
 
     Attributes:
-        tag: its ETag; None where the server sends none.
-        written: when it was last changed, as the server writes it; None where it does not say.
-        size: bytes of the complete file; None where that is not known.
+        tag: ETag; None if the server sends none.
+        written: time of the last change, in the server's notation; None if the server sends none.
+        size: size of the complete file in bytes; None if it is not known.
     """
 
     tag: str | None = None
@@ -135,12 +144,15 @@ class Version:
     size: int | None = None
 
     def differs(self, later: Version) -> bool:
-        """Check whether two versions differ in anything that both contain."""
+        """Return whether two versions differ in an attribute that both have."""
         pairs = ((self.tag, later.tag), (self.written, later.written), (self.size, later.size))
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def condition(self) -> dict[str, str]:
-        """The header by which a server sends the rest of this content only; without one for a weak tag and no time."""
+        """Return the header that makes a server send the rest of the file only if it is still this version.
+
+        The header is empty if there is neither a strong ETag nor a time.
+        """
         strong = None if self.tag is None or self.tag.startswith("W/") else self.tag
         mark = strong or self.written
         return {"If-Range": mark} if mark else {}
@@ -150,11 +162,11 @@ class Download:
     """Download that resumes after interruptions while the content on the server is the same.
 
     Args:
-        url: the file.
-        sink: written from its start on.
-        most: number of bytes that it may have.
-        stop: once set, the download is given up.
-        make_check: makes what is called with all bytes in order, and raises BrokenContentError to end the download.
+        url: URL of the file.
+        sink: seekable stream to write the file to, from the beginning.
+        most: maximum size of the file in bytes.
+        stop: event that cancels the download.
+        make_check: factory of a function that gets all bytes in order, and may raise BrokenContentError to end the download.
     """
 
     def __init__(
@@ -178,10 +190,10 @@ class Download:
         """Fetch all missing bytes.
 
         Raises:
-            ShardUnavailableError: when the file is larger than it may be, or cannot be kept.
-            BrokenContentError: as by the check.
-            DownloadStoppedError: when ``stop`` was set.
-            Exception: whatever the library raises where an attempt fails.
+            ShardUnavailableError: if the file is larger than allowed, or cannot be written to the sink.
+            BrokenContentError: if the check rejects the content.
+            DownloadStoppedError: if ``stop`` is set.
+            Exception: if the attempt fails, any error of the library for the URL's scheme.
         """
         system, path = _system(self.url)
         if url_scheme(self.url) in HTTP:
@@ -190,14 +202,14 @@ class Download:
             self._attempt_other(system, path)
         if self.version.size is not None and self.sink.tell() < self.version.size:
             raise EOFError(f"the connection ended after {self.sink.tell()} of {self.version.size} bytes")
-        self.sink.truncate()  # what an earlier, longer content has left
+        self.sink.truncate()  # drop the rest of an earlier, longer version
 
     def _attempt_http(self, system: Any, path: str) -> None:
         start = self.sink.tell()
-        headers = {"Accept-Encoding": "identity"}  # ranges count the bytes that are sent
+        headers = {"Accept-Encoding": "identity"}  # offsets in ranges refer to the encoded content
         if start:
             headers |= {"Range": f"bytes={start}-", **self.version.condition()}
-        # any size but 0 spares a request for the size, which the answer has
+        # any size but 0 avoids an extra request for the size, which the response contains
         with system.open(path, "rb", block_size=0, size=1, headers=headers) as source:
             answer = source.r
             encoded = answer.headers.get("Content-Encoding", "identity") not in ("", "identity")
@@ -210,7 +222,7 @@ class Download:
             try:
                 self._copy(source)
             except BaseException:
-                if encoded:
+                if encoded:  # the number of decoded bytes is not an offset to resume at
                     self.restart()
                 raise
 
@@ -235,7 +247,7 @@ class Download:
             self.check(chunk)
             try:
                 self.sink.write(chunk)
-            except OSError as error:  # of the disk, which another attempt does not change
+            except OSError as error:  # an error of the local disk, which another attempt does not fix
                 raise ShardUnavailableError(f"{self.url} cannot be kept ({reason(error)})") from error
             if self.stop is not None and self.stop.is_set():
                 raise DownloadStoppedError(self.url)
@@ -266,21 +278,21 @@ def download(
     attempts: int = ATTEMPTS,
     make_check: Callable[[], Callable[[bytes], None]] | None = None,
 ) -> None:
-    """Write a remote file into ``sink``: from where it was cut if the server has the same content, else from its start.
+    """Download a remote file. After a failure, resume if the server still has the same version, else start again.
 
     Args:
-        url: the file.
-        sink: written from its start on.
-        most: number of bytes that it may have.
-        stop: once set, the download is given up.
-        attempts: in a row that may bring less than :data:`PROGRESS` bytes each.
-        make_check: see :class:`Download`.
+        url: URL of the file.
+        sink: seekable stream to write the file to, from the beginning.
+        most: maximum size of the file in bytes.
+        stop: event that cancels the download.
+        attempts: number of consecutive attempts with less than :data:`PROGRESS` bytes each before the download fails.
+        make_check: factory of a check of the content, see :class:`Download`.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ShardUnavailableError: when the server failed that often, or the file is larger.
-        BrokenContentError: as by the check.
-        DownloadStoppedError: when ``stop`` was set.
+        FileNotFoundError: if there is no such file.
+        ShardUnavailableError: if too many attempts fail, or the file is larger than allowed.
+        BrokenContentError: if the check rejects the content.
+        DownloadStoppedError: if ``stop`` is set.
     """
     parts = Download(url, sink, most, stop, make_check)
     failures = furthest = 0
@@ -299,10 +311,17 @@ def download(
 
 
 def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Path and content of what belongs to all shards of a prefix, where the server has it and it is not in ``folder``.
+    """Download the files that belong to all shards of a prefix, if the server has them and ``folder`` does not.
+
+    Args:
+        urls: URLs of the shards.
+        folder: root folder of the downloads.
+
+    Yields:
+        Local path and content of each file.
 
     Raises:
-        ForeignFileError: when somebody else put one into ``folder``.
+        ForeignFileError: if a different user put such a file into ``folder``.
     """
     shards = [url.rpartition("/") for url in urls if "?" not in url]
     for parent, prefix in sorted({(parent, name.rpartition("-")[0]) for parent, _, name in shards if "-" in name}):
@@ -329,7 +348,20 @@ def _system(url: str) -> tuple[Any, str]:
 
 
 def _wait(url: str, error: Exception, failures: int, attempts: int, stop: threading.Event | None) -> None:
-    """Pause after a failure, or raise what a person should read."""
+    """Pause after a failed attempt, or raise an error with a readable message.
+
+    Args:
+        url: URL of the file.
+        error: error of the attempt.
+        failures: number of consecutive failures.
+        attempts: number of failures after which to raise.
+        stop: event that ends the pause.
+
+    Raises:
+        FileNotFoundError: if the file does not exist, or may not be read.
+        ShardUnavailableError: if this was the last attempt, or a further one would fail in the same way.
+        DownloadStoppedError: if ``stop`` is set.
+    """
     error = _root(error)
     status = _status(error)
     if isinstance(error, FileNotFoundError | PermissionError) or status in ABSENT:
@@ -352,7 +384,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """The failure of a server behind fsspec's FileNotFoundError, which it raises for any."""
+    """Return the cause of an error; fsspec raises FileNotFoundError for any failure of a server."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
@@ -366,7 +398,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _is_lasting(error: Exception) -> bool:
-    """Whether another attempt would fail the same way: rejected requests, unknown hosts, certificates, redirections."""
+    """Return whether another attempt would fail in the same way: rejected request, unknown host, certificate, redirection."""
     from aiohttp import InvalidURL, NonHttpUrlClientError, RedirectClientError, TooManyRedirects
 
     status = _status(error)
@@ -383,7 +415,7 @@ def _is_lasting(error: Exception) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and all that it was raised from, however its library keeps them."""
+    """Iterate over an error and its causes, including those that libraries store in attributes of their own."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop()

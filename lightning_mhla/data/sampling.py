@@ -1,8 +1,7 @@
 """Order and random numbers of samples, as pure functions of seed, epoch and position.
 
-Nothing here has a state, so nothing can be lost: the position of a run is the number of batches that it has trained on.
-The order does not depend on the number of processes or workers either: global batch b of an epoch holds the same
-samples however many share it.
+There is no state to save: the position of a run is the number of batches that it has trained on. The order does not depend on
+the number of processes or workers: global batch b of an epoch contains the same samples however many processes share it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-_ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # one stream of random numbers for each purpose
+_ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # independent streams of random numbers, one for each purpose
 
 
 class Ticket(NamedTuple):
-    """Sample to read: its index, the epoch, which its random numbers depend on, and whether it counts.
+    """Request to read one sample.
 
-    ``valid`` is False for samples that only fill up a batch, so that all processes run equally many. ``copy`` counts how
-    often the sample came before in its epoch: copies have random numbers of their own.
+    Attributes:
+        epoch: number of the epoch, which the sample's random numbers depend on.
+        index: index of the sample.
+        valid: whether the sample counts; False if it only fills up a batch, so that all processes have the same number.
+        copy: number of earlier occurrences in the epoch; each copy has its own random numbers.
     """
 
     epoch: int
@@ -35,14 +37,14 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
     """Compute the order of all samples in one epoch.
 
     Args:
-        shard_sizes: samples in each shard.
+        shard_sizes: number of samples in each shard.
         seed: seed of the run.
-        epoch: from 0.
-        window: shards are shuffled, then samples within so many shards that follow each other, which keeps reads
-            close together; None shuffles all samples.
+        epoch: number of the epoch, from 0.
+        window: number of consecutive shards, in their shuffled order, whose samples are shuffled together, which keeps reads
+            close to each other; None shuffles all samples together.
 
     Returns:
-        ``[sum(shard_sizes)]`` int64, a permutation.
+        Permutation of the samples, ``[sum(shard_sizes)]`` int64.
     """
     generator = np.random.default_rng([seed, _ORDER, epoch])
     if window is None or window >= len(shard_sizes):
@@ -60,12 +62,12 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
     """Reorder samples into full batches of one group each, placed where their last samples were.
 
     Args:
-        order: ``[n]``, samples.
-        groups: ``[samples]``, the group of each.
-        batch: samples of a batch.
+        order: samples in their order, ``[n]`` int64.
+        groups: group of each sample, ``[samples]`` int64.
+        batch: number of samples in a batch.
 
     Returns:
-        ``[m]``, ``m <= n``: what does not fill a batch of its group is left out.
+        Samples in their new order, ``[m]`` int64 with ``m <= n``; samples that do not fill a batch of their group are left out.
     """
     found = groups[order]
     places = [np.flatnonzero(found == group) for group in np.unique(found)]
@@ -77,15 +79,15 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
 def training_batches(
     order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
 ) -> Iterator[list[Ticket]]:
-    """This process's share of each whole global batch of ``batch`` samples; a last incomplete batch is left out.
+    """Iterate over this process's share of each complete global batch; a last incomplete batch is left out.
 
     Args:
-        order: ``[n]``, samples.
+        order: samples in their order, ``[n]`` int64.
         epoch: number of the epoch.
-        batch: samples of a batch over all processes.
-        rank: this process.
+        batch: number of samples in a batch over all processes together.
+        rank: rank of this process.
         world: number of processes.
-        copies: ``[n]``, number of each sample's copy; None for the first of each.
+        copies: number of each sample's copy, ``[n]`` int64; None for 0.
     """
     share = batch // world
     numbers = np.zeros(len(order), np.int64) if copies is None else copies
@@ -95,23 +97,33 @@ def training_batches(
 
 
 def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
-    """Repeated augmentation: every sample ``repeats`` times, next to each other, in an epoch that is no longer.
+    """Repeat each sample for repeated augmentation, without making the epoch longer.
 
-    "Augment your batch" (arXiv 1901.09335); an epoch of n samples shows ``n / repeats`` of them, as in DeiT's code.
+    Copies of a sample follow each other ("Augment your batch", arXiv 1901.09335). An epoch of n samples contains
+    ``n / repeats`` different ones, as in DeiT's code.
 
     Args:
-        order: ``[n]``, samples.
-        repeats: times that a sample comes.
+        order: samples in their order, ``[n]`` int64.
+        repeats: number of times that each sample occurs.
 
     Returns:
-        Samples and the numbers of their copies, ``[n]`` each.
+        Samples and the numbers of their copies, ``[n]`` int64 each.
     """
     count = len(order)
     return np.repeat(order, repeats)[:count], np.tile(np.arange(repeats), -(-count // repeats))[:count]
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Every sample once over all processes, equally many batches for each; what only fills up is not ``valid``."""
+    """Iterate over this process's batches of an evaluation that reads every sample once.
+
+    All processes get the same number of batches and of samples in them; samples that only fill up a batch are not ``valid``.
+
+    Args:
+        samples: number of samples.
+        batch: number of samples in a batch over all processes together.
+        rank: rank of this process.
+        world: number of processes.
+    """
     share = batch // world
     rounds = -(-samples // batch)
     for step in range(rounds):
@@ -122,19 +134,19 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
 
 
 def seed_sample(seed: int, ticket: Ticket) -> None:
-    """Seed python's, numpy's and torch's generators for reading one sample."""
+    """Seed the global random generators of Python, NumPy and torch for reading one sample."""
     _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index, *([ticket.copy] if ticket.copy else [])])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all generators of this process for one training step (dropout, stochastic depth, mixup)."""
+    """Seed all global random generators of this process for one training step (dropout, stochastic depth, mixup)."""
     word = _seed_all([seed, _STEP, step, rank])
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(word)
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """Create the generator of one sample, on the CPU, so that it is the same for every device."""
+    """Create the random generator of one sample, on the CPU, so that its numbers are the same for every device."""
     word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word)
 

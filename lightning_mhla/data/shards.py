@@ -1,6 +1,6 @@
-"""WebDataset tar shards read by index: safe members only, no shell, no pickle.
+"""Reading of WebDataset tar shards by sample index, without running shell commands or unpickling.
 
-A shard is an uncompressed tar file; the members of one sample follow each other and share a name up to the first dot
+A shard is an uncompressed tar file. The members of one sample follow each other and have the same name up to the first dot
 (``0007.jpg``, ``0007.cls``).
 """
 
@@ -45,14 +45,14 @@ def find_shards(
     """Return the local paths of shards, after downloading them if needed.
 
     Args:
-        where: a folder of ``*.tar``, a path or URL with braces (``train-{0000..1023}.tar``), a name with wildcards, or a list.
-            URLs (http, https, s3, gs, hf) are downloaded once, atomically.
+        where: folder of ``*.tar`` files, path or URL with braces (``train-{0000..1023}.tar``), path with wildcards, or a list
+            of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
         cache: folder for downloads; None for :func:`default_cache`.
-        streamed: where URLs are fetched to when they are read, in place of downloading them now.
+        streamed: cache that fetches shards at URLs when they are read; None to download them now.
 
     Raises:
-        FileNotFoundError: when a folder, file or pattern gives no shard.
-        ValueError: for a URL scheme that is not allowed.
+        FileNotFoundError: if a folder, path or pattern gives no shard.
+        ValueError: if the scheme of a URL is not allowed, or braces cannot be expanded.
     """
     names = [where] if isinstance(where, str) else list(where)
     expanded = [part for name in names for part in expand_braces(str(name))]
@@ -64,10 +64,10 @@ def find_shards(
 
 
 def expand_braces(name: str) -> list[str]:
-    """Expand a pattern with braces.
+    """Expand a pattern with braces into all names.
 
     Raises:
-        ValueError: naming the pattern, when its braces are not balanced, or stand for too many names.
+        ValueError: if the braces are not balanced, or stand for too many names.
     """
     start = name if len(name) <= 100 else f"{name[:100]}.."
     count = _count_names(name) if len(name) <= LONGEST_PATTERN else None
@@ -88,7 +88,7 @@ def _count_names(pattern: str) -> int:
         [0],
         [1],
         [0],
-    )  # of each brace that is open: of the choices so far, and in the one that is read
+    )  # for each open brace: names of its finished choices, names of the current choice, and where its content starts
     for sign in re.finditer(r"\\.|[{},]", pattern):
         if sign[0] == "{":
             sums.append(0)
@@ -152,7 +152,7 @@ def holds_shards(folder: Path) -> bool:
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """Path of a file that belongs to all shards of a prefix, such as ``train-manifest.json`` beside ``train-00017.tar``."""
+    """Return the path of a file shared by all shards of a prefix, such as ``train-manifest.json`` for ``train-00017.tar``."""
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
@@ -160,9 +160,9 @@ class ShardReader:
     """Reader of members of samples by index, over many shards. Processes may share it.
 
     Args:
-        shards: local paths, see :func:`find_shards`.
-        cache: folder for member tables where the shards' own folder cannot be written.
-        streamed: fetches the shards that it knows when they are read.
+        shards: local paths of the shards, see :func:`find_shards`.
+        cache: folder for member tables if the shards' own folder is read-only; None for :func:`default_cache`.
+        streamed: cache that fetches its shards when they are read; None if all shards are local files.
     """
 
     def __init__(self, shards: Sequence[Path], cache: Path | None = None, streamed: ShardCache | None = None) -> None:
@@ -196,7 +196,7 @@ class ShardReader:
         """Return the first of the ``wanted`` extensions that a sample has.
 
         Raises:
-            BrokenSampleError: if it has none of them.
+            BrokenSampleError: if the sample has none of the extensions.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
@@ -207,7 +207,15 @@ class ShardReader:
         raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
 
     def sort_members(self, pattern: str) -> tuple[list[str], np.ndarray]:
-        """Extensions that match, sorted, and ``[samples]`` int64 which of them each sample has; 0 for none."""
+        """Find the member of each sample whose extension matches a regular expression.
+
+        Args:
+            pattern: regular expression for the complete extension.
+
+        Returns:
+            Sorted matching extensions, and for each sample the index of its extension among them, ``[samples]`` int64; 0 also
+            for a sample without such a member.
+        """
         names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
         found = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
@@ -217,7 +225,7 @@ class ShardReader:
         return names, found
 
     def count_members(self, pattern: str) -> np.ndarray:
-        """``[samples]`` int64, how many members of each sample have an extension that matches."""
+        """Count the members of each sample whose complete extension matches a regular expression, ``[samples]`` int64."""
         counts = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
             columns = [number for number, name in enumerate(table.extensions) if re.fullmatch(pattern, name)]
@@ -231,11 +239,17 @@ class ShardReader:
         return int(table.sizes[row, table.extensions.index(extension)])
 
     def read(self, index: int, extension: str, start: int = 0, count: int | None = None) -> bytes:
-        """Read a member, or ``count`` bytes of it from ``start`` on.
+        """Read a member of a sample, or a part of it.
+
+        Args:
+            index: index of the sample.
+            extension: extension of the member, which the sample must have.
+            start: first byte to read.
+            count: maximum number of bytes; None for the rest of the member.
 
         Raises:
-            BrokenSampleError: if the shard is cut short, or the member too large to be read at once.
-            ShardUnavailableError: if it was written again since its table was read.
+            BrokenSampleError: if the shard is cut short, or the member is too large to be read at once.
+            ShardUnavailableError: if the shard was written again since its table was read.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
@@ -260,10 +274,10 @@ class ShardReader:
         return data
 
     def array(self, index: int, extension: str) -> np.ndarray:
-        """Read a ``.npy`` member.
+        """Read a ``.npy`` member as an array.
 
         Raises:
-            BrokenSampleError: if it is missing, or no array of finite floating-point numbers.
+            BrokenSampleError: if the member is missing, or is not an array of finite floating-point numbers.
         """
         data = self.read(index, self.extension(index, (extension,)))
         try:
@@ -280,12 +294,16 @@ class ShardReader:
         """Read the class label in a sample's ``.cls``.
 
         Args:
-            index: the sample.
+            index: index of the sample.
             num_classes: number of classes of the data set.
-            labels: label in the data set of each label in the shards; None where those are the same.
+            labels: label in the data set for each label in the shards; None if both are the same.
+
+        Returns:
+            Label in the data set.
 
         Raises:
-            BrokenSampleError: if it is not one of 0 to ``num_classes - 1`` (of those in ``labels``), or missing.
+            BrokenSampleError: if the label is missing, or is not in the range 0 to ``num_classes - 1`` (with ``labels``, to
+                ``len(labels) - 1``).
         """
         num_classes = num_classes if labels is None else len(labels)
         text = self.read(index, self.extension(index, ("cls",)), count=32)
@@ -306,7 +324,7 @@ class ShardReader:
             with self.streamed.open(self.shards[shard]) as descriptor:
                 yield descriptor
             return
-        if self._owner != os.getpid():
+        if self._owner != os.getpid():  # a worker process opens the shards itself
             self._open, self._owner = OrderedDict(), os.getpid()
         if shard not in self._open:
             if len(self._open) >= OPEN_FILES:

@@ -1,4 +1,4 @@
-"""Sources: data sets as samples by index."""
+"""Interface of sources, which give the samples of a data set by index, and errors for samples and shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_mhla.system.listing import shown
 
 
 class BrokenSampleError(ValueError):
-    """Raised for an unusable sample. The message says where it lies and what is wrong."""
+    """Raised for an unusable sample. The message names its location and the defect."""
 
 
 class ShardUnavailableError(OSError):
@@ -18,14 +18,14 @@ class ShardUnavailableError(OSError):
 
 
 LARGEST_SAMPLE = 1 << 30
-"""Maximum size of a sample's file in bytes, which is read into memory at once."""
+"""Maximum size in bytes of a sample's file, which is read into memory at once."""
 
 
 def read_sample(path: Path) -> bytes:
     """Read a file of a sample.
 
     Raises:
-        BrokenSampleError: naming the file, when it has more than :data:`LARGEST_SAMPLE` bytes.
+        BrokenSampleError: if the file has more than :data:`LARGEST_SAMPLE` bytes.
     """
     size = path.stat().st_size
     if size > LARGEST_SAMPLE:
@@ -40,11 +40,11 @@ class BrokenContentError(ValueError):
 class SampleSource(Protocol):
     """Protocol of sources: samples by index. Reading may use the global random generators, which are seeded for each sample.
 
-    A source whose samples have several shapes has an attribute ``groups`` too, ``[samples]`` int64: samples of one group have
-    one shape, and a batch holds samples of one group.
+    A source whose samples have several shapes also has an attribute ``groups``, ``[samples]`` int64. Samples of one group have
+    the same shape, and each batch contains samples of one group.
 
     Attributes:
-        shard_sizes: samples in each shard, in order; a source without shards is one shard.
+        shard_sizes: number of samples in each shard, in order; a source without shards counts as one shard.
     """
 
     shard_sizes: Sequence[int]

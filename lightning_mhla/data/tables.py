@@ -28,20 +28,20 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 log = logging.getLogger(__name__)
 
 LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
-"""Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. A shard beyond them is rejected."""
+"""Limits of a shard: characters of a member's name, number of different extensions, bytes of zeros at the file's end."""
 
 MOST_MEMBERS = 100_000
-"""Maximum number of members of a shard, which takes two seconds to scan."""
+"""Maximum number of members of a shard; scanning as many takes two seconds."""
 
 LONGEST_HEADER, MOST_HEADERS = 1 << 20, 1 << 24
-"""Bytes of a header that carries a long name or attributes (PAX, GNU), which is read into memory, and of all of a shard."""
+"""Maximum size in bytes of an extended header (PAX, GNU), which is read into memory, and of all those of a shard."""
 
 PARSING = threading.Lock()
-"""Held while NumPy reads array headers, which it parses as Python: threads that do so at once disturb each other before
-Python 3.11.8 and 3.12.2 (python/cpython #106905)."""
+"""Lock to hold while NumPy parses array headers as Python source, which is not thread-safe before Python 3.11.8 and 3.12.2
+(python/cpython #106905)."""
 
 INDEX = ".index.npz"
-"""Suffix of the file beside a shard with its member table."""
+"""Suffix of the file beside a shard that contains its member table."""
 
 
 def default_cache() -> Path:
@@ -54,12 +54,12 @@ class MemberTable:
     """Member table of one shard.
 
     Attributes:
-        keys: ``[n]`` str, the samples.
-        extensions: the member extensions of the shard, lower case.
-        offsets: ``[n, len(extensions)]`` int64, first byte; -1 where a sample has no such member.
-        sizes: number of bytes of each, in the same shape.
-        size: bytes of the shard.
-        written: when it was last written, in nanoseconds.
+        keys: keys of the samples, ``[n]`` str.
+        extensions: extensions of the shard's members, in lower case.
+        offsets: first byte of each member, ``[n, len(extensions)]`` int64; -1 if a sample has no such member.
+        sizes: number of bytes of each member, ``[n, len(extensions)]`` int64.
+        size: size of the shard in bytes.
+        written: modification time of the shard, in nanoseconds.
     """
 
     keys: np.ndarray
@@ -70,16 +70,16 @@ class MemberTable:
     written: int
 
     def agrees(self, other: MemberTable) -> bool:
-        """Check whether two tables have the same members at the same offsets."""
+        """Return whether two tables have the same members at the same offsets."""
         arrays = ((self.keys, other.keys), (self.offsets, other.offsets), (self.sizes, other.sizes))
         same = (self.size, self.extensions) == (other.size, other.extensions)
         return same and all(np.array_equal(one, two) for one, two in arrays)
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose further headers are read up to a size."""
+    """Tar member that limits the size of extended headers."""
 
-    def _proc_member(self, archive: Any) -> Any:  # which tarfile's own comments name as what subclasses override
+    def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:
             archive.further = getattr(archive, "further", 0) + self.size
             if not 0 <= self.size <= LONGEST_HEADER or archive.further > MOST_HEADERS:
@@ -94,14 +94,14 @@ FURTHER = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Types of tar headers followed by text that applies to the next header."""
+"""Types of extended tar headers, whose content applies to the next header."""
 
 
 class TarCheck:
-    """Follows the headers of a tar file while its bytes come in, so that the download of anything else ends early.
+    """Check of tar headers during a download, which ends the download of anything but a shard early.
 
     Args:
-        name: of the file, for messages.
+        name: name of the file, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -111,10 +111,10 @@ class TarCheck:
         self._zeros = self._members = 0
 
     def __call__(self, data: bytes) -> None:
-        """Process the next bytes.
+        """Process the next bytes of the file.
 
         Raises:
-            BrokenContentError: naming the file, when they do not continue a shard.
+            BrokenContentError: if the bytes do not continue a shard.
         """
         rest = memoryview(data)
         while rest:
@@ -151,7 +151,7 @@ class TarCheck:
             raise BrokenContentError(f"{self.name} has more than {MOST_MEMBERS} members; write smaller shards")
         size = member.size
         if self._kept and (given := re.search(rb"\d+ size=(\d{1,18})\n", self._further)):
-            size = int(given[1])  # of a member of more than 8 GiB
+            size = int(given[1])  # members of more than 8 GiB have their size in a PAX header
         self._kept = member.type == tarfile.XHDTYPE
         self._further.clear()
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES or member.type in FURTHER
@@ -162,11 +162,11 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
     """Read a shard's member table from its headers.
 
     Args:
-        path: the shard.
-        name: address that it came from, for messages; None for its path.
+        path: path of the shard.
+        name: address that the shard was downloaded from, for error messages; None for its path.
 
     Raises:
-        ValueError: naming the shard, when it is no tar file, cut short, or has more members than a shard has.
+        ValueError: if the file is not a tar file, is cut short, or is beyond the limits of a shard.
     """
     samples: OrderedDict[str, dict[str, tuple[int, int]]] = OrderedDict()
     stat = path.stat()
@@ -176,7 +176,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
             for number, member in enumerate(tar):
                 if number >= MOST_MEMBERS:
                     raise tarfile.ReadError(f"more than {MOST_MEMBERS} members; write smaller shards")
-                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every member in memory
                 if member.size < 0 or member.issparse():
                     raise tarfile.ReadError(f"{member.name[:80]!r} is sparse, or of negative size")
                 if len(member.name) > LONGEST_NAME:
@@ -214,7 +214,17 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
-    """The member table of a shard, from the file that keeps it if that is as old as the shard, else scanned and kept."""
+    """Return the member table of a shard, from a saved file if that matches the shard, otherwise by a scan.
+
+    A new table is saved beside the shard or, if that folder is read-only, in the cache folder.
+
+    Args:
+        path: path of the shard.
+        cache: cache folder; None for :func:`default_cache`.
+
+    Raises:
+        ValueError: if the shard is broken.
+    """
     stat = path.stat()
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     root = cache or default_cache()
@@ -254,7 +264,7 @@ def table_file(shard: Path) -> Path:
 
 
 def table_bytes(table: MemberTable) -> bytes:
-    """Return the path of a saved member table."""
+    """Encode a member table as the content of its ``.npz`` file."""
     stream = io.BytesIO()
     np.savez(
         stream,
@@ -268,9 +278,14 @@ def table_bytes(table: MemberTable) -> bytes:
 
 
 def read_table(file: Path) -> MemberTable | None:
-    """A kept member table; None, after a warning, where it is no such file or its entries lie outside the shard."""
+    """Read a saved member table.
+
+    Returns:
+        The table; None if there is no such file or, after a warning, if it is not a valid table.
+    """
     try:
         with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as kept:
+            # a table is saved uncompressed; a compressed one could expand to fill the memory
             if sum(info.file_size for info in archive.infolist()) > file.stat().st_size:
                 raise ValueError("its arrays are larger than the file")
             stamp = kept["stamp"]
@@ -285,7 +300,16 @@ def read_table(file: Path) -> MemberTable | None:
 
 
 def _checked_table(kept: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
-    """A kept member table, if every entry of it lies in a shard of ``total`` bytes."""
+    """Build a member table from the arrays of a file, after checking them.
+
+    Args:
+        kept: arrays by name.
+        total: size of the shard in bytes.
+        written: modification time of the shard, in nanoseconds.
+
+    Raises:
+        ValueError: if the arrays are not a member table, or a member lies outside the shard.
+    """
     keys, extensions, offsets, sizes = (kept[name] for name in ("keys", "extensions", "offsets", "sizes"))
     shape = (len(keys), len(extensions))
     plain = keys.ndim == extensions.ndim == 1 and keys.dtype.kind == extensions.dtype.kind == "U"

@@ -1,4 +1,7 @@
-"""Atomic writing of WebDataset shards, so that a stopped command resumes where it was."""
+"""Atomic writing of WebDataset shards, so that a stopped command can be resumed.
+
+Longer than other modules: it contains all steps of a command that writes shards, from its locks to the file of a shard.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +32,24 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 AT_ONCE = 32
-"""Samples of a shard that threads prepare while others are written."""
+"""Number of samples that threads prepare at a time."""
 
 
 class Skipped:
-    """Counts the samples that a command leaves out because they are broken, with a warning for each.
+    """Counter of the broken samples that a command leaves out, with a warning for each.
 
     Args:
-        limit: number of samples to skip before it stops.
+        limit: maximum number of samples to skip.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.count = limit, 0
 
     def add(self, error: BrokenSampleError) -> None:
-        """Count one.
+        """Count a broken sample and log its error.
 
         Raises:
-            BrokenSampleError: when there are more than the limit.
+            BrokenSampleError: if there are now more than the limit.
         """
         log.warning("skipped: %s", error)
         self.count += 1
@@ -57,24 +60,24 @@ class Skipped:
 
 
 class Preparation:
-    """One call of a command that writes the shards of a prefix; processes that share it have a rank each.
+    """Context of a command that writes the shards of a prefix, in one process or in several with a rank each.
 
-    Entering it waits for other calls for the same prefix and compares what the shards were begun with; see
-    :func:`lightning_mhla.data.origins.resume_order` for the errors.
+    Entering it waits for other calls for the same prefix, and compares the options and origins with those that the shards
+    were begun with; see :func:`lightning_mhla.data.origins.resume_order` for the errors.
 
     Args:
-        folder: of the shards, made if missing.
-        prefix: of their names.
+        folder: folder of the shards, created if missing.
+        prefix: prefix of the shards' names.
         options: plain values that the samples depend on.
-        origins: what the samples are made from, in the order in which they are written.
-        per_shard: samples of a shard, one for each origin; None where an origin holds many samples.
-        max_skipped: broken samples that this process skips before it stops.
-        force: delete the shards of an earlier call first.
+        origins: origins of the samples, in the order in which they are written.
+        per_shard: number of samples in a shard, one for each origin; None if an origin has many samples.
+        max_skipped: number of broken samples that this process skips before it stops.
+        force: whether to delete the shards of an earlier call first.
         share: rank of this process, and number of processes.
 
     Attributes:
-        order: index into ``origins`` of each sample; None for a sample whose origin is gone.
-        skipped: counts broken samples.
+        order: index into ``origins`` of each sample; None for a sample whose origin no longer exists.
+        skipped: counter of broken samples.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Preparation:
             locks.enter_context(locked(folder / f".{prefix}.lock", shared=world > 1))
             if self.force:
                 self.shards.delete()
-            # Of the processes of one call, the first one records what the others compare.
+            # The first process of a call to get this lock records the origins; the others compare theirs with the record.
             with locked(folder / f".{prefix}.begin.lock", shared=False) if world > 1 else nullcontext():
                 self.order = resume_order(self.shards, self.options, self.origins, self.per_shard)
             self._locks = locks.pop_all()
@@ -122,17 +125,17 @@ class Preparation:
         title: str,
         digits: int = 5,
     ) -> list[Path]:
-        """Write this process's share of the shards ``folder/prefix-00000.tar`` and so on that are not there yet.
+        """Write this process's share of the missing shards, ``folder/prefix-00000.tar`` and so on.
 
         Args:
             count: number of samples in all shards.
-            per_shard: samples in a shard.
-            samples: the samples with some numbers.
+            per_shard: number of samples in a shard.
+            samples: function that returns the samples with the numbers in a range.
             title: title of the progress bar.
-            digits: digits of the number in a shard's name.
+            digits: number of digits in a shard's name.
 
         Returns:
-            Paths of all shards, of every process.
+            Paths of all shards, including those of other processes.
         """
         rank, world = self.share
         shards = shard_ranges(self.shards.folder, self.shards.prefix, count, per_shard, digits)
@@ -148,10 +151,13 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Holds a lock on a file, which is made if missing; waits, with a message, while another process holds it.
+    """Context that holds a lock on a file; waits, with a message, while a different process holds it.
 
-    Processes that share one call take a shared lock. Some network file systems have no locks, or none between hosts;
-    :func:`shard_writer` is safe without.
+    Some network file systems have no locks, or none between hosts; :func:`shard_writer` is safe without locks.
+
+    Args:
+        file: path of the lock file, created if missing.
+        shared: whether to take a shared lock, as the processes of one call do.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with file.open("a") as stream:
@@ -182,26 +188,26 @@ def write_shards(
 ) -> list[Path]:
     """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
 
-    A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop resumes. A second
-    call for the same prefix waits for the first.
+    A shard gets its final name when it is complete, and existing shards are not written again, so a stopped call can be
+    repeated to resume. A second call for the same prefix waits for the first.
 
     Args:
         items: samples to write; sample i gets the key ``i`` in eight digits.
-        encode: the members of one item, extension to bytes or a number; called in several threads.
-        folder: made if missing.
+        encode: function from an item to its members, extension to bytes or a number; called in several threads.
+        folder: folder of the shards, created if missing.
         prefix: prefix of the file names.
-        per_shard: samples in a shard; the last may hold fewer, and so may one with broken items.
-        max_skipped: items that are left out, with a warning each, where ``encode`` raises a BrokenSampleError.
+        per_shard: number of samples in a shard; the last shard, and shards with broken items, may contain fewer.
+        max_skipped: maximum number of items to leave out, with a warning each, because ``encode`` raises BrokenSampleError.
         made_with: options that the samples depend on.
-        origins: what each item is made from; None for items that say everything themselves.
-        force: delete the shards of an earlier call first.
+        origins: origin of each item; None if ``repr(item)`` describes an item completely.
+        force: whether to delete the shards of an earlier call first.
 
     Returns:
         Paths of all shards.
 
     Raises:
-        BrokenSampleError: when more items are broken than ``max_skipped``, or all of them.
-        ValueError: when the folder holds shards of other items, or of items that have changed, or made with other options.
+        BrokenSampleError: if more than ``max_skipped`` items are broken, or all of them.
+        ValueError: if the folder contains shards of different or changed items, or shards made with different options.
     """
     if origins is None:
         origins = [Origin(f"item {number}", note=repr(item)) for number, item in enumerate(items)]
@@ -236,7 +242,7 @@ def write_shards(
 
 
 def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:
-    """Path and samples of each shard: ``folder/prefix-00000.tar`` and so on, ``per_shard`` of ``count`` samples in each."""
+    """Return path and sample numbers of each shard: ``folder/prefix-00000.tar`` and so on, with ``per_shard`` samples each."""
     starts = range(0, count, per_shard)
     return [
         (folder / f"{prefix}-{number:0{digits}d}.tar", range(start, min(start + per_shard, count)))
@@ -247,13 +253,13 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
 def fill_shards(
     shards: Iterable[tuple[Path, int, Iterable[dict[str, Any]]]], title: str, total: int | None, quiet: bool = False
 ) -> list[Path]:
-    """Write shards that do not exist yet, each under its name once it is complete.
+    """Write shards that do not exist yet; each gets its final name when it is complete.
 
     Args:
-        shards: path, number of samples and samples of each; samples of a shard that exists are not asked for.
+        shards: path, number of samples and samples of each shard; samples of an existing shard are not read.
         title: title of the progress bar.
-        total: samples of all shards; None if unknown.
-        quiet: whether there is no progress bar.
+        total: number of samples in all shards; None if unknown.
+        quiet: whether to hide the progress bar.
 
     Returns:
         Paths of all shards.
@@ -277,7 +283,20 @@ def fill_shards(
 def readable(
     source: SampleSource, order: Sequence[int | None], here: Iterable[int], skipped: Skipped
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and sample of those numbers in ``here`` whose sample is there and can be read; the broken ones are counted."""
+    """Iterate over the readable samples among some numbers, and count the broken ones.
+
+    Args:
+        source: source of the samples.
+        order: index into the source of each number; None if the sample no longer exists.
+        here: numbers of the samples to read.
+        skipped: counter of broken samples.
+
+    Yields:
+        Number and sample.
+
+    Raises:
+        BrokenSampleError: if more samples are broken than the counter allows.
+    """
     for number in here:
         index = order[number]
         if index is None:
@@ -289,14 +308,14 @@ def readable(
 
 
 def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
-    """Lists of ``count`` items that follow each other; the last may hold fewer."""
+    """Iterate over consecutive items in lists of ``count``; the last list may have fewer."""
     iterator = iter(items)
     while few := list(itertools.islice(iterator, count)):
         yield few
 
 
 def array_bytes(values: Tensor | np.ndarray) -> bytes:
-    """A tensor as the bytes of a ``.npy`` file, which :meth:`ShardReader.array` reads."""
+    """Encode a tensor or array as the content of a ``.npy`` file, which :meth:`ShardReader.array` reads."""
     stream = io.BytesIO()
     np.save(stream, values.cpu().numpy() if isinstance(values, Tensor) else values, allow_pickle=False)
     return stream.getvalue()
@@ -304,11 +323,17 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
-    """Writes a shard that gets its name when it is complete, whoever else writes the same one.
+    """Context that writes a shard atomically, even if several processes write the same one.
 
-    The unfinished file beside it belongs to this process alone. Those of others are removed at the end if nobody has written
-    to them in the meantime: their processes were killed. One that still writes, on a host whose locks are not seen here,
-    notices that its file is gone, and that the shard is there.
+    Each process writes an unfinished file of its own beside the shard. At the end, it removes the unfinished files of other
+    processes that have not changed in the meantime, since their processes were killed. A process that does still write, on a
+    host whose locks are not visible here, finds its file missing and the shard complete.
+
+    Args:
+        path: path of the shard.
+
+    Raises:
+        FileExistsError: if the unfinished file was removed, and the shard does not exist.
     """
     left = {part: _stamp(part) for part in _unfinished(path)}
     aside = beside(path)
@@ -324,7 +349,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
         raise
     try:
         aside.replace(path)
-    except FileNotFoundError as error:  # taken for a leftover by somebody without our lock
+    except FileNotFoundError as error:  # a process that does not see our lock removed it as a leftover
         if not path.exists():
             raise FileExistsError(
                 f"{aside} was removed while it was written; call again once nothing else writes it"
@@ -335,13 +360,13 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
 
 
 def _unfinished(path: Path) -> list[Path]:
-    """Unfinished files of a shard, left by any process."""
+    """Return the paths of the unfinished files of a shard, of any process."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
     return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Identity, size and time of a file; None if it is not there."""
+    """Return inode, size and modification time of a file in nanoseconds; None if there is no such file."""
     with suppress(FileNotFoundError):
         status = path.stat()
         return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Other attention for pretrained models; see :mod:`lightning_mhla.swap.swapping`."""
+"""Replacement of the self-attention of pretrained models; see :mod:`lightning_mhla.swap.swapping`."""
 
 from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
 from lightning_mhla.swap.host import SAVED

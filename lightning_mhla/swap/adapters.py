@@ -1,4 +1,4 @@
-"""The trained part of a swapped model: all of it, its new attention, or LoRA adapters beside that."""
+"""Choice of the trained parameters of a swapped model: all of them, the new attention, or the latter with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TrainedPart = Literal["all", "attention", "new", "lora"]
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Low-rank adapters (arXiv 2106.09685) of the replaced layers' projections, with ``train: lora``.
+    """Options of the low-rank adapters (arXiv 2106.09685) that ``train: lora`` adds to the replaced layers' projections.
 
     Args:
-        rank: rank of an adapter.
-        alpha: its output is scaled by alpha over rank.
-        dropout: on its input.
+        rank: rank of an adapter, at least 1.
+        alpha: scale of an adapter; its output is multiplied by ``alpha / rank``.
+        dropout: dropout probability on the input of an adapter.
     """
 
     rank: int = 64
@@ -35,17 +35,18 @@ class LoraOptions:
 
 
 def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> None:
-    """Freeze all but what is to be trained.
+    """Freeze all parameters of a swapped model except those to be trained.
 
     Args:
-        model: in place; with ``"lora"`` adapters are put into it.
-        part: ``"all"``; ``"attention"``, the self-attention of replaced layers with its projections; ``"new"``, only what
-            the swap added; ``"lora"``, that and adapters of the projections.
-        lora: rank and alpha of the adapters.
+        model: swapped model, changed in place; ``"lora"`` also inserts adapters.
+        part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the self-attention of replaced layers
+            with its projections. ``"new"`` trains only the parameters that the swap added. ``"lora"`` trains those and
+            adapters of the projections.
+        lora: options of the adapters.
 
     Raises:
-        ValueError: when no layer was replaced, so that nothing would be trained.
-        ModuleNotFoundError: for ``"lora"`` without peft.
+        ValueError: if no layer was replaced, or if replacing layers added no parameters to train.
+        ModuleNotFoundError: if ``part`` is ``"lora"`` and peft is not installed.
     """
     if part == "all":
         return
@@ -68,7 +69,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 
 
 def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
-    """Names of the projections of an attention module, without those that the swap added."""
+    """Return the names of the linear layers of an attention module, without those that the swap added."""
     names, added = {module: name for name, module in model.named_modules()}, set(new.modules())
     return [names[module] for module in host.modules() if isinstance(module, nn.Linear) and module not in added]
 
@@ -85,28 +86,28 @@ def _add_adapters(model: nn.Module, targets: list[str], lora: LoraOptions) -> No
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inject_adapter_in_model(config, model)
-    for parameter in trained:  # peft freezes everything else
+    for parameter in trained:  # peft freezes every parameter that is not part of an adapter
         parameter.requires_grad_(True)
 
 
 def merge_adapters(model: Any) -> None:
-    """Add LoRA adapters, if there are any, to the weights that they adapt, and take them out, in place."""
+    """Merge the LoRA adapters of ``model``, if any, into the weights they adapt, and remove them, in place."""
     _take_out_adapters(model, merge=True)
 
 
 def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
-    """Write the LoRA adapters of ``model`` to a folder, and take them out, in place; the weights they adapt stay as they were.
+    """Write the LoRA adapters of ``model`` to a folder, and remove them from the model, in place.
 
-    ``load_lora_weights(folder)`` of the model's pipeline and ``peft.PeftModel.from_pretrained(transformer, folder)`` put them
-    onto the transformer that is left.
+    The weights that they adapt do not change. ``load_lora_weights(folder)`` of the model's pipeline and
+    ``peft.PeftModel.from_pretrained(transformer, folder)`` add the adapters to the remaining transformer again.
 
     Args:
-        model: in place.
-        folder: for the adapters.
-        pipeline: class of diffusers that the model belongs to.
+        model: transformer with adapters, changed in place.
+        folder: folder to write the adapters to.
+        pipeline: diffusers pipeline class that the model belongs to.
 
     Raises:
-        ValueError: when there are none.
+        ValueError: if the model has no adapters.
     """
     adapters = getattr(model, "peft_config", None)
     if not adapters:
@@ -132,5 +133,5 @@ def _take_out_adapters(model: Any, merge: bool) -> None:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, module.base_layer)
     if hasattr(model, "peft_config"):
-        del model.peft_config  # or adapters could not be loaded again
+        del model.peft_config  # with it left in place, adapters could not be loaded again
         model._hf_peft_config_loaded = False

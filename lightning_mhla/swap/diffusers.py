@@ -1,10 +1,10 @@
-"""Transformers of diffusers as hosts: attention of ours as the processor of their attention modules.
+"""Attention swapped into diffusers transformers, as the processor of their attention modules.
 
-Projections of queries, keys, values and outputs, and the norms of queries and keys, stay where they are and as they are.
-The new attention is the *processor* of diffusers' attention module, so that the model's other names do not change, and
-what it adds (mixing coefficients, output norm, gate) is found under ``...attn1.processor``. A swapped model takes images or
-clips of any size: blocks are fitted to each, and where an axis has fewer tokens than blocks, the coefficients are resized
-(:func:`mhla_kernels.resize_mixing`).
+The projections of queries, keys, values and outputs, and the norms of queries and keys, stay in place unchanged. The new
+attention is the *processor* of diffusers' attention module, so the names of all other parameters stay the same. The
+parameters that it adds (mixing coefficients, output norm, gate) are found under ``...attn1.processor``. A swapped model takes
+images or clips of any size: blocks are fitted to each, and where an axis has fewer tokens than blocks, the coefficients are
+resized (:func:`mhla_kernels.resize_mixing`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PROCESSORS = {
     "SanaTransformer2DModel": "SanaLinearAttnProcessor2_0",
     "SanaVideoTransformer3DModel": "SanaLinearAttnProcessor3_0",
 }
-"""Models of diffusers whose token grid we know, and the processor whose place in them we can take."""
+"""Supported diffusers models, each with the class of the attention processor that the new attention replaces."""
 
 PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
-"""Parts of these models that hold the convolution that makes their tokens."""
+"""Names of the submodules that hold the convolution that makes a model's tokens."""
 
 UNSUPPORTED = {
     "group_norm": None,
@@ -48,19 +48,19 @@ UNSUPPORTED = {
     "is_causal": False,
     "added_kv_proj_dim": None,
 }
-"""Options of diffusers' attention that the swapped one does not know, and what they must be."""
+"""Attributes of diffusers' attention modules that swapped attention does not support, and the values they must have."""
 
 
 HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """The grid of a model's present input, a forward pre-hook of the convolution that makes its patches.
+    """Token grid of a model's current input, recorded by a forward pre-hook of the convolution that makes its patches.
 
     The hook belongs to a module inside the model, so that a compiled model traces it together with the attention.
 
     Args:
-        name: of the model's class, for messages.
+        name: name of the model's class, for error messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,10 +68,14 @@ class InputGrid(TokenGrid):
         self.name = name
 
     def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
-        """Keep the grid of an input ``[B, C, ...]``.
+        """Record the grid of an input ``[B, C, ...]``.
+
+        Args:
+            convolution: patch convolution; its stride is the size of a patch along each axis.
+            args: positional arguments of its call, the input first.
 
         Raises:
-            ValueError: for an input with other axes.
+            ValueError: if the input does not have one axis for each axis of the patches.
         """
         patch = convolution.stride
         if args[0].dim() != len(patch) + 2:
@@ -83,12 +87,12 @@ class InputGrid(TokenGrid):
 
 
 class SwappedAttention(nn.Module):
-    """An attention of ours as the processor of a diffusers attention module, whose projections and norms it uses.
+    """Processor of a diffusers attention module that computes the new attention with the module's projections and norms.
 
     Args:
-        attention: without projections.
-        blocks: along each axis of the token grid.
-        grid: grid of the model's present input.
+        attention: the new attention, without projections.
+        blocks: number of blocks along each axis of the token grid.
+        grid: token grid of the model's current input.
     """
 
     def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: InputGrid) -> None:
@@ -105,10 +109,12 @@ class SwappedAttention(nn.Module):
         rotary_emb: tuple[Tensor, Tensor] | None = None,
         image_rotary_emb: Any = None,
     ) -> Tensor:
-        """As :meth:`forward`; diffusers reads the arguments off this signature, and leaves out those it does not have.
+        """Call :meth:`forward` with the arguments that diffusers passes to a processor.
+
+        diffusers inspects this signature and drops arguments that it does not name.
 
         Raises:
-            ValueError: for rotary angles of another form than Wan's.
+            ValueError: if ``image_rotary_emb`` is given; only rotary angles in Wan's form are supported.
         """
         if image_rotary_emb is not None:
             raise ValueError(
@@ -124,17 +130,20 @@ class SwappedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Self-attention of tokens ``[B, N, C]`` in raster order of the grid.
+        """Compute self-attention of tokens in raster order of the grid.
 
         Args:
-            attn: the module whose processor this is.
-            hidden_states: the tokens.
-            encoder_hidden_states: None: self-attention only.
-            attention_mask: None: all tokens count.
-            rotary_emb: cosine and sine ``[1, N, 1, D]``, each angle twice (Wan's).
+            attn: diffusers attention module whose processor this is.
+            hidden_states: tokens, ``[B, N, C]``.
+            encoder_hidden_states: must be None, since cross-attention is not supported.
+            attention_mask: must be None, since masks are not supported.
+            rotary_emb: cosines and sines, ``[1, N, 1, D]`` each, with every angle twice in a row, as Wan makes them.
+
+        Returns:
+            Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: for cross-attention or a mask.
+            ValueError: if ``encoder_hidden_states`` or ``attention_mask`` is given.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
@@ -149,33 +158,34 @@ class SwappedAttention(nn.Module):
 
 
 def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the host, its norms applied over a head or over all of them, as they are wide."""
+    """Return the host's queries, keys and values, ``[B, N, H, D]`` each, in float32 if the host is in float16."""
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
     out, width = [], attention.key_width
     for tensor, norm in ((q, attn.norm_q), (k, attn.norm_k)):
+        # the width of its weight tells whether a norm is over each head or across all of them
         across = norm is not None and norm.weight.shape[-1] != width
         heads = (norm(tensor) if across else tensor).unflatten(-1, (-1, width))
         heads = heads if norm is None or across else norm(heads)
         out.append(heads.to(v.dtype))  # autocast gives norms in float32 on a GPU
     heads = [*out, v.unflatten(-1, (-1, attention.value_width))]
-    if v.dtype == torch.float16:  # sums over a block overflow
+    if v.dtype == torch.float16:  # sums over a block overflow in float16
         heads = [tensor.float() for tensor in heads]
     return heads[0], heads[1], heads[2]
 
 
 def _merge_heads(attn: Any, x: Tensor) -> Tensor:
-    if attn.to_out[0].weight.dtype == torch.float16:
+    if attn.to_out[0].weight.dtype == torch.float16:  # _split_heads converted the heads to float32
         x = x.half()
     for layer in attn.to_out:
         x = layer(x)
-    return x.clip(-HALF_MAX, HALF_MAX) if x.dtype == torch.float16 else x  # as SANA's own processor does
+    return x.clip(-HALF_MAX, HALF_MAX) if x.dtype == torch.float16 else x  # SANA's own processor clips, too
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
-    """The self-attention modules of a diffusers transformer, first to last.
+    """Return the self-attention modules of a diffusers transformer, first to last.
 
     Raises:
-        ValueError: when the model is not built as Wan, DiT and SANA are.
+        ValueError: if the blocks of the model do not have self-attention ``attn1``, as those of Wan, DiT and SANA do.
     """
     blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
     layers = [getattr(block, "attn1", None) for block in blocks]
@@ -189,14 +199,14 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
 
 def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
-    """Refuse attention that the swapped one would not compute alike, before anything is changed.
+    """Reject models and options that swapped attention does not support, before anything is changed.
 
     Args:
-        model: whose class must be one of :data:`PROCESSORS` or derived from it.
-        hosts: the attention modules that are to be replaced, by the number of their layer.
+        model: model of a class in :data:`PROCESSORS` or derived from one of them.
+        hosts: attention modules to replace, by layer number.
 
     Raises:
-        ValueError: naming what is not known.
+        ValueError: if the model's class, the processor of a layer or one of its options is not supported.
     """
     known = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
     if known is None:
@@ -227,7 +237,16 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
 
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
-    """The attention that takes the place of ``host``'s, on its device and in its dtype."""
+    """Build the attention that replaces that of ``host``, on its device and in its dtype.
+
+    Args:
+        host: diffusers attention module.
+        config: configuration of the new attention.
+        axes: number of axes of the token grid.
+
+    Raises:
+        ValueError: if the configuration does not give a number of blocks for each axis.
+    """
     blocks = blocks_along(axes, config)
     heads, weight = host.heads, host.to_q.weight
     key_width = host.to_q.out_features // heads
@@ -236,7 +255,7 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
         config,
         host.to_q.in_features,
         heads,
-        BlockLayout(blocks, blocks),  # of the smallest grid; each input brings its own
+        BlockLayout(blocks, blocks),  # the smallest possible grid; it is replaced by that of each input
         key_value_heads=host.to_k.out_features // key_width,
         key_width=key_width,
         value_width=host.to_v.out_features * key_width // host.to_k.out_features,
@@ -244,8 +263,10 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
 
 
 class DiffusersHost(HostLibrary):
-    """Wan, DiT, PixArt, SANA and their kin. Wherever they turn queries and keys by positions, so does the new attention,
-    after the feature map."""
+    """Attention swapping for the diffusers models of :data:`PROCESSORS`: Wan, DiT, PixArt, SANA and related models.
+
+    Where a model rotates queries and keys by their positions, the new attention does so too, after the feature map.
+    """
 
     package = "diffusers"
 
@@ -288,7 +309,11 @@ class DiffusersHost(HostLibrary):
 
 
 def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
-    """The convolution that makes tokens of a model's input."""
+    """Return the convolution that makes tokens of a model's input.
+
+    Raises:
+        ValueError: if the model has no convolution in one of :data:`PATCHES`.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
             return module
@@ -296,5 +321,5 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
 
 
 def _turns(model: nn.Module) -> bool:
-    """Whether a model turns queries and keys by their positions."""
+    """Return whether a model rotates queries and keys by their positions."""
     return hasattr(model, "rope")

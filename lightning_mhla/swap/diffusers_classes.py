@@ -1,9 +1,9 @@
-"""Classes of diffusers that build a swapped model: ``DiTTransformer2DModel`` of this module is diffusers', swapped.
+"""Subclasses of diffusers' models that build and save swapped attention.
 
-Each is found under the name that it has in diffusers, and made when it is asked for.
-:func:`lightning_mhla.swap_attention` makes a model one of them, so its ``save_pretrained`` writes a folder that only they
-accept. A pipeline that is saved with such a model names this module in its ``model_index.json``; diffusers loads it
-wherever ``lightning_mhla`` is imported.
+Each class has the name of its diffusers parent, such as ``DiTTransformer2DModel``, and is created on first access.
+:func:`lightning_mhla.swap_attention` changes the class of a model to one of them, so its ``save_pretrained`` writes a folder
+that only these classes accept. A pipeline that is saved with such a model names this module in its ``model_index.json``;
+diffusers loads it wherever ``lightning_mhla`` is imported.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lightning_mhla.swap.saved import (
 )
 
 DTYPE = "dtype"
-"""Entry of the saved record: dtype of the weights, which diffusers does not save."""
+"""Key of the saved record that holds the dtype of the weights, which diffusers does not save."""
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """A model of diffusers that is built with the attention that its configuration records."""
+    """Base of diffusers models that are built with the attention recorded in their configuration."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """The class of swapped models for one of diffusers."""
+        """Return the swapped class for a diffusers model class, or ``host`` if it is one already."""
         if issubclass(host, cls):
             return host
         kept = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
@@ -49,16 +49,16 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """See diffusers; values that keep other classes off are put back."""
+        """Load the configuration as diffusers does, and restore the values that make other classes reject it."""
         found = super().load_config(*args, **options)  # type: ignore[misc]
         return (restored(found[0]), *found[1:]) if isinstance(found, tuple) else restored(found)
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **options: Any) -> Any:
-        """See diffusers.
+        """Build a swapped model from a configuration, as diffusers' method of this name does for its models.
 
         Raises:
-            ValueError: for a configuration without a record of the swap.
+            ValueError: if the configuration has no record of the swap.
         """
         record = config.get(SAVED)
         if record is None:
@@ -76,10 +76,10 @@ class SwappedDiffusersModel(SwappedClass):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """See diffusers.
+        """Load a swapped model, as diffusers' method of this name does for its models.
 
         Raises:
-            ValueError: when weights are missing, which diffusers would leave without values.
+            ValueError: if weights are missing, which diffusers would leave uninitialized, or unknown.
         """
         source = pretrained_model_name_or_path
         model, info = super().from_pretrained(source, output_loading_info=True, **options)  # type: ignore[misc]
@@ -87,13 +87,13 @@ class SwappedDiffusersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """See diffusers; also write the module that ``auto_map`` refers to."""
+        """Save the configuration as diffusers does, and write the module that its ``auto_map`` refers to."""
         if self._is_public() and not Path(save_directory).is_file():
             write_module(save_directory, __name__, [type(self).__name__])
         super().save_config(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any) -> None:
-        """See diffusers; the file is one that only these classes accept."""
+        """Write the configuration as JSON in a form that only the swapped classes accept."""
         content = json.loads(self.to_json_string())  # type: ignore[attr-defined]
         content[SAVED][DTYPE] = str(self.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
         replaced: dict[str, Any] = {"quantization_config": {"quant_method": NOTICE}}
@@ -103,13 +103,13 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Whether :func:`__getattr__` finds the class by its name."""
+        """Return whether :func:`__getattr__` finds this class by its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """See diffusers; also remove weights of an earlier save that would be read in place of these."""
+        """Save the model as diffusers does, and remove weights of an earlier save that would be read instead."""
         given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
         super().save_pretrained(*args, **options)  # type: ignore[misc]
         if given.get("is_main_process", True) and not given.get("use_flashpack"):
@@ -118,12 +118,12 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Classes by the names that saved modules and pipelines look for."""
+    """Return the swapped class of a name, for the modules and pipelines that refer to it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import diffusers
 
-    if name == "ModelMixin":  # diffusers takes methods of a pipeline's parts from base classes beside their class
+    if name == "ModelMixin":  # diffusers looks up base classes of a pipeline's component in its module
         return diffusers.ModelMixin
     host = getattr(diffusers, name, None)
     if isinstance(host, type) and issubclass(host, diffusers.ModelMixin):
@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DiffusersFolders(DiffusersHost):
-    """Swapped models of diffusers, and their folders."""
+    """Saving and loading of swapped diffusers models, in addition to the swap itself."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
@@ -165,7 +165,7 @@ class DiffusersFolders(DiffusersHost):
 
 
 def _saved_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of weights that were saved before it was recorded; None for float32."""
+    """Return the dtype of weights in a folder that has no record of it; None if there is no projection to read it from."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):

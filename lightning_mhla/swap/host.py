@@ -1,4 +1,8 @@
-"""A library whose models can be given other attention: one subclass of :class:`HostLibrary` for each."""
+"""Interface for swapping attention in the models of a library, with one subclass of :class:`HostLibrary` for each library.
+
+A *host* is the model, or the attention module in it, whose attention is replaced. Longer than other modules: it defines the
+interface that every library implements, and the token grid that their models share.
+"""
 
 from __future__ import annotations
 
@@ -20,65 +24,80 @@ from lightning_mhla.system.torch_private import in_backward, makes_fake_tensors
 log = logging.getLogger(__name__)
 
 SAVED = "swapped_attention"
-"""Entry of a saved model's ``config.json`` that says what was swapped."""
+"""Key of the record of the swap in a saved model's ``config.json``."""
 
 HUB_OPTIONS = (
     "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
     "local_files_only", "proxies", "max_memory", "offload_folder", "low_cpu_mem_usage", "quantization_config",
 )  # fmt: skip
-"""Options that transformers and diffusers take where they load a model."""
+"""Options of ``from_pretrained`` that are passed on to transformers and diffusers."""
 
 
 class HostLibrary(ABC):
-    """A library of models, and how attention is replaced in them.
+    """Attention swapping, saving and loading for the models of one library.
 
     Attributes:
-        package: name of the library; its models are classes of its modules, or derived from such.
-        options: names of options that the library takes where it loads a model.
+        package: name of the library's package; a model belongs to the library if its class or a base class is defined there.
+        options: names of the options that :meth:`load` accepts.
     """
 
     package: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = HUB_OPTIONS
 
     def claims(self, model: nn.Module) -> bool:
-        """Whether ``model`` is of this library."""
+        """Return whether ``model`` belongs to this library."""
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
     @abstractmethod
     def layers(self, model: Any) -> list[Any]:
-        """The self-attention modules of a model, first to last.
+        """Return the self-attention modules of a model, first to last.
 
         Raises:
-            ValueError: when the model is not one that attention can be swapped in.
+            ValueError: if attention cannot be swapped in this model.
         """
 
     @abstractmethod
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Refuse what the new attention would not compute as the old one did, before anything is changed.
+        """Reject a swap that would lose behavior of the original attention, before anything is changed.
 
         Args:
-            model: the model.
-            layers: attention modules that are to be replaced, by the number of their layer.
-            configs: what comes in their place.
+            model: model whose attention is to be replaced.
+            layers: attention modules to replace, by layer number.
+            configs: configurations of the new attention, by layer number.
 
         Raises:
-            ValueError: naming what is not known.
+            ValueError: if a layer or a configuration is not supported.
         """
 
     @abstractmethod
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
-        """Put the new attention in, and return it by the number of its layer; nothing is changed if this raises."""
+        """Replace the attention of layers that :meth:`check` accepts, in place.
 
-    def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
-        """Put in the attention that a record of :meth:`remember` describes, in place.
+        The model does not change if an exception is raised.
+
+        Args:
+            model: model whose attention is replaced.
+            layers: attention modules to replace, by layer number.
+            configs: configurations of the new attention, by layer number.
 
         Returns:
-            The new attention by the number of its layer.
+            The new attention modules by layer number.
+        """
+
+    def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
+        """Replace attention in place as a record of the swap describes.
+
+        Args:
+            model: model that is not swapped yet.
+            record: record as for :meth:`remember`, with the entries ``attention`` and ``layers``.
+
+        Returns:
+            The new attention modules by layer number.
 
         Raises:
-            ValueError: for what the new attention would not compute as the old one did.
+            ValueError: if :meth:`check` rejects the swap.
         """
         attention, found = AttentionConfig(**record["attention"]), self.layers(model)
         kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(found)}
@@ -88,23 +107,32 @@ class HostLibrary(ABC):
         return self.replace(model, chosen, configs)
 
     def swapped(self, model: Any) -> dict[int, Attention]:
-        """The attention that :meth:`replace` put in, by the number of its layer."""
+        """Return the attention modules that :meth:`replace` inserted, by layer number."""
         return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
 
     def use_original(self, model: Any, layer: Any, original: bool) -> None:
-        """Let a replaced layer compute what it did before the swap, or its new attention again; see :meth:`original`."""
+        """Switch a replaced layer to its original attention, or back to the new one; see :meth:`original`.
+
+        Args:
+            model: swapped model.
+            layer: attention module of a replaced layer.
+            original: whether the layer computes its original attention from now on.
+
+        Raises:
+            NotImplementedError: if the library's models do not keep the original attention.
+        """
         raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
 
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
-        """Within it, replaced layers compute what they did before the swap, with their projections as they are now.
+        """Context in which replaced layers compute their original attention, with the current weights of their projections.
 
         Args:
-            model: after the swap.
-            layers: numbers of the replaced layers that do; None for all.
+            model: swapped model.
+            layers: numbers of the layers to switch; None for all replaced layers.
 
         Raises:
-            NotImplementedError: where the library's models do not keep what was replaced.
+            NotImplementedError: if the library's models do not keep the original attention.
         """
         every = self.layers(model)
         replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
@@ -117,62 +145,71 @@ class HostLibrary(ABC):
                 self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Which tokens of a layer's call are no padding, ``[B, N]`` bool; None for all.
+        """Return the mask of non-padding tokens in a call of a layer.
 
         Args:
             options: keyword arguments of the call.
             x: output of the layer, ``[B, N, dim]``.
+
+        Returns:
+            Mask ``[B, N]``, bool; None if no token is padding.
         """
         return None
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        """The record that :meth:`remember` was given; None for a model that was not swapped."""
+        """Return the record of the swap that :meth:`remember` stored; None if the model was not swapped."""
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Keep a record of the swap in the configuration that the library saves."""
+        """Store a record of the swap in the configuration that the library saves.
+
+        Args:
+            model: swapped model.
+            record: fields of the :class:`AttentionConfig` under ``attention``, and kinds by layer number under ``layers``.
+        """
 
     @abstractmethod
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """Whether a saved ``config.json`` is one that this library wrote."""
+        """Return whether this library wrote a ``config.json`` with the content ``config``."""
 
     @abstractmethod
     def load(
         self, source: str, config: Mapping[str, Any], dtype: torch.dtype | None, options: Mapping[str, Any]
     ) -> nn.Module:
-        """A saved model, by the library's own rules.
+        """Load a saved swapped model by the library's own rules.
 
         Args:
             source: folder, or name on the hub.
-            config: its ``config.json``.
-            dtype: dtype of the weights; None as they were saved.
-            options: of the library, among :attr:`options`.
+            config: content of its ``config.json``.
+            dtype: dtype of the weights; None for the saved one.
+            options: options of the library's loader, by the names in :attr:`options`.
 
         Raises:
-            ValueError: when the weights are not those of the model.
+            ValueError: if the weights do not fit the model, or the library does not have the model's class.
         """
 
 
 _shapes: dict[int, Tensor] = {}
-"""Tensors without memory that have the present shapes of all grids.
+"""Tensors without memory whose shapes are the current token grids, by the number of the grid.
 
-Blocks that are compiled by themselves read them here: numbers, and tensors that are attributes of a module, would be constants
-of their graph, and every size would compile one. Entries stay, since graphs of models that are gone may still be checked
-against them; they are few bytes each.
+Transformer blocks that are compiled separately read the grid's size from these shapes. Python numbers, and tensors that are
+attributes of a module, would be constants of their graph, so every new size would compile another graph. Entries are never
+removed, since guards of graphs of deleted models may still read them; each takes few bytes.
 """
 
 _numbers = itertools.count()
 
 
 class TokenGrid:
-    """The token grid of a model's present input, which its attention modules are not told; a hook calls :meth:`enter`.
+    """Token grid of a model's current input, for attention modules that get the tokens without their grid.
 
-    A layer that is computed again in the backward pass is of one of the inputs since the last backward pass: of the one that
-    has as many tokens.
+    A hook on the model calls :meth:`enter` with each input. A layer that activation checkpointing recomputes in the backward
+    pass may belong to an earlier input; the grid is then the one with the layer's number of tokens among the inputs since
+    the last backward pass.
 
     Args:
-        prefix_tokens: tokens before those of the grid.
+        prefix_tokens: number of tokens before those of the grid, such as class and register tokens.
     """
 
     def __init__(self, prefix_tokens: int = 0) -> None:
@@ -183,7 +220,7 @@ class TokenGrid:
         self._take_number()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy of the model has a shape of its own."""
+        """Restore a copy of the grid under a number of its own, so that it does not share the original's shape."""
         self.__dict__.update(state)
         self._take_number()
 
@@ -192,10 +229,15 @@ class TokenGrid:
         _shapes[self.number] = torch.empty(0, device="cpu")
 
     def enter(self, shape: tuple[int, ...]) -> None:
-        """Note the grid of an input that comes into the model."""
+        """Record the grid of an input that enters the model.
+
+        Args:
+            shape: number of tokens along each axis.
+        """
         _shapes[self.number] = torch.empty((), device="cpu").expand(shape)
         if torch.compiler.is_compiling():
             return
+        # the first input after a backward pass begins a new set of inputs that later recomputation may refer to
         if self.recomputed or in_backward():
             self.recent.clear()
             self.recomputed = False
@@ -203,23 +245,23 @@ class TokenGrid:
             self.recent.add(shape)
 
     def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
-        """The grid of the input that a layer computes, in at most so many blocks along each axis.
+        """Return the layout of a layer's input, with at most one block per token along each axis.
 
         Args:
-            blocks: along each axis.
-            tokens: of the layer's input.
+            blocks: number of blocks along each axis.
+            tokens: number of tokens in the layer's input, including prefix tokens.
 
         Raises:
-            ValueError: when there are other numbers of tokens, or when the input of a layer that is computed again is unclear.
+            ValueError: if the grid does not have this number of tokens, or if several inputs fit a recomputed layer.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
             raise ValueError(
                 f"{tokens} tokens for an input of {expected}: call the whole model, with all tokens of its input"
             )
-        # no min(): of an open size it would be an expression in every later one
+        # min() of a symbolic size would be an expression that every later size contains; a comparison is only a guard
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
-        if torch.compiler.is_compiling():  # sizes may be open, so nothing is looked up by them
+        if torch.compiler.is_compiling():  # sizes may be symbolic, so they cannot be keys of a dictionary
             if self.prefix_tokens:
                 check_prefix(self.prefix_tokens, blocks, shape)
             return BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
@@ -230,7 +272,7 @@ class TokenGrid:
             check_prefix(self.prefix_tokens, blocks, shape)
             log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, shape, fitted)
         layout = BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
-        if not makes_fake_tensors():  # its tables are made when they are first used
+        if not makes_fake_tensors():  # a layout makes its tables on first use; fake ones must not be reused
             self.layouts[key] = layout
         return layout
 
@@ -240,7 +282,7 @@ class TokenGrid:
         if torch.compiler.is_compiling() or not in_backward():
             return present
         self.recomputed = True
-        known = {*self.recent, present}  # attention transfer passes images without gradients first
+        known = {*self.recent, present}  # attention transfer runs without gradients first, which adds nothing to recent
         fitting = sorted(shape for shape in known if self.prefix_tokens + math.prod(shape) == tokens)
         if len(fitting) > 1:
             raise ValueError(
@@ -252,10 +294,17 @@ class TokenGrid:
 
 
 def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-    """Refuse more blocks than tokens along an axis, where class or register tokens have a block too.
+    """Reject more blocks than tokens along an axis if there are prefix tokens.
+
+    Prefix tokens have a block that has no place on the grid, and coefficients with such a block cannot be resized.
+
+    Args:
+        prefix_tokens: number of class and register tokens before those of the grid.
+        blocks: number of blocks along each axis.
+        tokens: number of tokens along each axis.
 
     Raises:
-        ValueError: naming both; coefficients with a block that has no place on the grid cannot be resized.
+        ValueError: if there are prefix tokens and an axis has more blocks than tokens.
     """
     if prefix_tokens and any(count > length for count, length in zip(blocks, tokens, strict=True)):
         raise ValueError(
@@ -265,10 +314,14 @@ def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int
 
 
 def refuse_float16(index: int, kind: type) -> None:
-    """Refuse attention of linear cost in float16.
+    """Reject a kind of attention that overflows in float16.
+
+    Args:
+        index: number of the layer, for the error message.
+        kind: class of the attention.
 
     Raises:
-        ValueError: for a kind that sums over tokens.
+        ValueError: if the kind sums over tokens, as attention of linear cost does.
     """
     if issubclass(kind, SummaryAttention):
         raise ValueError(
@@ -277,24 +330,34 @@ def refuse_float16(index: int, kind: type) -> None:
 
 
 def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
-    """Let ``attention`` take tokens of ``layout``, unless ``owner.fitted`` says that it does.
+    """Fit ``attention`` to a layout, unless ``owner.fitted`` shows that this was done already.
+
+    Args:
+        owner: object whose attribute ``fitted`` holds the last layout and device.
+        attention: attention module to fit.
+        layout: layout of the tokens.
+        device: device of the tokens.
 
     Returns:
-        The layout, for :meth:`Attention.forward`, in a graph: there nothing is kept from call to call. None elsewhere.
+        The layout to pass to :meth:`Attention.forward` while a graph is traced, where nothing is stored; None otherwise.
     """
     if torch.compiler.is_compiling():
         return layout
     if (fitted := (layout, device)) != owner.fitted:
         attention.fit(*fitted)
-        owner.fitted = None if makes_fake_tensors() else fitted  # tables without values serve this call alone
+        owner.fitted = None if makes_fake_tensors() else fitted  # fake tables are good for this call only
     return None
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
-    """The blocks along each axis that a configuration asks for; 1 for a kind without blocks.
+    """Return the number of blocks along each axis that a configuration asks for; 1 for a kind without blocks.
+
+    Args:
+        axes: number of axes of the token grid.
+        config: configuration of the attention.
 
     Raises:
-        ValueError: when it does not give as many.
+        ValueError: if the length of ``block_grid`` is not the number of axes.
     """
     if not Attention.kinds[config.kind].uses_blocks:
         return (1,) * axes
@@ -309,15 +372,15 @@ def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
 def build_beside(
     weight: Tensor, config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
 ) -> Attention:
-    """Attention without projections, to use those of a layer that has ``weight``: on its device, in its dtype, gate open.
+    """Build attention without projections, to be used with those of an existing layer; its gate is open.
 
     Args:
-        weight: a weight of the layer.
-        config: which attention.
+        weight: a weight of the existing layer; the new attention has its device and dtype.
+        config: configuration of the new attention.
         dim: width of the tokens.
         heads: number of query heads.
-        layout: see :class:`Attention`.
-        options: see there.
+        layout: layout of the tokens.
+        options: further arguments of :func:`build_attention`.
     """
     with weight.device:
         attention = build_attention(config, dim, heads, layout, projections=False, **options)

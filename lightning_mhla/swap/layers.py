@@ -1,4 +1,4 @@
-"""Which layers of a host model become which kind of attention."""
+"""Choice of the attention kind for each layer of a host model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from collections.abc import Sequence
 from lightning_mhla.attention import AttentionConfig
 
 KEEP, REPLACE = "keep", "replace"
-"""In place of a kind: a layer that is left as it is, and one that becomes the configuration's kind."""
+"""Values that stand for a kind: keep the layer unchanged, or replace it by the kind of the configuration."""
 
 
 def kinds_of_layers(
     attention: AttentionConfig, depth: int, layers: Sequence[int] | None, layer_kinds: Sequence[str] | None
 ) -> list[str]:
-    """The kind that each of ``depth`` layers becomes, or :data:`KEEP`.
+    """Return the new attention kind of each layer, or :data:`KEEP` for layers that do not change.
+
+    Args:
+        attention: configuration whose kind replaces the chosen layers.
+        depth: number of layers of the model.
+        layers: numbers of the layers to replace; None for all.
+        layer_kinds: kinds of the layers, repeated to the depth; None to choose by ``layers``.
 
     Raises:
-        ValueError: when both or a layer that does not exist are given, or kinds whose number does not divide the depth.
+        ValueError: if both ``layers`` and ``layer_kinds`` are given, if a layer does not exist, or if the number of kinds
+            does not divide the depth.
     """
     if layers is not None and layer_kinds is not None:
         raise ValueError("give layers or layer_kinds, not both")

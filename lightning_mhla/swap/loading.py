@@ -1,4 +1,4 @@
-"""Weights for a swapped model, of the model before the swap or after it."""
+"""Loading of weights into a swapped model, from a checkpoint saved before or after the swap."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ log = logging.getLogger(__name__)
 
 
 def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied: Sequence[str] = ()) -> None:
-    """Give ``model`` the weights of ``state``; what a swap or adapters added keeps its start where they have none of it.
+    """Load weights into a swapped model.
+
+    Parameters that the swap or adapters added keep their initial values if ``state`` does not have them.
 
     Args:
-        model: after :func:`lightning_mhla.swap_attention`, and with adapters or without.
-        state: by the names that they have without adapters.
-        path: where they come from, for messages.
-        tied: names of weights that are others once more, and may be left out.
+        model: model after :func:`lightning_mhla.swap_attention`, with adapters or without.
+        state: weights by the names that they have without adapters.
+        path: origin of the weights, for messages.
+        tied: names of weights that share memory with others, and may be missing from ``state``.
 
     Raises:
-        ValueError: when they are of another model.
+        ValueError: if names or shapes do not match the model, or if ``state`` holds adapters and the model has none.
     """
     own = model.state_dict()
     adapted = {name.replace(".base_layer.", "."): name for name in own}

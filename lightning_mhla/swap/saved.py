@@ -1,9 +1,9 @@
-"""Folders of swapped models: classes that build the swap again, and a ``config.json`` that other classes reject.
+"""Shared parts of saving swapped models: derived classes that repeat the swap, and a ``config.json`` that others reject.
 
-The library's own ``save_pretrained`` and ``from_pretrained`` do the work, so its rules for indexes, shards, variants and
-dtypes hold. A class that does not know the swap would build softmax attention from the same folder and only warn about
-unexpected weights. The saved ``config.json`` therefore holds one value that the library rejects, with :data:`NOTICE` in it;
-the classes here put the right value back before anything is built.
+The library's own ``save_pretrained`` and ``from_pretrained`` write and read the files, so its rules for indexes, shards,
+variants and dtypes hold. The library's original class would build softmax attention from the same folder and only warn about
+unexpected weights. The saved ``config.json`` therefore holds a value that the library rejects with a message that quotes
+:data:`NOTICE`. The derived classes restore the right value before anything is built.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NOTICE = (
     "the attention of this model was replaced (lightning-mhla): load it with lightning_mhla.load_swapped, or with an Auto "
     "class and trust_remote_code=True"
 )
-"""Value that no library accepts where it is found in a saved ``config.json``."""
+"""Text saved in ``config.json`` in place of a value, so that the libraries reject the file and their error quotes it."""
 
 REMOTE = "modeling_swapped"
-"""Name of the module beside a saved model that its ``auto_map`` refers to."""
+"""Name of the Python module, saved beside a model, that its ``auto_map`` refers to."""
 
 MODULE = '''"""The classes of this model come with the package lightning-mhla."""
 
@@ -33,19 +33,19 @@ __all__ = [{quoted}]
 '''
 
 ORIGINAL = "original"
-"""Entry of the saved record that holds the values that :data:`NOTICE` and its like replace."""
+"""Key of the saved record that holds the values replaced by :data:`NOTICE` and other guards."""
 
 _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """A class of ``mixin`` over ``host``, one and the same at every call.
+    """Return the class derived from ``mixin`` and ``host``, the same class at every call.
 
     Args:
-        mixin: knows the swap; attribute ``derive_from`` makes the class of a host.
+        mixin: class that implements the swap; its ``derive_from`` returns the derived class of a host.
         host: class of the library.
-        name: of the new class, which its module finds again.
-        attributes: of the new class.
+        name: name of the derived class, under which the module of ``mixin`` finds it.
+        attributes: class attributes of the derived class.
     """
     if (mixin, host) not in _derived:
         own = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
@@ -54,35 +54,35 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
 
 class SwappedClass:
-    """Base of the classes that know the swap and that :func:`derive` puts over a class of the library.
+    """Base of the mixins that :func:`derive` combines with a class of a library.
 
     Attributes:
         host: class of the library.
-        mixin: class that knows the swap.
+        mixin: mixin that implements the swap.
     """
 
     host: type
     mixin: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """See Python; a copy or a pickle finds the class again by what it is derived from."""
+        """Describe an instance by mixin and host, since copies and pickles do not find a derived class by its name."""
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
 
 
 def blank(mixin: Any, host: type) -> Any:
-    """An empty instance of the class that ``mixin`` derives from ``host``, for copies and pickles."""
+    """Create an uninitialized instance of the class that ``mixin`` derives from ``host``, for copies and pickles."""
     kind = mixin.derive_from(host)
     return kind.__new__(kind)
 
 
 def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
-    """Write the module that ``auto_map`` refers to.
+    """Write the Python module that ``auto_map`` refers to.
 
     Args:
-        folder: of the saved model.
-        source: module that the classes come from.
-        names: of the classes.
+        folder: folder of the saved model.
+        source: name of the module to import the classes from.
+        names: names of the classes.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -92,18 +92,18 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with some values replaced; :func:`restored` puts them back.
+    """Return a configuration with values replaced so that other classes reject it; :func:`restored` is the inverse.
 
     Args:
-        config: to be saved.
-        replaced: new values by name.
+        config: configuration to save.
+        replaced: replacement values by name.
     """
     original = {name: config[name] for name in replaced if name in config}
     return {**config, **replaced, SAVED: {**config[SAVED], ORIGINAL: {"names": sorted(replaced), "values": original}}}
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` before :func:`guarded`; one that was not guarded stays as it is."""
+    """Return a configuration as it was before :func:`guarded`; one that was not guarded is returned unchanged."""
     record = config.get(SAVED)
     if not isinstance(record, Mapping) or ORIGINAL not in record:
         return dict(config)
@@ -121,18 +121,18 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
 
     Args:
         folder: folder of the model.
-        stem: beginning of the names of files with weights.
-        variant: the variant that was saved.
-        suffix: end of the names of those that were saved, ``safetensors`` or ``bin``.
+        stem: beginning of the names of weight files.
+        variant: variant that was just saved; None without one.
+        suffix: suffix of the files that were just saved, ``safetensors`` or ``bin``.
     """
     path, marked = Path(folder), f".{variant}" if variant else ""
     for kind in ("safetensors", "bin"):
         whole, index = path / f"{stem}{marked}.{kind}", path / f"{stem}.{kind}.index{marked}.json"
         listed = {Path(name).name for name in read_json(index)["weight_map"].values()} if index.is_file() else set()
         shards = {name for name in listed if re.fullmatch(rf"{re.escape(stem)}.*-\d{{5}}-of-\d{{5}}.*\.{kind}", name)}
-        if kind != suffix and suffix == "bin":
+        if kind != suffix and suffix == "bin":  # safetensors are read before .bin
             stale = [whole, index, *(path / shard for shard in shards)]
-        elif shards and all((path / shard).is_file() for shard in shards):
+        elif shards and all((path / shard).is_file() for shard in shards):  # a complete sharded save is the newest one
             stale = [whole]
         else:
             stale = [index]
@@ -141,16 +141,17 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
 
 
 def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights: bool = False) -> None:
-    """Refuse a model whose weights were not all found.
+    """Reject a loaded model whose weights are incomplete.
 
     Args:
-        name: of its class.
-        source: where it was loaded from.
-        info: what the library says about the weights: ``missing_keys`` and others.
-        all_weights: also those that the library would initialise, or leave unused, with a warning.
+        name: name of the model's class, for the error message.
+        source: folder or name that the model was loaded from, for the error message.
+        info: loading information of the library, with the entries ``missing_keys`` and ``unexpected_keys``.
+        all_weights: whether to check every weight; otherwise only those of the swapped attention, and the library
+            initializes or ignores others with a warning.
 
     Raises:
-        ValueError: naming the first of them.
+        ValueError: if a weight is missing, or with ``all_weights`` unknown.
     """
     missing = sorted(info.get("missing_keys", ()))
     wrong = [f"{key} is missing" for key in missing if all_weights or ".swapped." in key or ".processor." in key]

@@ -1,14 +1,14 @@
-"""Other attention for pretrained models: ``swap_attention`` replaces self-attention in models of three libraries.
+"""Replacement of self-attention in pretrained models of diffusers, timm and transformers.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
     model.save_pretrained("swapped")
     model = load_swapped("swapped")
 
-What the model has learned stays where it is and as it is: projections of queries, keys, values and outputs, norms of queries
-and keys. What the new attention adds starts from nothing random: the gate is open and ``lepe`` adds nothing.
-:mod:`lightning_mhla.swap.diffusers`, :mod:`lightning_mhla.swap.timm` and :mod:`lightning_mhla.swap.transformers` say what
-each library's models do with it.
+The projections of queries, keys, values and outputs and the norms of queries and keys keep their places and weights. None of
+the parameters that the new attention adds starts at random: the gate is open and ``lepe`` adds nothing.
+:mod:`lightning_mhla.swap.diffusers`, :mod:`lightning_mhla.swap.timm` and :mod:`lightning_mhla.swap.transformers` describe the
+details for the models of each library.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ HOSTS: tuple[HostLibrary, ...] = (DiffusersFolders(), TimmFolders(), Transformer
 """Libraries whose models can be swapped."""
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-"""Names of models on the hub."""
+"""Pattern of the names of models on the hub, ``NAME`` or ``OWNER/NAME``."""
 
 
 def host_of(model: nn.Module) -> HostLibrary:
-    """The library that a model is of.
+    """Return the library that a model belongs to.
 
     Raises:
-        ValueError: for a model of none of :data:`HOSTS`.
+        ValueError: if the model belongs to none of :data:`HOSTS`.
     """
     for host in HOSTS:
         if host.claims(model):
@@ -61,21 +61,21 @@ def swap_attention(
     layers: Sequence[int] | None = None,
     layer_kinds: Sequence[str] | None = None,
 ) -> dict[int, Attention]:
-    """Replace self-attention of a pretrained model in place; see the module's description.
+    """Replace the self-attention of a pretrained model in place.
 
     Args:
-        model: a transformer of diffusers, a vision transformer of timm, or a language
-            model or an encoder of transformers.
-        attention: what comes in. ``rotary`` is the model's own.
-        layers: numbers of those to replace; None for all.
-        layer_kinds: kinds of the layers instead, repeated to the depth; ``"keep"`` for those that stay, ``"replace"`` for
-            ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three.
+        model: transformer of diffusers, vision transformer of timm, or language model or encoder of transformers.
+        attention: configuration of the new attention. Its ``rotary`` is ignored; the model's own rotary embedding applies.
+        layers: numbers of the layers to replace; None for all.
+        layer_kinds: kinds of the layers, repeated to the depth, in place of ``layers``; ``"keep"`` keeps a layer,
+            ``"replace"`` stands for ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three layers.
 
     Returns:
-        The new attention by the number of its layer.
+        The new attention modules by layer number.
 
     Raises:
-        ValueError: for another kind of model or attention, blocks that do not fit its axes, or one that is swapped already.
+        ValueError: if the model or its attention is not supported, if blocks do not fit the axes of its tokens, or if its
+            attention is swapped already.
     """
     host = host_of(model)
     found = host.layers(model)
@@ -93,19 +93,21 @@ def swap_attention(
 
 
 def swapped_layers(model: nn.Module) -> dict[int, Attention]:
-    """The attention modules that :func:`swap_attention` put in, by the number of their layer."""
+    """Return the attention modules that :func:`swap_attention` inserted, by layer number."""
     return host_of(model).swapped(model)
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Carry the mixing coefficients of a swapped model to other blocks, for good: for clips of another size.
+    """Change the block grid of a swapped diffusers model permanently, such as for clips of a different size.
+
+    The mixing coefficients are resized to the new number of blocks.
 
     Args:
-        model: swapped, with kind mhla in some layers.
-        block_grid: blocks along each axis.
+        model: swapped model with kind ``mhla`` in some layers.
+        block_grid: new number of blocks along each axis.
 
     Raises:
-        ValueError: when no layer has blocks, or the axes are not as many.
+        ValueError: if no layer is of kind ``mhla``, or if the number of axes differs.
     """
     new = tuple(block_grid)
     processors = [layer.processor for layer in attention_layers(model) if isinstance(layer.processor, SwappedAttention)]
@@ -124,7 +126,7 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
 
 
 def is_swapped(folder: str | Path) -> bool:
-    """Whether ``folder`` holds a model that was saved after a swap."""
+    """Return whether ``folder`` holds a model that was saved after a swap."""
     path = Path(folder) / "config.json"
     return path.is_file() and SAVED in read_json(path)
 
@@ -136,21 +138,22 @@ def load_swapped(
     torch_dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Any:
-    """A model that ``save_pretrained`` wrote after :func:`swap_attention`, with its attention, in evaluation mode.
+    """Load a swapped model that ``save_pretrained`` wrote, in evaluation mode.
 
     The library's own ``from_pretrained`` reads the weights: its index before single files, a variant where one is asked
     for, safetensors before ``.bin``, which is read without running code.
 
     Args:
         folder: folder of the model, or a name on the hub.
-        dtype: dtype of the weights, but those that the library and mixing keep in float32; None as they were saved.
-        torch_dtype: the same by its other name.
-        options: options of the library's ``from_pretrained``: ``variant``, ``device_map``, ``subfolder``,
-            ``use_safetensors``, ``revision``, ``cache_dir`` and their like. timm takes ``cache_dir`` only.
+        dtype: dtype of the weights, except the mixing coefficients and weights that the library keeps in float32; None for
+            the saved dtype.
+        torch_dtype: older name of ``dtype``.
+        options: options of the library's ``from_pretrained``, such as ``variant``, ``device_map``, ``subfolder``,
+            ``use_safetensors``, ``revision`` and ``cache_dir``. timm takes ``cache_dir`` only.
 
     Raises:
-        FileNotFoundError: when there is no such model in the folder.
-        ValueError: when its attention was never swapped, weights do not fit, or an option is unknown.
+        FileNotFoundError: if the folder has no ``config.json``, or the hub does not have the model.
+        ValueError: if the model's attention was never swapped, weights do not fit, or an option is unknown.
     """
     if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
         raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one option; give one of them")
@@ -170,7 +173,11 @@ def load_swapped(
 
 
 def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of a folder, or of a model on the hub."""
+    """Read the ``config.json`` of a folder, or of a model on the hub.
+
+    Raises:
+        FileNotFoundError: if there is no such file or model.
+    """
     local, subfolder = Path(folder), options.get("subfolder") or ""
     if not local.exists() and HUB_NAME.fullmatch(str(folder)):
         from huggingface_hub import hf_hub_download
@@ -188,10 +195,10 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of a name.
+    """Convert the value of an option ``dtype`` to a floating-point dtype; None for None and ``"auto"``.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: if the value is not a floating-point dtype or the name of one.
     """
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) and name != "auto" else name
     if name in (None, "auto"):
@@ -202,7 +209,15 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
-    """Swap as a saved model's config says."""
+    """Replace the attention of a pretrained model in place, as the saved record of an earlier swap describes.
+
+    Args:
+        model: model that is not swapped yet.
+        saved: record under :data:`SAVED` in the ``config.json`` of a swapped model.
+
+    Raises:
+        ValueError: if the model is not supported, or is swapped already.
+    """
     host = host_of(model)
     if host.record(model) is not None:
         raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")

@@ -1,14 +1,14 @@
-"""Vision transformers of timm as hosts: attention of ours in the place of the product of queries, keys and values.
+"""Attention swapped into vision transformers of timm, in place of the product of queries, keys and values.
 
     model = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=True, img_size=518)
     swap_attention(model, AttentionConfig(block_grid=[6, 6]))
     save_swapped(model, "swapped")
     model = load_swapped("swapped")
 
-Projections, norms of queries and keys, rotary embedding, and norm and gate of the output stay timm's; the feature map comes
-after the rotary embedding. Class and register tokens are a block of their own, which every block sees and which sees every
-block. The token grid is that of the present image: blocks are fitted to it, so a model with ``dynamic_img_size`` takes
-images of any size. What the new attention adds is found under ``...attn.swapped``.
+Projections, norms of queries and keys, rotary embedding, and norm and gate of the output stay timm's. The feature map is
+applied after the rotary embedding. Class and register tokens form a block of their own, which every block sees and which sees
+every block. Blocks are fitted to the token grid of the current image, so a model with ``dynamic_img_size`` takes images of
+any size. The parameters that the new attention adds are found under ``...attn.swapped``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
 from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 MODELS = ("VisionTransformer", "Eva")
-"""Classes of timm whose attention is known, and those derived from them: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 .."""
+"""Supported model classes of timm, including derived classes: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 and others."""
 
 ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope", "timm.models.eva.EvaAttention")
-"""Attention modules that are known."""
+"""Supported attention modules of timm, without derived classes."""
 
 
 class TimmPatchGrid(TokenGrid):
-    """The grid of a model's present image, a forward pre-hook of its patch embedding."""
+    """Token grid of a model's current image, recorded by a forward pre-hook of its patch embedding."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
-        """Keep the grid of an image ``[B, C, H, W]``."""
+        """Record the grid of an image ``[B, C, H, W]``.
+
+        Args:
+            embedding: patch embedding of timm.
+            args: positional arguments of its call, the image first.
+        """
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
 
 class TimmHost(HostLibrary):
-    """Models of :data:`MODELS`."""
+    """Attention swapping for the timm models of :data:`MODELS`."""
 
     package = "timm"
 
@@ -96,7 +101,11 @@ class TimmHost(HostLibrary):
 
 
 def vision_transformer(model: Any) -> Any:
-    """The vision transformer in ``model``, which may be wrapped (``features_only``)."""
+    """Return the vision transformer in ``model``, which may be wrapped (``features_only``).
+
+    Raises:
+        ValueError: if there is none of a class in :data:`MODELS`.
+    """
     import timm.models
 
     kinds = tuple(getattr(timm.models, name) for name in MODELS)
@@ -110,13 +119,13 @@ def vision_transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module is attention that is known, replaced or not; what a class derived from it changes is not."""
+    """Return whether a module is supported attention, replaced or not. Derived classes are not, since they may differ."""
     kind = type(module)
     return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """The attention that takes the place of ``layer``'s."""
+    """Build the attention that replaces that of ``layer``."""
     blocks = blocks_along(2, config)
     keys = getattr(layer, "num_kv_heads", layer.num_heads)
     return build_beside(
@@ -124,7 +133,7 @@ def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention
         replace(config, rotary=False),
         layer.proj.out_features,
         layer.num_heads,
-        BlockLayout(blocks, blocks, prefix_tokens=prefix_tokens),  # of the smallest grid; each image brings its own
+        BlockLayout(blocks, blocks, prefix_tokens=prefix_tokens),  # the smallest grid; replaced by that of each image
         key_value_heads=keys,
         key_width=layer.head_dim,
         value_width=layer.head_dim,

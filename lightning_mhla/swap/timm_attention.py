@@ -1,6 +1,7 @@
-"""timm's attention modules with our attention in them; imports timm.
+"""Subclasses of timm's attention modules that compute swapped attention. Importing this module needs timm.
 
-A replaced module becomes one of a derived class: its parameters keep their names, and what was replaced can be asked for.
+A swap changes the class of a module to a derived class. Its parameters keep their names, and it can still compute the
+original attention.
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ from lightning_mhla.swap.host import TokenGrid, fit
 
 
 class _Swapped:
-    """The common part of all three.
+    """Forward pass of swapped attention, shared by the subclasses of all three attention modules of timm.
 
     Attributes:
         swapped: the new attention, without projections.
-        blocks: along each axis of the token grid.
-        grid: token grid of the present image.
-        as_before: whether what was replaced is asked for.
+        blocks: number of blocks along each axis of the token grid.
+        grid: token grid of the current image.
+        as_before: whether to compute the original attention instead.
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Tokens ``[B, N, C]`` to the same shape, as timm calls it.
+        """Compute attention as timm calls it.
+
+        Args:
+            x: tokens, ``[B, N, C]``.
+            args: further positional arguments of timm's modules, which are not supported.
+            options: keyword arguments of timm's modules; only ``rope`` may have a value.
+
+        Returns:
+            Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: for a mask, causal attention, or tokens that are not those of the image.
+            ValueError: if a mask or causal attention is asked for, or the tokens are not those of the current image.
         """
         if self.as_before:
             out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own
@@ -44,41 +53,47 @@ class _Swapped:
         host = Projections(
             lambda tokens: _split(self, tokens, rope),
             lambda heads: heads,
-            in_raster=rope is not None,  # patches are turned by their place in the image
+            in_raster=rope is not None,  # the rotary embedding follows the raster order of patches, not that of blocks
         )
         return _merge(self, self.swapped(x, projections=host, layout=layout), x)
 
 
 class SwappedPlainAttention(_Swapped, PlainAttention):
-    """Of ViT, DeiT, DINOv2, SigLIP."""
+    """Swapped attention of ViT, DeiT, DINOv2 and SigLIP."""
 
 
 class SwappedAttentionRope(_Swapped, AttentionRope):
-    """Of DINOv3 and others with rotary positions."""
+    """Swapped attention of DINOv3 and other models with rotary positions."""
 
 
 class SwappedEvaAttention(_Swapped, EvaAttention):
-    """Of EVA."""
+    """Swapped attention of EVA."""
 
 
 KINDS = {PlainAttention: SwappedPlainAttention, AttentionRope: SwappedAttentionRope, EvaAttention: SwappedEvaAttention}
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
-    """Let ``attention`` take the place of the product of queries, keys and values of ``module``."""
+    """Replace the product of queries, keys and values in an attention module of timm, in place.
+
+    Args:
+        module: attention module of one of the classes in ``KINDS``.
+        attention: the new attention, without projections.
+        grid: token grid of the current image.
+    """
     module.__class__ = KINDS[type(module)]
     module.swapped, module.grid, module.blocks = attention, grid, attention.layout.block_grid
     module.as_before, module.fitted = False, None
 
 
 def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values ``[B, N, H, D]`` after norms and rotary."""
+    """Return queries, keys and values ``[B, N, H, D]`` after norms and rotary embedding."""
     if module.qkv is None:
         q, k, v = (
             layer(x).unflatten(-1, (-1, module.head_dim)) for layer in (module.q_proj, module.k_proj, module.v_proj)
         )
     else:
-        projected = module.qkv(x)  # a call, which adapters take part in
+        projected = module.qkv(x)  # called, not multiplied by its weight, so that LoRA adapters apply
         if getattr(module, "q_bias", None) is not None:
             projected = projected + torch.cat([module.q_bias, module.k_bias, module.v_bias])
         q, k, v = projected.unflatten(-1, (3, module.num_heads, module.head_dim)).unbind(2)
@@ -89,7 +104,7 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
 
 
 def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
-    """Patches turned by their positions; prefix tokens have none."""
+    """Rotate patches by their positions; prefix tokens have no position and stay as they are."""
     prefix = module.num_prefix_tokens
     patches = heads[:, prefix:].transpose(1, 2)
     turned = apply_rot_embed_cat(patches, rope, half=module.rotate_half).transpose(1, 2)
@@ -97,7 +112,7 @@ def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
 
 
 def _merge(module: Any, heads: Tensor, x: Tensor) -> Tensor:
-    """``[B, N, H * D]`` to tokens, after timm's norm and gate of the output."""
+    """Project heads ``[B, N, H * D]`` to tokens ``[B, N, C]``, after timm's norm and gate of the output."""
     out = module.norm(heads)
     if module.gate is not None:
         out = out * module.gate(x).sigmoid()

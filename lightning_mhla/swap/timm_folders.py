@@ -1,7 +1,7 @@
-"""Folders of swapped vision transformers of timm, in timm's own layout.
+"""Saving and loading of swapped vision transformers of timm, in timm's own folder layout.
 
-Their ``config.json`` names the architecture ``mhla_swapped``, which timm does not know. ``import lightning_mhla.timm`` makes
-it known: from then on ``timm.create_model("local-dir:FOLDER", pretrained=True)`` and timm's scripts load such a folder, as
+The ``config.json`` names the architecture ``mhla_swapped``, which timm does not have. ``import lightning_mhla.timm`` registers
+it. From then on ``timm.create_model("local-dir:FOLDER", pretrained=True)`` and timm's scripts load such a folder;
 :func:`lightning_mhla.load_swapped` always does.
 """
 
@@ -20,11 +20,11 @@ from lightning_mhla.swap.timm import TimmHost, vision_transformer
 
 ARCHITECTURE = "mhla_swapped"
 HOST_MODEL = "model"
-"""Option of :data:`ARCHITECTURE`: timm's name of the model that was swapped."""
+"""Argument of :data:`ARCHITECTURE` that holds timm's name of the original model."""
 
 
 class TimmFolders(TimmHost):
-    """Swapped models of timm, and their folders."""
+    """Saving and loading of swapped timm models, in addition to the swap itself."""
 
     options = ("cache_dir",)
 
@@ -51,7 +51,7 @@ class TimmFolders(TimmHost):
         name = f"local-dir:{Path(source).resolve()}" if local else f"hf-hub:{source}"
         if config["architecture"] == ARCHITECTURE:
             model: nn.Module = timm.create_model(name, pretrained=True, **options)
-        else:  # saved by its own name, without the record among the model's arguments
+        else:  # an older folder, saved under the original architecture, without the record among the model's arguments
             model = timm.create_model(name, pretrained=False, **options)
             _swap(model, config[SAVED])
             _load(model, **options)
@@ -69,17 +69,17 @@ def save_swapped(
     label_names: Sequence[str] | None = None,
     data_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a swapped model of timm as timm keeps models, ``config.json`` and safetensors, for ``load_swapped``.
+    """Save a swapped model of timm in timm's format, ``config.json`` and safetensors, for ``load_swapped``.
 
     Args:
-        model: after :func:`lightning_mhla.swap_attention`.
-        folder: to write to.
-        model_args: options of the model that timm's factory did not see, as for ``timm.models.save_for_hf``.
-        label_names: names of the classes.
+        model: model after :func:`lightning_mhla.swap_attention`.
+        folder: folder to write to.
+        model_args: arguments of the model that ``timm.create_model`` did not get, as for ``timm.models.save_for_hf``.
+        label_names: names of the classes, in the order of their labels.
         data_config: preprocessing of images, as for ``timm.models.save_for_hf``.
 
     Raises:
-        ValueError: for a model that was not swapped, and one that is wrapped (``features_only``).
+        ValueError: if the model was not swapped, or is wrapped (``features_only``).
     """
     from safetensors.torch import save_file
     from timm.models import save_for_hf
@@ -101,9 +101,10 @@ def save_swapped(
 
 
 def _marked(model: nn.Module) -> dict[str, Tensor]:
-    """Weights for a file; those beside new attention have one more axis.
+    """Return the weights to save, with an extra leading axis on those of modules whose attention was replaced.
 
-    timm ignores unknown weights where a model has other classes than the file, and a shape that differs is an error always.
+    The axis makes timm reject the file for a model without the swap: a different shape is always an error, while timm ignores
+    unknown weights if the model has a different number of classes than the file.
     """
     replaced = [name for name, module in model.named_modules() if hasattr(module, "swapped")]
     prefixes = tuple(f"{name}." for name in replaced)
@@ -114,7 +115,7 @@ def _marked(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights before :func:`_marked`."""
+    """Remove the axes that :func:`_marked` added; ``model`` tells the original shapes."""
     own = model.state_dict()
     return {
         name: tensor[0] if name in own and tensor.shape == (1, *own[name].shape) else tensor
@@ -123,7 +124,7 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Make :data:`ARCHITECTURE` known to timm."""
+    """Register :data:`ARCHITECTURE` with timm, once."""
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):
@@ -133,16 +134,16 @@ def register() -> None:
 def mhla_swapped(
     pretrained: bool = False, model: str = "", swapped_attention: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """A model of timm with the attention that a saved record describes, for :func:`timm.create_model`.
+    """Build a model of timm with the attention that a saved record describes, for :func:`timm.create_model`.
 
     Args:
-        pretrained: read the weights of the folder or repository.
-        model: timm's name of the model.
-        swapped_attention: the record of the swap.
-        options: of the model, and where its weights are.
+        pretrained: whether to load the weights of the folder or repository.
+        model: timm's name of the original model.
+        swapped_attention: record of the swap.
+        options: arguments of the original model, and the location of the weights.
 
     Raises:
-        ValueError: without a record: the architecture is that of saved folders only.
+        ValueError: if there is no record, since only saved folders have this architecture.
     """
     import timm
 

@@ -1,8 +1,8 @@
-"""Attention transfer: replaced layers learn the outputs of the attention that they replaced, each by itself.
+"""Attention transfer: each replaced layer is trained on its own to reproduce the output of the original attention.
 
-The first stage of LoLCATs (arXiv 2410.10254, section 3.2). The model is its own teacher: while it runs with its original
-attention, every replaced layer is given the same input with its new attention. Where a library does not keep
-the original attention, the layers of a second model take its place (:func:`matching_loss`).
+This is the first stage of LoLCATs (arXiv 2410.10254, section 3.2). The model is its own teacher: it runs with its original
+attention, and every replaced layer then computes the new attention from the input that it had in this run. Where a library
+does not keep the original attention, a second model provides the original layers (:func:`matching_loss`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from lightning_mhla.swap.swapping import host_of, swapped_layers
 
 
 def original_attention(model: nn.Module, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
-    """A context in which replaced layers compute what they did before the swap, with their present weights.
+    """Return a context in which replaced layers compute their original attention, with their current weights.
 
     Args:
-        model: after :func:`lightning_mhla.swap_attention`.
-        layers: numbers of those that do; None for all.
+        model: model after :func:`lightning_mhla.swap_attention`.
+        layers: numbers of the layers to switch; None for all replaced layers.
 
     Raises:
-        NotImplementedError: for a model whose library does not keep what was replaced (diffusers).
+        NotImplementedError: if the model's library does not keep the original attention (diffusers).
     """
     return host_of(model).original(model, layers)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of replacing each layer, by a measure of which less is better.
+    """Cost of replacing each layer, by a measure for which lower is better.
 
     Attributes:
-        original: the measure with the original attention in all layers.
-        replaced: with the new attention in all that were replaced.
-        alone: with the new attention in one layer, by the layer's number.
+        original: value of the measure with the original attention in all layers.
+        replaced: value with the new attention in all replaced layers.
+        alone: value with the new attention in a single layer, by the layer's number.
     """
 
     original: float
@@ -49,19 +49,19 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """The layers that cost most to replace, in the order of the model."""
+        """Return the numbers of the ``count`` layers that cost most to replace, in the order of the model."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Measure a swapped model with one new layer after the other.
+    """Measure a swapped model with the new attention in a single layer, for each replaced layer.
 
     Args:
-        model: after :func:`lightning_mhla.swap_attention`, best with its layers trained by :func:`transfer_loss`.
-        measure: for instance its loss on held-out data.
+        model: model after :func:`lightning_mhla.swap_attention`, best with its layers trained by :func:`transfer_loss`.
+        measure: function that evaluates the model, such as its loss on held-out data.
 
     Raises:
-        NotImplementedError: as for :func:`original_attention`.
+        NotImplementedError: if the model's library does not keep the original attention (diffusers).
     """
     every = set(swapped_layers(model))
     found = {}
@@ -75,7 +75,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 
 @contextmanager
 def only_new_trained(model: nn.Module) -> Iterator[None]:
-    """A context in which nothing gets a gradient but what the swap added."""
+    """Context in which only the parameters that the swap added require gradients."""
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new]
     for parameter in others:
@@ -88,19 +88,22 @@ def only_new_trained(model: nn.Module) -> Iterator[None]:
 
 
 def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """How far the output of each replaced layer is from that of the attention it replaced, mean over the layers and tokens.
+    """Compute the distance between the outputs of new and original attention, averaged over replaced layers and tokens.
 
-    A layer's distance is the mean square of the difference over the variance of the output, so that all layers count alike.
-    Each is given the input that it has in the original model: none has to mend what an earlier one does. Gradients reach
-    what the swap added and nothing else. Padding does not count.
+    The distance of a layer is the mean squared difference divided by the variance of the original output, so that all layers
+    have the same weight. Each layer gets the input that it has in the original model, so no layer has to correct errors of an
+    earlier one. Only the parameters that the swap added get gradients. Padding does not count.
 
     Args:
-        model: after :func:`lightning_mhla.swap_attention`.
-        run: calls the model as a whole, without a cache.
+        model: model after :func:`lightning_mhla.swap_attention`.
+        run: function that calls the complete model once, without a cache.
+
+    Returns:
+        Scalar loss.
 
     Raises:
-        ValueError: when no layer is replaced.
-        NotImplementedError: for a model whose library does not keep what was replaced (diffusers).
+        ValueError: if no layer is replaced.
+        NotImplementedError: if the model's library does not keep the original attention (diffusers).
     """
     host = host_of(model)
     layers = host.layers(model)
@@ -121,19 +124,23 @@ def matching_loss(
     recomputes: bool,
     trained: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """Return the distance of replaced layers' outputs from those of the original layers, mean over the layers and tokens.
+    """Compute the distance between the outputs of replaced and original layers, averaged over layers and tokens.
 
     See :func:`transfer_loss` for the distance of a layer.
 
     Args:
         model: model with the replaced layers.
-        replaced: the replaced layer for each original one, which may be the same module, in another state while ``run`` lasts.
-        run: calls the model of the original layers as a whole, without a cache.
-        recomputes: whether replaced layers are computed again in the backward pass, to save memory.
-        trained: context in which replaced layers are called, which decides what gets gradients.
+        replaced: replaced layers by original layer; both may be the same module if it computes the original attention
+            during ``run``.
+        run: function that calls the complete model of the original layers once, without a cache.
+        recomputes: whether replaced layers are recomputed in the backward pass, to save memory.
+        trained: factory of the context in which replaced layers are called, which selects the parameters that get gradients.
+
+    Returns:
+        Scalar loss.
 
     Raises:
-        ValueError: when no layer is replaced.
+        ValueError: if no layer is replaced.
     """
     if not replaced:
         raise ValueError("no layer is replaced, so there is nothing to transfer")
@@ -151,11 +158,11 @@ def matching_loss(
         for hook in hooks:
             hook.remove()
     distances = []
-    while calls:  # outputs are freed one by one, while the differences from them take their memory
+    while calls:  # pop each call, so that its output is freed while the graphs of later layers grow
         layer, args, kwargs, output = calls.popleft()
 
         def call(*args: Any, layer: nn.Module = layer, **kwargs: Any) -> Tensor:
-            with trained():  # also when it is computed again in the backward pass
+            with trained():  # inside the function, so that it also applies when the layer is recomputed
                 return _first(layer(*args, **kwargs)).float()
 
         new = checkpoint(call, *args, use_reentrant=False, **kwargs) if recomputes else call(*args, **kwargs)
@@ -164,9 +171,14 @@ def matching_loss(
 
 
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
-    """Mean square of the difference over the variance of ``output``, of the tokens that are ``real`` ``[B, N]``.
+    """Compute the mean squared difference between two outputs over the variance of the original one.
 
     No shape depends on the mask, so that the memory of a step can be counted on fake tensors.
+
+    Args:
+        new: output of the replaced layer, ``[B, N, dim]`` float32.
+        output: output of the original layer, same shape and dtype.
+        real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
     """
     tiny = torch.finfo(output.dtype).tiny
     if real is None:
@@ -179,6 +191,6 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _first(output: Any) -> Tensor:
-    """The output of an attention module, without the weights beside it."""
+    """Return the output of an attention module, without the attention weights that may follow it in a tuple."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found

@@ -1,21 +1,22 @@
-"""Language models and encoders of transformers as hosts: attention of ours behind their attention interface.
+"""Attention swapped into language models and encoders of transformers, through transformers' attention interface.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
     model.generate(**tokenizer("def ", return_tensors="pt"))
 
-The model's own code projects, normalises and turns queries and keys by their positions, and hands them over. So the feature
-map comes after the rotary embedding, and ``normalize`` may stay on. Turned and then mapped, features depend on positions
-themselves and not only on their differences: give ``position_ids`` with rows padded at their left, as ``generate`` does.
+The model's own code projects and normalizes queries and keys, and rotates them by their positions. The feature map is
+therefore applied after the rotary embedding, and ``normalize`` may stay on. Features of rotated queries and keys depend on
+the positions themselves, not only on their differences. Pass ``position_ids`` with rows padded on the left, as ``generate``
+does.
 
-What the new attention adds is found under ``.swapped`` of each attention module. Generation keeps a state in transformers'
-own cache in place of keys and values; it is of constant size with ``mixing="exponential"``. Rows may be padded on either
-side: blocks are counted from a row's first real token. Documents packed in one row do not see each other where transformers
-keeps them apart.
+The parameters that the new attention adds are found under ``.swapped`` of each attention module. Generation keeps a state in
+transformers' own cache in place of keys and values; its size is constant with ``mixing="exponential"``. Rows may be padded on
+either side: blocks are counted from a row's first real token. Documents packed in one row do not see each other where
+transformers keeps them apart.
 
-Encoders of text take ``block_size`` too, and every token sees all; dense coefficients of a text shorter than
-``max_position_embeddings`` are those of its blocks. Encoders of images take ``block_grid``, as timm's do
-(:mod:`lightning_mhla.swap.timm`): images of any size that the model takes.
+Text encoders take ``block_size`` too, and every token sees all others. For a text shorter than ``max_position_embeddings``,
+the dense coefficients of its blocks are used. Image encoders take ``block_grid``, as timm's do
+(:mod:`lightning_mhla.swap.timm`), and images of any size that the model takes.
 """
 
 from __future__ import annotations
@@ -36,37 +37,45 @@ from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
 )  # fmt: skip
-"""Language models whose attention is known: causal self-attention that calls transformers' attention interface with queries
-and keys already turned by their positions."""
+"""Families of supported language models.
+
+Their causal self-attention calls transformers' attention interface with queries and keys already rotated by their positions.
+"""
 
 TEXT_ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "ModernBert", "Siglip")
-"""Encoders of text: the same interface, and every token sees all."""
+"""Families of supported text encoders: the same attention interface, without a causal mask."""
 
 IMAGE_ENCODERS = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 1, "DINOv3ViT": 1, "Siglip": 0, "CLIP": 1}
-"""Encoders of images, with the tokens that come before registers and patches."""
+"""Families of supported image encoders, each with its number of tokens before registers and patches."""
 
 FAMILIES = tuple(dict.fromkeys((*DECODERS, *TEXT_ENCODERS, *IMAGE_ENCODERS)))
 NAMES = {f"{family}{name}": family for family in FAMILIES for name in ("Attention", "SelfAttention")}
-"""Families by the name of the attention module."""
+"""Family by the class name of its attention module."""
 WRAPPERS = tuple(f"{family}Attention" for family in ("Bert", "Roberta", "XLMRoberta", "Electra"))
-"""Modules that hold the attention module of these families."""
+"""Class names of modules that only wrap the attention module of their family."""
 
 RELATIVE = (
     "relative_attention", "relative_attention_num_buckets", "use_relative_position_bias", "use_shared_relative_position_bias"
 )  # fmt: skip
-"""Options of models that add biases by relative position (T5, MPNet, DeBERTa, BEiT)."""
+"""Configuration entries of models that add relative position biases to their scores (T5, MPNet, DeBERTa, BEiT)."""
 
 
 class TransformersPatchGrid(TokenGrid):
-    """The grid of a model's present image, a forward hook of the convolution that makes its patches."""
+    """Token grid of a model's current image, recorded by a forward hook of the convolution that makes its patches."""
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the grid of patches ``[B, C, H, W]``."""
+        """Record the grid of patches.
+
+        Args:
+            convolution: patch convolution.
+            args: positional arguments of its call.
+            output: patches, ``[B, C, H, W]``.
+        """
         self.enter(tuple(output.shape[-2:]))
 
 
 class TransformersHost(HostLibrary):
-    """Decoders and encoders of :data:`FAMILIES`."""
+    """Attention swapping for the transformers models of :data:`FAMILIES`: decoders, text encoders and image encoders."""
 
     package = "transformers"
 
@@ -149,10 +158,10 @@ class TransformersHost(HostLibrary):
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether a module is attention that is known.
+    """Return whether a module is supported attention.
 
     Raises:
-        ValueError: for one of a class derived from those that are: what it does is not known.
+        ValueError: if its class is derived from a supported one, since it may compute something different.
     """
     kind = type(module)
     known = next((base for base in kind.__mro__ if _named(base)), kind)
@@ -167,7 +176,11 @@ def _named(kind: type) -> bool:
 
 
 def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
-    """A forward pre-hook: attention weights are not returned, and transformers would leave a layer out without a word."""
+    """Forward pre-hook that rejects ``output_attentions``; transformers would silently omit the replaced layers.
+
+    Raises:
+        ValueError: if attention weights are asked for while a layer computes swapped attention.
+    """
     from lightning_mhla.swap.transformers_attention import NAME
 
     asked = options.get("output_attentions")
@@ -178,7 +191,7 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
 
 
 def _inner_model(model: Any) -> Any:
-    """The innermost model of transformers that holds all layers, the one that makes masks for them."""
+    """Return the innermost transformers model that contains all replaced layers; it makes the masks for them."""
     from transformers import PreTrainedModel
 
     inner, layers = model, {id(module) for module in model.modules() if hasattr(module, "swapped")}
@@ -189,7 +202,17 @@ def _inner_model(model: Any) -> Any:
 
 
 def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A forward pre-hook: attention gets the mask that the model is called with, besides the one that is made of it."""
+    """Forward pre-hook that also passes attention the mask that the model was called with, under :data:`GIVEN`.
+
+    Args:
+        place: position of ``attention_mask`` among the arguments of the model's forward pass.
+        model: model that is called.
+        args: positional arguments of the call.
+        options: keyword arguments of the call.
+
+    Returns:
+        The arguments of the call, with the mask added.
+    """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
     mask = args[place] if len(args) > place else options.get("attention_mask")
@@ -201,7 +224,7 @@ def _family(layer: Any) -> str:
 
 
 def _of_images_alone(model: Any, layers: list[Any]) -> bool:
-    """Whether the layers, all that are known, are those of one image encoder."""
+    """Return whether all supported attention layers of a model belong to one image encoder."""
     return (
         _patches(model) is not None
         and len({layer.config.model_type for layer in layers}) == 1
@@ -214,13 +237,18 @@ def _prefix_tokens(layer: Any) -> int:
 
 
 def _patches(model: Any) -> nn.Conv2d | None:
-    """The convolution that makes patches of an image; None in a model of text."""
+    """Return the convolution that makes patches of an image; None in a text model."""
     named = model.named_modules()
     return next((module for name, module in named if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 
 
 def _check_layer(index: int, layer: Any, model: Any) -> None:
-    """Refuse a layer that does what the new attention would not."""
+    """Reject a layer with behavior that the new attention does not have.
+
+    Raises:
+        ValueError: if the layer caps scores, drops attention weights, has the wrong causality for its family, belongs to an
+            image encoder without patches, or has offloaded weights.
+    """
     if (cap := getattr(layer, "attn_logit_softcapping", None)) is not None:
         raise ValueError(
             f"layer {index} caps its scores at {cap} (attn_logit_softcapping), which the new attention does not"
@@ -245,12 +273,12 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
 
 
 def _window(layer: Any) -> int | None:
-    """Tokens that a layer sees; None for all."""
+    """Return the width of a layer's sliding window in tokens; None if it sees all tokens."""
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
 
 
 def _reason(config: Any) -> str:
-    """The reason that a model cannot be swapped."""
+    """Return the reason why the attention of a model cannot be swapped, for an error message."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):
@@ -259,22 +287,22 @@ def _reason(config: Any) -> str:
 
 
 def _floating(layer: Any) -> Tensor:
-    """A weight of a layer in floating point; where all are quantised, an empty tensor of the model's dtype."""
+    """Return a floating-point weight of a layer; if all are quantized, an empty tensor of the model's dtype."""
     weights = list(layer.parameters())
     for weight in weights:
         if weight.is_floating_point():
             return weight
     dtype = layer.config.dtype or torch.float32
-    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after the model was saved
+    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # saving a model turns it into a name
     return torch.empty(0, dtype=named, device=weights[0].device)
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """The attention that takes the place of ``layer``'s."""
+    """Build the attention that replaces that of ``layer``; ``grid`` is None for text."""
     own = layer.config
     if grid is not None:
         blocks = blocks_along(2, config)
-        layout = BlockLayout(blocks, blocks, prefix_tokens=grid.prefix_tokens)  # each image brings its own
+        layout = BlockLayout(blocks, blocks, prefix_tokens=grid.prefix_tokens)  # replaced by that of each image
     else:
         tokens = own.max_position_embeddings
         size = config.block_size if Attention.kinds[config.kind].uses_blocks else None

@@ -1,7 +1,9 @@
-"""Attention behind transformers' attention interface, with a state in transformers' cache; imports transformers.
+"""Swapped attention as a function of transformers' attention interface, with its state in transformers' cache.
 
-Every replaced module has a configuration of its own whose ``_attn_implementation`` is :data:`NAME`; the others keep
-theirs. The interface is given queries, keys and values; a hook hands on the module's input, which gates need, and the cache.
+Importing this module needs transformers. Every replaced module has its own copy of the configuration whose
+``_attn_implementation`` is :data:`NAME`; other modules keep theirs. The interface passes queries, keys and values only. A
+forward pre-hook stores the module's input, which gates need, and the cache. Longer than other modules: the attention function
+and its cache layer depend on each other.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from lightning_mhla.swap.transformers_masks import (
 from lightning_mhla.system.torch_private import is_fake
 
 NAME = "lightning_mhla"
-"""Name of the attention function."""
+"""Name of the attention function in transformers' registry."""
 
 
 class AttentionCall(NamedTuple):
-    """One call of an attention module.
+    """Input and cache of the current call of an attention module.
 
     Attributes:
-        x: its input ``[B, N, dim]``.
-        cache: the state of this layer, before these tokens; None without a cache.
+        x: input, ``[B, N, dim]``.
+        cache: cache layer with the state before these tokens; None without a cache.
     """
 
     x: Tensor
@@ -45,12 +47,12 @@ class AttentionCall(NamedTuple):
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid | None = None) -> None:
-    """Let ``attention`` take the place of the attention function of ``module``.
+    """Replace the attention function of a transformers attention module, in place.
 
     Args:
-        module: an attention module of transformers.
-        attention: the new attention.
-        grid: token grid of the present image; None for text.
+        module: attention module of transformers.
+        attention: the new attention, without projections.
+        grid: token grid of the current image; None for text.
     """
     module.config = copy.copy(module.config)
     module.config._attn_implementation = NAME
@@ -59,7 +61,7 @@ def install(module: Any, attention: Attention, grid: TokenGrid | None = None) ->
 
 
 def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if module.config._attn_implementation != NAME:  # what was replaced is asked for
+    if module.config._attn_implementation != NAME:  # the module computes its original attention
         return
     if kwargs.get("cache") is not None:
         raise ValueError("swapped attention has no paged keys and values: use generate, not continuous batching")
@@ -69,14 +71,14 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 class Unread(NamedTuple):
-    """Tokens that a state is still to be made of.
+    """Tokens that are in the cache but not yet in the state.
 
     Attributes:
-        x: ``[B, N, dim]``.
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, Hkv, Dk]``.
-        v: ``[B, N, Hkv, Dv]``.
-        real: ``[B, N]`` bool, tokens that are not padding; None for all.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``.
+        real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
     """
 
     x: Tensor
@@ -86,22 +88,22 @@ class Unread(NamedTuple):
     real: Tensor | None
 
     def select(self, rows: Tensor) -> Unread:
-        """The tokens of other rows, ``rows`` being indices."""
+        """Return the tokens of the rows with the indices ``rows``, int64."""
         index = rows.to(self.x.device)
         x, q, k, v = (tensor.index_select(0, index) for tensor in (self.x, self.q, self.k, self.v))
         return Unread(x, q, k, v, None if self.real is None else self.real.index_select(0, index))
 
 
 class StateLayer(CacheLayerMixin):
-    """A layer of transformers' cache that holds the state of :meth:`Attention.continue_from`, no keys and values.
+    """Layer of transformers' cache that holds a recurrent state in place of keys and values.
 
     Attributes:
-        state: after the tokens so far; None at the start.
-        columns: tokens so far, padding included.
-        kept: whether the state was made: training does not need it.
-        kind: attention kind that made it.
-        unread: tokens that a graph took in with an empty cache, of which the next call makes the state: a graph cannot count
-            the real tokens of its rows, and mostly nobody continues what it read.
+        state: state after the tokens so far, see :meth:`Attention.continue_from`; None at the start.
+        columns: number of tokens so far, including padding.
+        kept: whether the state is up to date; training does not compute it.
+        kind: attention kind that computed the state.
+        unread: tokens that a compiled graph added to an empty cache. The next call computes the state from them, because a
+            graph cannot count the non-padding tokens of its rows, and most such caches are never continued.
     """
 
     is_sliding = False
@@ -116,11 +118,11 @@ class StateLayer(CacheLayerMixin):
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is to be made."""
+        """Do nothing: a state needs no memory before the first tokens."""
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count the tokens; the attention function takes them into the state."""
+        """Count the tokens and return their keys and values; the attention function adds them to the state."""
         self.columns += key_states.shape[-2]
         return key_states, value_states
 
@@ -145,14 +147,14 @@ class StateLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``, repeats allowed."""
+        """Select rows by index; an index may occur more than once."""
         if self.unread is not None:
             self.unread = self.unread.select(indices)
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row ``repeats`` times, next to each other."""
         if self.unread is not None:
             rows = torch.arange(len(self.unread.x), device=self.unread.x.device)
             self.unread = self.unread.select(rows.repeat_interleave(repeats))
@@ -160,10 +162,10 @@ class StateLayer(CacheLayerMixin):
             self.state = self.state.select(torch.arange(len(self.state.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: tokens cannot be taken out of a state.
+        """Reject the removal of tokens, because a state cannot forget its last tokens.
 
         Raises:
-            ValueError: for any number but 0.
+            ValueError: if ``tokens_to_remove`` is not 0.
         """
         if tokens_to_remove:
             raise ValueError(
@@ -172,11 +174,16 @@ class StateLayer(CacheLayerMixin):
 
 
 def state_layer(cache: Cache, index: int) -> StateLayer:
-    """The layer of ``cache`` that holds a state; it takes the place of an empty one.
+    """Return the layer of a cache that holds the state, after replacing an empty layer of keys and values by one.
+
+    Args:
+        cache: cache of transformers, changed in place.
+        index: number of the layer.
 
     Raises:
-        ValueError: for a cache of another kind, and for one that another model filled.
+        ValueError: if the cache is not a ``DynamicCache``, or the layer already holds keys and values.
     """
+    # a DynamicCache creates its layers on first use, so that of this module may not be there yet
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
@@ -200,26 +207,29 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
 def swapped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention of ours as an attention function of transformers.
+    """Compute swapped attention, as an attention function of transformers.
 
     Args:
-        module: the attention module.
-        query: ``[B, H, N, Dk]``, turned by its positions.
-        key: ``[B, Hkv, N, Dk]``, of these tokens only.
-        value: ``[B, Hkv, N, Dv]``.
-        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as boolean or as what is added to scores; None for none.
-        options: of transformers' functions: ``scaling`` and ``position_ids`` are used.
+        module: attention module of transformers.
+        query: queries rotated by their positions, ``[B, H, N, Dk]``.
+        key: rotated keys of these tokens only, ``[B, Hkv, N, Dk]``.
+        value: values of these tokens only, ``[B, Hkv, N, Dv]``.
+        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
+            without a mask.
+        options: further arguments of transformers' attention functions; ``scaling`` and ``position_ids`` are used, and the
+            mask under :data:`GIVEN`.
 
     Returns:
-        ``[B, N, H * Dv]``, and None for the weights.
+        Outputs ``[B, N, H * Dv]``, and None in place of attention weights.
 
     Raises:
-        ValueError: for a mask that hides more than padding (and later tokens, in a decoder), documents that are packed
-            in several rows, biases in a mask, more tokens than dense coefficients reach to, a state that was not kept, and
-            tokens that are not those of the image.
+        ValueError: if a mask hides more than padding (and later tokens, in a decoder) or adds biases, documents are packed
+            in several rows, the text is longer than dense coefficients allow, the cache has no state to continue, or the
+            tokens are not those of the current image.
     """
     (x, cache), attention = module.call, module.swapped
-    module.call = None  # nothing of a call is kept
+    module.call = None  # a stored call would keep its activations in memory
+    # the factor is 1 for the usual scaling by the root of the key width; models with a different scaling keep theirs
     query = query * (options["scaling"] * query.shape[-1] ** 0.5)
     heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     if module.grid is not None:
@@ -233,6 +243,7 @@ def swapped_attention(
     if cache is not None and cache.unread is not None:
         cache.state, cache.unread = _state_of(attention, cache.unread), None
     real = real_of_decoder(attention_mask, x, cache, given, positions) if bounds is None else None
+    # nothing continues after training or packed documents, so that no state is computed for them
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
             if cache.columns > x.shape[1]:
@@ -257,10 +268,17 @@ def swapped_attention(
 def _continued(
     attention: Attention, state: Any, x: Tensor, heads: list[Tensor], real: Tensor | None
 ) -> tuple[Tensor, Any]:
-    """Outputs of the next tokens, and the state after them.
+    """Compute the outputs of the next tokens, and the state after them.
+
+    Args:
+        attention: the new attention.
+        state: state before these tokens; None at the start.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        heads: queries, keys and values, ``[B, N, H, D]`` each.
+        real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
 
     Raises:
-        ValueError: for padding among several tokens in a graph, which cannot count them.
+        ValueError: if a compiled graph gets a mask with more than one token, because it cannot count them.
     """
     last = real
     if last is not None and torch.compiler.is_compiling():
@@ -277,7 +295,7 @@ def _continued(
 
 
 def _state_of(attention: Attention, unread: Unread) -> Any:
-    """The state after tokens that a graph took in; their outputs are known."""
+    """Compute the state after tokens that a compiled graph read; their outputs were returned already."""
     x, q, k, v, real = unread
     if real is not None and torch.compiler.is_compiling():
         return _state_outside(attention, unread)
@@ -290,14 +308,14 @@ def _state_outside(attention: Attention, unread: Unread) -> Any:
 
 
 class Rows(NamedTuple):
-    """Tokens of which the real ones come first in every row.
+    """Tokens with the padding of every row moved to its end.
 
     Attributes:
-        x: ``[B, N, dim]``.
-        projections: those of the host, for :meth:`Attention.forward`.
-        visible: ``[B, N]`` bool; None where all tokens are real.
-        counts: real tokens of each row; None where all tokens are real, and in graphs, which cannot count them.
-        inverse: ``[B, N]``, the way back; None where nothing moved.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        projections: queries, keys and values of the host model, for :meth:`Attention.forward`.
+        visible: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        counts: number of non-padding tokens in each row; None if no token is padding, and in graphs, which cannot count them.
+        inverse: indices that restore the original order, ``[B, N]`` int64; None if no token moved.
     """
 
     x: Tensor
@@ -307,17 +325,23 @@ class Rows(NamedTuple):
     inverse: Tensor | None
 
     def restored(self, out: Tensor) -> Tensor:
-        """Outputs in the order that the tokens came in."""
+        """Return outputs ``[B, N, ...]`` in the original order of the tokens."""
         return out if self.inverse is None else rows_in_order(out, self.inverse)
 
 
 def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
-    """Tokens, and queries, keys and values ``[B, N, H, D]`` of them, with padding moved to the right."""
+    """Move padding to the end of every row, in tokens and in their queries, keys and values.
+
+    Args:
+        mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        heads: queries, keys and values, ``[B, N, H, D]`` each.
+    """
     if mask is None:
         q, k, v = heads
         return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), None, None, None)
     order: Tensor | None
-    if torch.compiler.is_compiling() or is_fake(mask):  # what is not read may be anything
+    if torch.compiler.is_compiling() or is_fake(mask):  # values cannot be read, so padding may be anywhere
         real, counts, order = mask, None, padding_last(mask)
     else:
         real, counts, order = real_tokens(mask, x)
@@ -331,14 +355,14 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
 
 
 def _encoder_mask(attention_mask: Any, given: tuple[Any] | None) -> Any:
-    """The mask that an encoder was called with where that is known, else the one that transformers made of it."""
+    """Return the mask that an encoder was called with if it is known, else the one that transformers made of it."""
     if given is None or (given[0] is not None and given[0].dim() != 2):
         return attention_mask
     return given[0]
 
 
 def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Every token sees all; blocks are counted from a row's first real token."""
+    """Compute attention in which every token sees all others; blocks are counted from a row's first non-padding token."""
     rows = real_first(padding_mask(attention_mask, x), x, heads)
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
     layout = fit(module, module.swapped, BlockLayout((x.shape[1],), block_size=size), x.device)
@@ -346,7 +370,7 @@ def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask
 
 
 def _of_an_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Every token sees all; blocks are those of the present image."""
+    """Compute attention in which every token sees all others, with the blocks of the current image."""
     layout = module.grid.layout(module.blocks, x.shape[1])
     check_nothing_hidden(attention_mask)
     q, k, v = heads

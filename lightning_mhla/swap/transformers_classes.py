@@ -1,8 +1,8 @@
-"""Classes of transformers that build a swapped model: ``LlamaForCausalLM`` of this module is transformers', swapped.
+"""Subclasses of transformers' models and configurations that build and save swapped attention.
 
-Each class of transformers is found here under its own name, and its configuration with ``Swapped`` before the name. They are
-made when they are asked for. :func:`lightning_mhla.swap_attention` makes a model one of them, so its ``save_pretrained``
-writes a folder that only they accept.
+Each model class has the name of its transformers parent, such as ``LlamaForCausalLM``; the name of a configuration class gets
+the prefix ``Swapped``. They are created on first access. :func:`lightning_mhla.swap_attention` changes the class of a model to
+one of them, so its ``save_pretrained`` writes a folder that only these classes accept.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from lightning_mhla.system.transformers_module import publish
 
 PREFIX = "Swapped"
 MODEL_TYPE = "mhla_swapped"
-"""Type of model that transformers does not know: its Auto classes ask for ``trust_remote_code``."""
+"""Saved ``model_type``, unknown to transformers, so that its Auto classes ask for ``trust_remote_code``."""
 
 UNUSABLE = "lightning_mhla.load_swapped"
-"""Attention that a loaded configuration asks for: transformers rejects the name when it builds a model without the swap."""
+"""Attention implementation of a loaded configuration; transformers rejects it when it builds a model without the swap."""
 
 TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config")
-"""Entries of configurations; of each family, one of them rejects :data:`NOTICE`."""
+"""Configuration entries to overwrite with :data:`NOTICE`; every family rejects it in at least one of them."""
 
 PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
-"""Options of models that transformers does not save, and parts of the names of their weights."""
+"""Arguments of model classes that transformers does not save, with a part of the names of the weights that they add."""
 
 
 class SwappedConfig(SwappedClass):
-    """A configuration of transformers with a record of the swap. Its file is rejected by the class it derives from."""
+    """Base of transformers configurations with a record of the swap. Their parent classes reject the saved file."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """The configuration class of swapped models for that of transformers."""
+        """Return the swapped class for a configuration class of transformers, or ``host`` if it is one already."""
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: the saved module names the classes, and their source is not copied."""
+        """Do nothing: the saved module imports the classes, so transformers must not copy their source."""
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See transformers; values that keep other classes off are put back."""
+        """Read the configuration as transformers does, and restore the values that make other classes reject it."""
         config, rest = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
@@ -69,13 +69,13 @@ class SwappedConfig(SwappedClass):
         return {"attn_implementation": UNUSABLE, **config}, rest
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """See transformers; also write the module that ``auto_map`` refers to."""
+        """Save the configuration as transformers does, and write the module that its ``auto_map`` refers to."""
         if (names := self._auto_map()) and not Path(save_directory).is_file():
             write_module(save_directory, __name__, sorted({name.rpartition(".")[2] for name in names.values()}))
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """See transformers; the file is one that only these classes accept."""
+        """Write the configuration as JSON in a form that only the swapped classes accept."""
         content = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         content["auto_map"] = self._auto_map()
         if names := content.get("architectures"):
@@ -85,7 +85,7 @@ class SwappedConfig(SwappedClass):
         Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _auto_map(self) -> dict[str, str]:
-        """Classes of the saved module by the Auto classes that they are for; none for a configuration from elsewhere."""
+        """Map names of Auto classes to classes of the saved module; empty if the parent class is not one of transformers."""
         import transformers
 
         if getattr(transformers, self.host.__name__, None) is not self.host:
@@ -105,26 +105,26 @@ class SwappedConfig(SwappedClass):
 
 
 class SwappedTransformersModel(SwappedClass):
-    """A model of transformers that is built with the attention that its configuration records."""
+    """Base of transformers models that are built with the attention recorded in their configuration."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """The class of swapped models for one of transformers."""
+        """Return the swapped class for a model class of transformers, or ``host`` if it is one already."""
         if issubclass(host, cls):
             return host
         config = SwappedConfig.derive_from(host.config_class)
         kept = {*(getattr(host, "_keep_in_fp32_modules_strict", None) or ()), "mixing"}
-        # transformers then rejects decoding that takes tokens back, and static caches, by messages of its own
+        # with these, transformers itself rejects static caches and decoding that removes tokens again
         state = {"_is_stateful": True, "_can_compile_fullgraph": False}
         return derive(cls, host, host.__name__, config_class=config, _keep_in_fp32_modules_strict=kept, **state)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing; see :class:`SwappedConfig`."""
+        """Do nothing: the saved module imports the classes, so transformers must not copy their source."""
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: the modules are transformers', and so are the names that its older versions wrote."""
+        """Return False: the modules are transformers', so its renaming of weights saved by older versions applies."""
         return False
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -133,10 +133,10 @@ class SwappedTransformersModel(SwappedClass):
             raise ValueError(
                 f"the configuration does not say what was swapped; build transformers.{self.host.__name__}, and swap then"
             )
-        plain = copy.copy(config)  # parts of the model may be built by an Auto class, which must find the plain ones
+        plain = copy.copy(config)  # an Auto class may build parts of the model, and must build them without the swap
         plain.__class__ = config.host if isinstance(config, SwappedConfig) else type(config)
         plain.__dict__.pop("auto_map", None)
-        if plain._attn_implementation == UNUSABLE:  # the layers that stay have transformers' choice
+        if plain._attn_implementation == UNUSABLE:  # transformers chooses the attention of layers that are not replaced
             plain._attn_implementation = None
         known = inspect.signature(self.host.__init__).parameters  # type: ignore[misc]
         unsaved = {name: value for name, value in record.get("options", {}).items() if name in known}
@@ -149,10 +149,10 @@ class SwappedTransformersModel(SwappedClass):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any = None, *args: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """See transformers.
+        """Load a swapped model, as transformers' method of this name does for its models.
 
         Raises:
-            ValueError: when weights of the new attention are missing, which transformers would leave without values.
+            ValueError: if weights of the new attention are missing, which transformers would leave uninitialized.
         """
         source = pretrained_model_name_or_path
         model, info = super().from_pretrained(source, *args, output_loading_info=True, **options)  # type: ignore[misc]
@@ -160,7 +160,7 @@ class SwappedTransformersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """See transformers; also remove weights of an earlier save that would be read in place of these."""
+        """Save the model as transformers does, and remove weights of an earlier save that would be read instead."""
         given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
         super().save_pretrained(*args, **options)  # type: ignore[misc]
         if given.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
@@ -168,12 +168,12 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Classes by the names that saved modules and pipelines look for."""
+    """Return the swapped class of a name, for the modules and pipelines that refer to it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
 
-    if name == "PreTrainedModel":  # diffusers takes methods of a pipeline's parts from base classes beside their class
+    if name == "PreTrainedModel":  # diffusers looks up base classes of a pipeline's component in its module
         return transformers.PreTrainedModel
     host = getattr(transformers, name.removeprefix(PREFIX), None)
     if isinstance(host, type) and name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedConfig):
@@ -184,9 +184,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Let ``transformers`` have the swapped class of a name; return the name that it has there.
+    """Add the swapped class of a transformers model to the module ``transformers``, and return its name there.
 
-    ``transformers serve`` and pipelines take the class of a loaded configuration from the module, by its name.
+    ``transformers serve`` and pipelines look up the class of a loaded configuration in the module, by its name.
     """
     import transformers
 
@@ -198,16 +198,16 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Whether a configuration class rejects text as a value."""
+    """Return whether a configuration class rejects text as the value of an entry."""
     try:
         host(**{name: NOTICE})
-    except Exception:  # of whichever kind: it is the user of another class who reads it
+    except Exception:  # the type does not matter: any error stops a class that does not support the swap
         return True
     return False
 
 
 class TransformersFolders(TransformersHost):
-    """Swapped models of transformers, and their folders."""
+    """Saving and loading of swapped transformers models, in addition to the swap itself."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
@@ -215,7 +215,7 @@ class TransformersFolders(TransformersHost):
 
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        shared, own = model.config, copy.copy(model.config)  # another model may have been made from the same one
+        shared, own = model.config, copy.copy(model.config)  # a different model may use the same configuration
         own.__class__ = SwappedConfig.derive_from(type(shared))
         setattr(own, SAVED, {**record, "options": _unsaved(model, model.state_dict())})
         for module in model.modules():
@@ -242,7 +242,7 @@ class TransformersFolders(TransformersHost):
                 f"{source} is of class {name}, which transformers does not have; build it and load its weights"
             )
         kind, options = SwappedTransformersModel.derive_from(host), dict(options)
-        if "options" not in config[SAVED]:  # saved before they were recorded
+        if "options" not in config[SAVED]:  # an older folder, saved before options were recorded
             options |= _unsaved(host, _saved_names(Path(source, options.get("subfolder") or "")))
         model, info = kind.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True, **options)
         check_complete(name, source, info, all_weights=True)
@@ -250,7 +250,7 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Options of a model's class that transformers does not save, from the names of its weights."""
+    """Infer arguments of a model's class that transformers does not save from the names of its weights."""
     known = inspect.signature(getattr(model, "host", model).__init__).parameters
     return {option: any(part in name for name in names) for option, part in PARTS.items() if option in known}
 

@@ -1,4 +1,4 @@
-"""Attention masks and positions of transformers: which tokens are padding, and where documents begin."""
+"""Padding and document boundaries, derived from transformers' attention masks and positions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_mhla.system.torch_private import is_fake
 
 HIDDEN = -1000.0
-"""Largest value of an additive mask that counts as hidden: exp(-1000) is 0."""
+"""Largest value of an additive mask that counts as hidden; exp(-1000) is 0 in every floating-point dtype."""
 
 
 GIVEN = "given_mask"
-"""Argument that hands an attention module the mask that the model was called with, as a tuple of one."""
+"""Keyword argument that passes an attention module the mask that the model was called with, as a tuple of one."""
 
 
 def check_values(condition: Callable[[], Tensor], message: str) -> None:
-    """Check what a mask holds: at once where it can be read, when the graph runs where it is traced.
+    """Check a condition on the values of a mask, immediately or, in a traced graph, whenever the graph runs.
 
     Args:
-        condition: makes a boolean tensor that must be true everywhere.
+        condition: function that returns a boolean tensor that must be true everywhere.
         message: error message.
 
     Raises:
-        ValueError: where the condition does not hold. Compiled and exported graphs raise RuntimeError.
+        ValueError: if the condition does not hold. Compiled and exported graphs raise RuntimeError.
     """
     holds = condition().all()
     if torch.compiler.is_compiling():
@@ -41,21 +41,24 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 def real_of_decoder(
     attention_mask: Any, x: Tensor, cache: Any, given: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """``[B, N]`` bool: which of these tokens of a decoder are real; None where all are.
+    """Return the mask of non-padding tokens of a decoder.
 
-    The mask that the model was called with, where it is known and has two dimensions, says it without a look at the mask for
-    each pair of tokens that transformers makes of it. Without one, a graph always gets such a mask, in which packed
-    documents, if there are any, are those of ``position_ids``.
+    If the mask that the model was called with is known and has two dimensions, it is the answer, and the mask over pairs of
+    tokens that transformers makes of it is not read. If the model was called without one, transformers still passes a mask
+    over pairs in a graph. Any packed documents in it are those of ``position_ids``, which are checked instead.
 
     Args:
-        attention_mask: as for :func:`documents`.
-        x: ``[B, N, dim]``.
-        cache: the state before these tokens, whose columns already count them; None without.
-        given: tuple of the mask that the model was called with; None where that is not known.
-        position_ids: ``[B, N]`` or ``[1, N]``; None where they are not known.
+        attention_mask: mask as for :func:`documents`.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
+        given: tuple of the mask that the model was called with; None if it is not known.
+        position_ids: positions, ``[B, N]`` or ``[1, N]``; None if they are not known.
+
+    Returns:
+        Mask ``[B, N]``, bool; None if no token is padding.
 
     Raises:
-        ValueError: as :func:`key_mask`, and in a graph for packed documents.
+        ValueError: if :func:`key_mask` rejects the mask, or documents are packed in a graph.
     """
     if given is not None and isinstance(given[0], Tensor) and given[0].dim() == 2:
         return key_mask(given[0], x, cache)
@@ -75,18 +78,23 @@ PACKED = (
 
 
 def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
-    """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
+    """Return the boundaries of documents packed in a single row.
 
-    As in transformers: a mask of ``[B, 1, N, N]`` keeps documents apart. Without a mask, flash attention begins a document at
-    each smallest position.
+    The rules are those of transformers: a mask of ``[B, 1, N, N]`` keeps documents apart; without a mask, flash attention
+    begins a document at each occurrence of the smallest position.
 
     Args:
-        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as boolean or as what is added to scores; None for none.
-        x: ``[B, N, dim]``.
-        position_ids: ``[B, N]`` or ``[1, N]``, where they alone keep documents apart (flash attention); None where not.
+        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
+            without a mask.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        position_ids: positions, ``[B, N]`` or ``[1, N]``, if they alone keep documents apart (flash attention); else None.
+
+    Returns:
+        ``cu_seqlens`` ``[documents + 1]``, int64, the first token of each document and the number of tokens; None if nothing
+        is packed.
 
     Raises:
-        ValueError: for documents in one of several rows.
+        ValueError: if documents are packed and there are several rows.
     """
     tokens = x.shape[1]
     if attention_mask is not None:
@@ -104,7 +112,11 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
 
 
 def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
-    """``[B, N - 1]`` bool: before which tokens a document ends, by a causal mask of documents; None for any other mask."""
+    """Return where documents begin in a causal mask of packed documents.
+
+    Returns:
+        ``[B, N - 1]`` bool, whether token ``i + 1`` does not see token ``i``; None for any different mask.
+    """
     if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or _has_no_values(attention_mask)):
         return None
     visible = _visible(attention_mask)
@@ -113,17 +125,18 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
     starts = ~visible[:, 0].diagonal(-1, 1, 2)
     if not bool(starts.any()):
         return None
+    # these are documents only if the mask shows every token all earlier ones of its document, and nothing else
     document = F.pad(starts.cumsum(1), (1, 0))
     wanted = (document[:, :, None] == document[:, None]).tril()[:, None]
     return starts if bool((visible == wanted).all()) else None
 
 
 _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Positions by tensor: its version, and whether they count up; the layers of a model are all given the same one."""
+"""Results of :func:`_counts_up` with the version of the tensor, by tensor; all layers of a model get the same tensor."""
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Whether each position follows the one before it; tensors without values are taken to."""
+    """Return whether every position is one more than the one before it; True for tensors whose values cannot be read."""
     if _has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
@@ -135,7 +148,12 @@ def _counts_up(position_ids: Tensor) -> bool:
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """``[B, N]`` bool: which of these tokens the mask lets see themselves; None without a mask."""
+    """Return ``[B, N]`` bool, whether the mask lets each token see itself; None without a mask.
+
+    Args:
+        attention_mask: mask as for :func:`documents`.
+        x: inputs or outputs of the attention module, ``[B, N, dim]``.
+    """
     if attention_mask is None:
         return None
     tokens = x.shape[1]
@@ -145,7 +163,11 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
 
 
 def _visible(attention_mask: Any) -> Tensor:
-    """``[B, heads or 1, N, columns]`` bool."""
+    """Convert a mask over pairs of tokens to ``[B, heads or 1, N, columns]`` bool, True for visible keys.
+
+    Raises:
+        ValueError: if the mask is not a tensor, or adds biases to scores.
+    """
     if not isinstance(attention_mask, Tensor):
         raise ValueError(
             f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
@@ -162,20 +184,23 @@ def _visible(attention_mask: Any) -> Tensor:
 
 
 def _has_no_values(x: Tensor) -> bool:
-    """Whether the numbers of a tensor cannot be read now: while a graph is traced."""
+    """Return whether the values of a tensor cannot be read, because a graph is being traced or the tensor is fake."""
     return torch.compiler.is_compiling() or is_fake(x)
 
 
 def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:
-    """``[B, N]`` bool: which of these tokens are real; None where all are.
+    """Return the mask of non-padding tokens of a decoder, from its attention mask.
 
     Args:
-        attention_mask: as for :func:`documents`.
-        x: ``[B, N, dim]``.
-        cache: the state before these tokens, whose columns already count them.
+        attention_mask: mask as for :func:`documents`.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
+
+    Returns:
+        Mask ``[B, N]``, bool; None without an attention mask.
 
     Raises:
-        ValueError: for a mask that hides more than padding and later tokens, or tokens that the state holds.
+        ValueError: if the mask hides more than padding and later tokens, or hides tokens that are in the state.
     """
     if attention_mask is None:
         return None
@@ -184,9 +209,10 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         last = attention_mask.bool()
     else:
         visible = _visible(attention_mask)
-        last = visible[:, 0, -1]
+        last = visible[:, 0, -1]  # the last token sees all tokens but padding
         position = torch.arange(visible.shape[-1], device=x.device)
         wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
+        # rows of padding may see all tokens or none; transformers fills them in either way
         padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
         check_values(
             lambda: (visible == wanted) | padding,
@@ -203,14 +229,17 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
 
 
 def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """``[B, N]`` bool: which tokens of a text that an encoder reads are real; None where all are.
+    """Return the mask of non-padding tokens of a text encoder, from its attention mask.
 
     Args:
-        attention_mask: as for :func:`documents`.
-        x: ``[B, N, dim]``.
+        attention_mask: mask as for :func:`documents`.
+        x: inputs of the attention module, ``[B, N, dim]``.
+
+    Returns:
+        Mask ``[B, N]``, bool; None without an attention mask.
 
     Raises:
-        ValueError: for a mask that hides more than padding.
+        ValueError: if the mask hides more than padding.
     """
     real = own_keys(attention_mask, x)
     if real is None or attention_mask.dim() == 2:
@@ -227,7 +256,7 @@ def check_nothing_hidden(attention_mask: Any) -> None:
     """Check that a mask of an image encoder hides no patch.
 
     Raises:
-        ValueError: for a mask that does, and one that is not a tensor.
+        ValueError: if the mask hides a patch, or is not a tensor.
     """
     if attention_mask is not None:
         visible = _visible(attention_mask)

@@ -1,4 +1,4 @@
-"""Figures of several panels."""
+"""Matplotlib figures with several panels."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 def make_panels(
     count: int, columns: int, size: tuple[float, float], margin: tuple[float, float] = (0, 0)
 ) -> tuple[Figure, list[Any]]:
-    """A figure with panels in rows, the last row as long as it gets.
+    """Create a figure with panels in rows. The last row may be shorter.
 
     Args:
         count: number of panels, at least 1.
-        columns: panels in a row at most.
+        columns: maximum number of panels in a row.
         size: width and height of a panel in inches.
-        margin: width and height in inches that the figure has beside its panels.
+        margin: width and height of the figure in inches, in addition to the panels.
 
     Returns:
         The figure, and the axes of its panels in order.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
-    from matplotlib.figure import Figure  # takes long to import, and most commands draw nothing
+    from matplotlib.figure import Figure  # slow to import, and most commands draw nothing
 
     figure = Figure(figsize=(size[0] * columns + margin[0], size[1] * rows + margin[1]), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)

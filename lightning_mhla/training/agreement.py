@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
-"""Options with the same meaning for a model and for its data."""
+"""Names of options with the same meaning for a model and for its data."""
 
 
 OF_PIXELS = ("image_size", "sample_size", "channels")
-"""Options that describe the latents of a model, not the images of its data, if the model works on latents."""
+"""Names of options that describe latents instead of the images of the data, if the model works on latents."""
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:
-    """Return the names of options that must agree, for a model with the given options."""
+    """Return the names of the options that must agree with the data, for a model with hyperparameters ``model``."""
     return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
 
@@ -32,11 +32,11 @@ def check_agreement(model: Any, data: Any) -> None:
     """Check the options of a model against those of a data module. Unknown values are not checked.
 
     Args:
-        model: a LightningModule.
-        data: a LightningDataModule, or None.
+        model: LightningModule with its hyperparameters.
+        data: LightningDataModule with its hyperparameters, or None.
 
     Raises:
-        ValueError: naming both values.
+        ValueError: if two values do not agree. The message names both.
     """
     if data is None:
         return

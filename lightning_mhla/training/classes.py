@@ -9,10 +9,10 @@ from lightning_mhla.training.module import TrainingModule
 
 
 def known_classes(num_classes: int | None) -> int:
-    """Determine the number of classes of a model.
+    """Return the number of classes of a model, and check it.
 
     Raises:
-        ValueError: when it is not known, or more than a model can have.
+        ValueError: if the number is not known, or larger than a model supports.
     """
     if num_classes is None:
         raise ValueError(
@@ -26,7 +26,7 @@ class NamesClasses(TrainingModule):
     """Mixin for modules whose labels are classes of the training data, identified by name.
 
     Attributes:
-        label_names: names of the classes in the order of their labels, by which data is matched; None where they are not known.
+        label_names: names of the classes in the order of their labels, by which data is matched; None if they are not known.
     """
 
     label_names: list[str] | None = None
@@ -47,7 +47,7 @@ class NamesClasses(TrainingModule):
         """Restore the names of the classes, or compare them with those of the training data.
 
         Raises:
-            ValueError: when a run would resume with other labels.
+            ValueError: if a run would resume with classes or an order of classes that differ.
         """
         super().on_load_checkpoint(checkpoint)
         names = checkpoint.get("label_names")

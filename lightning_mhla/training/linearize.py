@@ -1,9 +1,9 @@
 """Two-stage training of a model whose attention was replaced (LoLCATs, arXiv 2410.10254, section 3).
 
-The first ``layer_steps`` optimiser steps match the output of each replaced layer to that of the attention it replaced
-(attention transfer). Later steps train the model on its data, and on the predictions of a teacher, the model before the
-swap, if there is one (distillation). A training module holds a :class:`Linearization`; a :class:`LinearizedHost` says how
-the models of a library are called.
+The first ``layer_steps`` optimizer steps match the output of each replaced layer to that of the attention it replaced
+(attention transfer). Later steps train the model on its data and, if there is a teacher (the model before the swap), on the
+teacher's predictions (distillation). A training module holds a :class:`Linearization`. A :class:`LinearizedHost` adapts it
+to the models of a library.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_mhla.training.module import TrainingModule
 
 
 class TwoStageOptions(Protocol):
-    """Options that two-stage training has in every domain."""
+    """Options of two-stage training that all domains share."""
 
     @property
     def layer_steps(self) -> int:
-        """Number of optimiser steps, from the first, that match layers."""
+        """Number of optimizer steps of the first stage, which matches layers."""
 
     @property
     def teacher(self) -> str | None:
-        """Weights of the teacher, as for pretrained; None for no teacher."""
+        """Weights of the teacher, in a form that ``pretrained`` accepts; None for no teacher."""
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the loss of the second stage with a teacher.
@@ -49,15 +49,18 @@ class TwoStageOptions(Protocol):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How the new attention learns from the old one.
+    """Options for training the new attention to match the old one.
 
     Args:
-        layer_steps: optimiser steps, from the first, that match the output of each replaced layer to that of the attention it
-            replaced, for the same input; only what the swap added is trained meanwhile.
-        teacher: weights of the model before the swap, as for pretrained, whose predictions are matched afterwards; null for
-            none.
+        layer_steps: number of optimizer steps, from the first, that match the output of each replaced layer to that of the
+            attention it replaced, for the same input. They train only the parameters that the swap added.
+        teacher: weights of the model before the swap, in a form that pretrained accepts. Later steps match its predictions;
+            null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
-        loss_weight: weight of the plain loss beside it.
+        loss_weight: weight of the loss on the data.
+
+    Raises:
+        ValueError: if ``layer_steps`` or a weight is negative.
     """
 
     layer_steps: int = 0
@@ -71,15 +74,15 @@ class TransferOptions:
                 raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """See :meth:`TwoStageOptions.weighted`."""
+        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions."""
         return self.loss_weight * plain + self.logits_weight * distance
 
 
 class LinearizedHost(ABC):
-    """A library of models, and how those whose attention was replaced learn from the model before the swap.
+    """Interface to the models of a library, through which a swapped model learns from the model before the swap.
 
     Attributes:
-        loss_name: name under which the plain loss is logged beside a teacher's.
+        loss_name: name under which the loss on the data is logged if there is a teacher.
         distance_name: name under which the distance from the teacher's predictions is logged.
     """
 
@@ -92,11 +95,11 @@ class LinearizedHost(ABC):
 
         Args:
             trainer: trainer of the run.
-            network: the swapped model.
-            trained: what is trained in the second stage, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+            network: swapped model.
+            trained: part of the model that the second stage trains, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
 
         Raises:
-            ValueError: if they cannot, with the way out.
+            ValueError: if they cannot. The message names the way out.
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
@@ -108,9 +111,9 @@ class LinearizedHost(ABC):
         """Return the distance of the replaced layers' outputs from those of the attention that they replaced.
 
         Args:
-            network: the swapped model.
-            teacher: the model before the swap; None if there is none.
-            *inputs: inputs of both, ``[B, ...]``.
+            network: swapped model.
+            teacher: model before the swap; None without a teacher.
+            *inputs: inputs of both models, ``[B, ...]``.
         """
 
     @abstractmethod
@@ -126,12 +129,12 @@ class LinearizedHost(ABC):
 class ScoringHost(LinearizedHost):
     """Models that score classes or tokens, of a library that keeps the attention that was replaced (timm, transformers).
 
-    They need no teacher to match layers, and meanwhile train only what the swap added.
+    The first stage needs no teacher, and trains only the parameters that the swap added.
 
     Args:
-        loss_name: see :class:`LinearizedHost`.
-        run: calls a model for inputs ``[B, ...]`` without its head.
-        scores: returns a model's scores ``[B, ..., classes]`` for inputs ``[B, ...]``.
+        loss_name: name under which the loss on the data is logged if there is a teacher.
+        run: function that applies a model without its head to inputs ``[B, ...]``.
+        scores: function that returns a model's scores ``[B, ..., classes]`` for inputs ``[B, ...]``.
     """
 
     distance_name = "train/teacher_divergence"
@@ -163,20 +166,20 @@ class ScoringHost(LinearizedHost):
 
     @override
     def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        """Return the Kullback-Leibler divergence from the teacher's predictions, the mean over all axes but the classes."""
+        """Return the Kullback-Leibler divergence from the teacher's predictions, averaged over all axes but the classes."""
         learned, target = (scores.float().log_softmax(-1).flatten(0, -2) for scores in (predicted, wanted))
         return F.kl_div(learned, target, reduction="batchmean", log_target=True)
 
 
 class Linearization:
-    """The two stages of a training module, which calls :meth:`start` once and one of the losses in each training step.
+    """Two-stage training, used by a training module: :meth:`start` once, then one of the losses in each training step.
 
-    This is not a module, and copies of a training module share it, so that the frozen teacher that it holds is neither
-    trained, averaged nor saved.
+    It is not a ``nn.Module``, and copies of a training module share it. The frozen teacher that it holds is therefore not
+    trained, averaged or saved.
 
     Args:
-        options: steps of the first stage, teacher and weights of the second.
-        host: library of the model.
+        options: number of steps of the first stage; teacher and weights of the second.
+        host: interface to the library of the model.
     """
 
     def __init__(self, options: TwoStageOptions, host: LinearizedHost) -> None:
@@ -184,7 +187,7 @@ class Linearization:
         self._teacher: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Linearization:
-        return self
+        return self  # a weight average copies the training module, which must not copy the teacher
 
     @property
     def has_teacher(self) -> bool:
@@ -192,11 +195,11 @@ class Linearization:
         return self._teacher is not None
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
-        """Check that layers can be matched, if they are to be, and load the teacher, if there is one.
+        """Check that layers can be matched, if the first stage has steps, and load the teacher, if there is one.
 
         Args:
-            module: the training module, at the start of a fit.
-            read_teacher: returns the model before the swap, with the weights at a path.
+            module: training module, at the start of a fit.
+            read_teacher: function that builds the model before the swap with the weights at a path.
 
         Raises:
             ValueError: if layers cannot be matched one by one, for instance because the strategy shards weights.
@@ -209,23 +212,26 @@ class Linearization:
             self.host.place(self._teacher, module.network, module.device)
 
     def matches_layers(self, module: TrainingModule) -> bool:
-        """Return whether the present step of ``module`` belongs to the first stage."""
+        """Check whether the present step of ``module`` belongs to the first stage."""
         return self.options.layer_steps > 0 and module.trainer.global_step < self.options.layer_steps
 
     def layer_loss(self, module: TrainingModule, *inputs: Tensor) -> Tensor:
-        """Return the logged loss of a step of the first stage, for inputs ``[B, ...]``."""
+        """Compute and log the loss of a step of the first stage, for inputs ``[B, ...]``."""
         loss = self.host.layer_loss(module.network, self._teacher, *inputs)
         module.log("train/layer_distance", loss.detach(), batch_size=len(inputs[0]))
         return module.log_loss(loss, len(inputs[0]))
 
     def distilled_loss(self, module: TrainingModule, plain: Tensor, predicted: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the logged loss of a step of the second stage: ``plain``, or with a teacher the weighted sum of both.
+        """Compute and log the loss of a step of the second stage.
 
         Args:
-            module: the training module.
-            plain: loss on the data.
-            predicted: predictions of the module's network for ``inputs``, as :meth:`LinearizedHost.predict` returns them.
+            module: training module.
+            plain: loss on the data, a scalar.
+            predicted: predictions of the module's network for ``inputs``, in the form of :meth:`LinearizedHost.predict`.
             *inputs: inputs of network and teacher, ``[B, ...]``.
+
+        Returns:
+            ``plain``, or with a teacher the weighted sum of ``plain`` and the distance from the teacher's predictions.
         """
         size = len(inputs[0])
         if self._teacher is None:
@@ -241,16 +247,16 @@ class Linearization:
 def check_layer_steps(
     trainer: Trainer, network: nn.Module, trained: str, complete: tuple[str, ...] = ("attention", "new", "lora")
 ) -> None:
-    """Reject strategies under which layers cannot be trained one by one.
+    """Check that a strategy and a model support training replaced layers one by one.
 
     Args:
         trainer: trainer of the run.
-        network: the swapped model.
-        trained: what is trained after those steps, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
-        complete: parts of which those steps train every parameter.
+        network: swapped model.
+        trained: part of the model that later steps train, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+        complete: parts of the model of which matching layers trains every parameter.
 
     Raises:
-        ValueError: naming the way out.
+        ValueError: if the strategy or the model does not support it. The message names the way out.
     """
     strategy = trainer.strategy
     if not swapped_layers(network):
@@ -260,6 +266,7 @@ def check_layer_steps(
             f"distillation.layer_steps calls layers by themselves, whose weights {type(strategy).__name__} shards with "
             "their blocks; match layers on one device or under DDP, and shard in a run that starts from its checkpoint"
         )
+    # DDP waits for the gradient of every trained parameter, and fails if a step computes none
     unused = ddp_options(strategy).get("find_unused_parameters", False)
     if isinstance(strategy, DDPStrategy) and trained not in complete and not unused:
         raise ValueError(

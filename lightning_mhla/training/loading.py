@@ -1,4 +1,4 @@
-"""Loading of modules from checkpoints, without running code from them."""
+"""Loading of training modules from checkpoints, without running code from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=TrainingModule)
 
 
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
-    """Check whether a class accepts the options in a checkpoint."""
+    """Check whether a class accepts the hyperparameters ``memory`` of a checkpoint as its arguments."""
     options = {name for name in memory if not name.startswith("_")}
     parameters = inspect.signature(kind).parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -25,16 +25,17 @@ def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
 
 
 def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Module:
-    """Load the module of a checkpoint, in evaluation mode on the CPU.
+    """Load the training module of a checkpoint, in evaluation mode on the CPU.
 
     Args:
-        kind: its class.
-        path: file, folder of a sharded checkpoint, or folder of which the furthest whole checkpoint is taken.
-        live: the weights as they were trained, where the checkpoint also has their moving average.
+        kind: class of the module.
+        path: path of a checkpoint file, of the folder of a sharded checkpoint, or of a folder with checkpoints, of which the
+            latest complete one is loaded.
+        live: whether to load the weights that the optimizer updates, if the checkpoint also has their moving average.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: when it holds no such module, or cannot be read safely.
+        FileNotFoundError: if the path does not exist.
+        ValueError: if the checkpoint does not hold such a module, or cannot be read safely.
     """
     path = Path(path)
     if not path.exists():
@@ -58,5 +59,5 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
         raise ValueError(f"the weights of {path} do not fit their model ({reason(error)})") from error
     for part in module.modules():
         if isinstance(part, MixingCoefficients):
-            part.bring_inside_()
+            part.bring_inside_()  # other programs may read the parameters, and do not bound them
     return module.eval()

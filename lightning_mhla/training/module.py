@@ -1,4 +1,4 @@
-"""The LightningModule that every domain derives from: optimiser, EMA, seeds, sharding, and resuming from a checkpoint."""
+"""LightningModule from which every domain derives: optimizer, EMA, seeds, sharding, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,15 +56,17 @@ log = logging.getLogger(__name__)
 
 
 def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
-    """Reject a batch without the keys that a domain's steps read; count every sample where ``valid`` is not there.
+    """Check that a batch has the keys that a domain's steps read.
+
+    An evaluation batch without ``valid`` gets it, True for every sample, so that metrics count all samples.
 
     Args:
-        batch: batch of any data module; changed in place.
-        keys: as of :attr:`TrainingModule.train_batch`; without any, only the type is checked.
-        part: part of the data, for the message.
+        batch: batch of any data module, modified in place.
+        keys: required keys, see :attr:`TrainingModule.train_batch`. If there are none, only the type is checked.
+        part: part of the data, for the error message.
 
     Raises:
-        ValueError: naming what is missing.
+        ValueError: if the batch is not a dict or lacks a key.
     """
     given = batch if isinstance(batch, dict) else {}
     found = [next((name for name in key.split("|") if name in given), None) for key in keys]
@@ -80,27 +82,30 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
 
 
 class TrainingModule(LoggedApart, LightningModule):
-    """A network and how it is trained; a domain sets ``self.network`` and implements the steps.
+    """Base class for the training of a network. A domain sets ``self.network`` and implements the steps.
 
     Args:
-        optimizer: see :class:`OptimizerConfig`.
+        optimizer: optimizer and learning-rate schedule, see :class:`OptimizerConfig`.
         ema_decay: decay of the exponential moving average of the weights, which validation, test and the checkpoint's
-            ``state_dict`` use; null for none.
+            ``state_dict`` use; null for no average.
         compile_options: options of torch.compile; None compiles nothing.
+
+    Raises:
+        ValueError: if ``ema_decay`` is not between 0 and 1.
     """
 
     logged_as = "model"
     network: nn.Module
     shares_sequences: ClassVar[bool] = False
-    """Whether its steps know :attr:`sequence_group`."""
+    """Whether the steps support sequence parallelism, see :attr:`sequence_group`."""
     train_batch: ClassVar[tuple[str, ...]] = ()
-    """Keys that a training batch must have; ``a|b`` for one of two."""
+    """Keys that a training batch must have; ``a|b`` requires either of two."""
     evaluation_batch: ClassVar[tuple[str, ...]] = ()
-    """Likewise for validation and test; ``valid`` need not be there."""
+    """Keys that a validation or test batch must have, in the same notation; ``valid`` is optional."""
     predict_batch: ClassVar[tuple[str, ...]] = ()
-    """Likewise for predict."""
+    """Keys that a batch for predict must have, in the same notation."""
     output_names: tuple[str, ...] = ("head",)
-    """How names of parameters behind the last layer begin, for layer decay."""
+    """Prefixes of the names of parameters after the last layer, for layer decay."""
 
     def __init__(
         self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
@@ -121,26 +126,26 @@ class TrainingModule(LoggedApart, LightningModule):
     @lr.setter
     def lr(self, value: float) -> None:
         self.optimizer_config = replace(self.optimizer_config, lr=value)
-        if isinstance(saved := self.hparams.get("optimizer"), dict):  # so that checkpoints know what was found
+        if isinstance(saved := self.hparams.get("optimizer"), dict):  # checkpoints must record the rate that was found
             saved["lr"] = value
 
     def setup(self, stage: str) -> None:
-        """Reject data with options that do not fit the model's, see :func:`check_agreement`."""
+        """Check that options of the data agree with those of the model, see :func:`check_agreement`."""
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
-        """Decay of the moving average at the present step, where ``ema_decay`` asks for ``decay``."""
+        """Return the decay of the moving average at the present step; ``decay`` is the value of ``ema_decay``."""
         return decay
 
     def layers(self) -> list[nn.Module]:
-        """The repeated blocks of the network, first to last: what is sharded, and what layer decay counts."""
+        """Return the repeated blocks of the network, first to last, which are sharded and which layer decay counts."""
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """In every fit: seeds of each step, the moving average, and those that keep a run safe, unless it brings its own.
+        """Return the callbacks of every fit: step seeds, moving average, checkpoints, and guards that the trainer lacks.
 
-        It also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`: Lightning calls no hook of a
-        module earlier, so that no checkpoint is read or written before.
+        The method also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`. Lightning calls no
+        hook of a module earlier, and reads or writes no checkpoint before.
         """
         replace_checkpoint_io(self.trainer.strategy)
         if self.trainer.state.fn == "predict":
@@ -162,7 +167,11 @@ class TrainingModule(LoggedApart, LightningModule):
         ]
 
     def _recovery(self) -> list[Callback]:
-        """The callback that writes checkpoints, to be the last of all; none where checkpoints are switched off."""
+        """Return the callback that writes checkpoints; no callback if the trainer has checkpoints disabled.
+
+        The trainer's own one is removed from its list and returned, so that it runs after all others and saves the state that
+        they reach at the same step.
+        """
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
         own: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
         for callback in own:
@@ -170,14 +179,14 @@ class TrainingModule(LoggedApart, LightningModule):
         return own if own or not self.trainer.checkpoint_callbacks else [Recovery()]
 
     def prediction_callbacks(self) -> list[Callback]:
-        """Callbacks that write predictions."""
+        """Return callbacks that write predictions."""
         return []
 
     def configure_model(self) -> None:
-        """Compile the network block by block where it is asked for; shard it under a strategy that made a mesh (FSDP2).
+        """Compile the network block by block if requested, and shard it if the strategy has a device mesh (FSDP2).
 
         Raises:
-            ValueError: under sequence parallelism, where the domain cannot share sequences.
+            ValueError: if sequence parallelism is on and the domain does not support it.
         """
         if self.compile_options is not None:
             compile_layers(self.layers(), self.compile_options)
@@ -187,43 +196,45 @@ class TrainingModule(LoggedApart, LightningModule):
         if self.sequence_group is not None:
             if not self.shares_sequences:
                 raise ValueError(f"{type(self).__name__} does not share sequences; leave sequence_parallel_size at 1")
+            # weights are sharded over all processes, those that share a sequence included
             mesh = flatten_mesh(self.device_mesh["data_parallel", SEQUENCE], "all")
         gathered = getattr(self.trainer.strategy, "gather_dtype", "float32")
+        # mixing coefficients stay in float32 even if other weights are gathered in bfloat16
         kept = [each for each in self.network.modules() if isinstance(each, MixingCoefficients)]
         shard(self.network, self.layers(), mesh, getattr(torch, gathered), kept)
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
-        """The processes that share every sequence of a batch; None without sequence parallelism."""
+        """Process group that shares each sequence of a batch; None without sequence parallelism."""
         mesh = self.device_mesh
         if mesh is None or SEQUENCE not in (mesh.mesh_dim_names or ()) or mesh[SEQUENCE].size() == 1:
             return None
         return mesh[SEQUENCE].get_group()
 
     def configure_optimizers(self) -> Any:
-        """AdamW with warm-up and schedule, stepped with the optimiser."""
-        self.trainer.fit_loop.setup_data()  # or the length of an epoch is unknown where max_steps ends the run
+        """Build the optimizer and its schedule, which advances with every optimizer step."""
+        self.trainer.fit_loop.setup_data()  # otherwise the length of an epoch is unknown if max_steps ends the run
         options = (self.network, self.optimizer_config, *self._lengths(), self._layer_names())
         optimizer, schedule, _ = build_optimizer(*options)
         self._builds_optimizer = True
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def _lengths(self) -> tuple[float, float]:
-        """Optimiser steps of the run, and of an epoch of the warm-up."""
+        """Return the numbers of optimizer steps of the run and of one epoch, the latter for the warm-up."""
         epochs = self.optimizer_config.warmup_epochs
         warmup = steps_of_epochs(self.trainer, epochs)
         return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log the training loss of ``batch_size`` samples, the mean over the processes, and hand it on."""
+        """Log the training loss of ``batch_size`` samples, averaged over the processes, and return it."""
         self.log("train/loss", loss, prog_bar=True, batch_size=batch_size, sync_dist=self.sequence_group is None)
         return loss
 
     def on_train_start(self) -> None:
-        """Obey the optimiser options of this start where a checkpoint brought those of an earlier one.
+        """Apply the optimizer options of this start, in place of those that a checkpoint restored.
 
         Raises:
-            ValueError: when the checkpoint was saved inside an accumulation, whose gradients it does not hold.
+            ValueError: if the checkpoint was saved between accumulated batches, because it does not hold their gradients.
         """
         self.trainer.accumulate_grad_batches = accumulation(self.trainer, self.trainer.current_epoch)
         if inside_accumulation(self.trainer):
@@ -249,7 +260,7 @@ class TrainingModule(LoggedApart, LightningModule):
         schedules: Any = self.lr_schedulers()
         optimizers: Any = self.optimizers(use_pl_optimizer=False)
         if self._builds_optimizer and isinstance(schedules, LambdaLR):
-            # Lightning's tuners may have changed learning rate and batch size since the optimiser was made
+            # Lightning's tuners may have changed learning rate and batch size since the optimizer was built
             asked = asked_options(self.network, self.optimizer_config, *self._lengths(), self._layer_names())
             changes = take_over(optimizers, schedules, asked, self.trainer.global_step)
             for change in changes if self.trainer.global_step else ():
@@ -276,21 +287,23 @@ class TrainingModule(LoggedApart, LightningModule):
             return []
         blocks = {id(layer) for layer in self.layers()}
         names = [f"{name}." for name, module in self.network.named_modules() if id(module) in blocks]
+        # parameters outside the blocks are counted with the input, unless their names mark them as part of the output
         root = names[0].split(".")[0]
         after = (root, *self.output_names)
         before = [name for name, _ in self.network.named_parameters() if not name.startswith(after)]
         return [before, *[[name] for name in names]]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Log how many different broken samples this process has skipped, if any."""
+        """Log the number of different broken samples that this process has skipped, if any."""
         if skipped := getattr(self.trainer.train_dataloader, "skipped", None):
             self.log("data/skipped", float(len(skipped)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reject the checkpoint of a different model before its tensors fail to fit; prepare a run that resumes from it.
+        """Check that a checkpoint fits this model and this run, and prepare to resume from it.
 
         Raises:
-            ValueError: naming the attention option, the optimiser or the size that differs, and the way out.
+            ValueError: if it does not. The message names the attention option, the optimizer or the size that differs, and the
+                way out.
         """
         if self._trainer is None or self._trainer.is_global_zero:
             log_origin(checkpoint)
@@ -300,10 +313,10 @@ class TrainingModule(LoggedApart, LightningModule):
         check_weights(checkpoint, self.state_dict())
 
     def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Log the options that changed, resume live weights without an average, and compare the optimisers.
+        """Log the options that changed, use the live weights if this run keeps no average, and compare the optimizers.
 
         Raises:
-            ValueError: when the optimiser's state does not fit.
+            ValueError: if the state of the optimizer does not fit.
         """
         if checkpoint.get("global_step"):
             self._leave_out_tuners(checkpoint)
@@ -315,7 +328,7 @@ class TrainingModule(LoggedApart, LightningModule):
                 "the checkpoint keeps a weight average, which this run does not: it resumes from the live weights"
             )
             checkpoint["state_dict"] = checkpoint[LIVE]
-            if shards_weights(self.trainer):  # their strategy has loaded the average by now
+            if shards_weights(self.trainer):  # a strategy that shards weights has already loaded the average
                 load_weights(self, checkpoint[LIVE])
         if (saved := saved_groups(checkpoint)) is not None:
             groups = parameter_groups(self.network, self.optimizer_config, self._layer_names())
@@ -323,7 +336,7 @@ class TrainingModule(LoggedApart, LightningModule):
             check_optimizer(saved, self.optimizer_config.kind, len(BETAS[self.optimizer_config.kind]), sizes)
 
     def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
-        """Resume with the batch size and the learning rate that Lightning's tuners found when the run began."""
+        """Remove Lightning's tuners, and restore the batch size and the learning rate that they found at the first start."""
         data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
         for tuner in [callback for callback in callbacks if isinstance(callback, BatchSizeFinder | LearningRateFinder)]:
             callbacks.remove(tuner)

@@ -1,4 +1,4 @@
-"""Strategies that extend Lightning's."""
+"""Training strategies that extend those of Lightning."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     Args:
         save_distributed_checkpoint: write a folder of shards, one file for each process, instead of one file.
-        gather_dtype: in which weights are gathered for a block, and computed with; gradients are reduced in float32, and
-            the weights that the optimiser updates stay float32. Mixing coefficients are always gathered in float32.
-        sequence_parallel_size: neighbouring processes that share each sequence and exchange block summaries, for
-            sequences that one device has no room for; a divisor of the number of processes. Language models only.
+        gather_dtype: dtype in which the weights of a block are gathered and used. Gradients are reduced in float32, and the
+            weights that the optimizer updates stay in float32. Mixing coefficients are always gathered in float32.
+        sequence_parallel_size: number of neighboring processes that share each sequence and exchange block summaries, for
+            sequences that do not fit on one device; a divisor of the number of processes. Language models only.
 
     Raises:
-        ValueError: when ``sequence_parallel_size`` does not divide the number of processes, once that is known.
+        ValueError: if ``sequence_parallel_size`` does not divide the number of processes, raised once that is known.
     """
 
     def __init__(
@@ -52,7 +52,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.gather_dtype, self.sequence_parallel_size = gather_dtype, sequence_parallel_size
 
     def setup_environment(self) -> None:
-        """Create the device mesh, now that the number of processes is known."""
+        """Start the process group, whose number of processes was not known before, and create the device mesh.
+
+        Raises:
+            ValueError: if ``sequence_parallel_size`` does not divide the number of processes.
+        """
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         each, processes = self.sequence_parallel_size, self.world_size
@@ -67,7 +71,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
     ) -> None:
         """Write a sharded checkpoint or one file. Every process calls this method."""
-        path = Path(self.broadcast(filepath))
+        path = Path(self.broadcast(filepath))  # all processes must write into the same folder
         if not self._save_distributed_checkpoint:
             Strategy.save_checkpoint(self, checkpoint, path)
             return
@@ -80,7 +84,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizers from a sharded checkpoint or from one file, and return the other entries.
 
-        Live weights beside a moving average come back under their own name, in shards like the module's own.
+        If the checkpoint has live weights beside a moving average, they are returned as an entry, sharded like the module's.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
@@ -95,6 +99,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             return {**content, READ_FROM: str(path)}
         names = saved_names(path)
         own: dict[str, Any] = get_model_state_dict(self.model)
+        # the reader fills tensors in place, so both sets of weights need storage that is not the model's
         weights = {
             name: {key: value.clone() for key, value in own.items()} for name in ("state_dict", LIVE) if name in names
         }

@@ -76,7 +76,7 @@ def test_help_imports_no_library() -> None:
         (["fitt"], "fitt is not a command; did you mean fit?"),
         (["genrate"], "genrate is not a command; did you mean generate?"),
         (["xyzzy"], "xyzzy is not a command\n"),
-        (["prepare", "picture"], "prepare picture is no tool"),
+        (["prepare", "picture"], "prepare picture is not a tool"),
         (["prepare", "images", "a", "b", "--per_sharp=3"], "unrecognized arguments: --per_sharp=3"),
         (["prepare", "images", "a", "b", "--per-shard=x"], "argument --per_shard: invalid int value: 'x'"),
         (["export", "a"], "the following arguments are required: folder\nhelp: lightning export --help\n"),

@@ -368,7 +368,7 @@ CONFIGS = {
     "list": ("trainer:\n  callbacks:\n  - class_path: lightning_mhla.callbacks.Recovery\n    init_args: {keep: many}\n", "trainer.callbacks[0].init_args.keep: expected int, got many (line 4)"),
     "key": ("trainer:\n\n  max_epoch: 3\n", "did you mean trainer.max_epochs? (line 3)"),
     "included": ("model: model.yaml\n", "sub/model.yaml: model.init_args.depth: expected int, got deep (line 3)"),
-    "tab": ("trainer:\n\tmax_epochs: 7\n", "line 2 is indented by a tab: YAML takes spaces alone"),
+    "tab": ("trainer:\n\tmax_epochs: 7\n", "line 2 is indented by a tab: YAML accepts only spaces"),
     "brace": ("trainer: {max_epochs: 3\n", "line 2, column 1: while parsing a flow mapping"),
     "twice": ("trainer:\n  max_epochs: 3\n  max_epochs: 4\n", "trainer.max_epochs is given twice, in line 2 and in line 3"),
     "empty": ("", "contains no options: it is empty"),

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from mhla_tasks.classification import ImageNetShards
 from mhla_tasks.commandline.arguments import UsageError, read_words
-from mhla_tasks.commandline.moved_keys import notice
+from mhla_tasks.commandline.moved_keys import move_arguments, notice
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import PLAN, Plan, check_same, make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
+from mhla_tasks.tools.compare import differences, read_runs
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
@@ -364,6 +366,14 @@ def test_classes_that_take_an_option_by_its_former_name_keep_it() -> None:
     assert made.configuration["data"]["init_args"]["shards"] == {"cache_dir": "kept"}
     with pytest.raises(UsageError, match=r"data\.cache_dir is not an option of Digits"):
         plan("fit", "--config", DIGITS, "--data.cache_dir=kept")
+
+
+def test_tools_read_what_an_earlier_version_wrote(tmp_path: Path) -> None:
+    assert move_arguments("data", ImageNetShards, {"train": "a", **FORMER}) == {"train": "a", "shards": FORMER}
+    for name, arguments in (("old", FORMER), ("new", {"shards": FORMER})):
+        write(tmp_path / name / "config.yaml", {"data": {"class_path": SHARDS, "init_args": arguments}})
+        (tmp_path / name / "run.json").write_text('{"metrics": {}, "seconds": 1}')
+    assert differences(read_runs([tmp_path])) == []
 
 
 def test_a_wrong_value_under_a_former_name_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,7 +350,7 @@ def test_reference_statistics_that_are_a_bomb_are_one_line(tmp_path: Path) -> No
     save(tmp_path, ["a.png", "b.png"])
     np.savez_compressed(tmp_path / "statistics.npz", mu=np.zeros(1 << 25), sigma=np.eye(2))
     with pytest.raises(
-        SystemExit, match=r"statistics\.npz is not an \.npz that can be read safely \(mu of 268435584 bytes"
+        SystemExit, match=r"statistics\.npz is not an \.npz that can be read safely \(mu has 268435584 bytes"
     ):
         registry.run("score", [str(tmp_path), str(tmp_path / "statistics.npz"), "--features", "random"])
 

@@ -84,7 +84,10 @@ def test_a_sweep_trains_every_combination_once_and_compares(
     said = err.splitlines()
     assert said[0] == "4 runs in runs/kinds; what each prints is in its output.txt"
     told = [
-        re.fullmatch(r"\[(\d)/4\] runs/kinds/(\S+): \d+ s, best val/loss [\d.]+(; \d left, about \d+ s)?", line)
+        re.fullmatch(
+            r"\[(\d)/4\] runs/kinds/(\S+): (?:\d+ min )?\d+ s, best val/loss [\d.]+(; \d left, about (?:\d+ min )?\d+ s)?",
+            line,
+        )
         for line in said[1:5]
     ]
     assert [(match[1], match[2], bool(match[3])) for match in told if match] == [

@@ -129,8 +129,8 @@ def test_a_checkpoint_names_no_other_class(
         (b"# x\n" * 500_000, "is too large for a configuration"),
         (b"a: !!python/object/apply:os.system [touch x]", "could not determine a constructor"),
         (b"{1: 2}", "1 is not an option"),
-        (b"model: {class_path: ..x}", "is no name of a class"),
-        (b"model: {class_path: " + b"a." * 50_000 + b"b}", "is no name of a class"),
+        (b"model: {class_path: ..x}", "is not the name of a class"),
+        (b"model: {class_path: " + b"a." * 50_000 + b"b}", "is not the name of a class"),
     ],
     ids=["encoding", "deep", "large", "python tag", "number as key", "dots", "many dots"],
 )

@@ -58,7 +58,7 @@ def _run() -> None:
         sys.exit(registry.run(tool, words[len(tool.split()) :]))
     if words[0] in registry.families():
         asks_for_help = len(words) == 1 or words[1] in ("-h", "--help")
-        message = "" if asks_for_help else f"error: {harmless(' '.join(words[:2]))} is no tool\n"
+        message = "" if asks_for_help else f"error: {harmless(' '.join(words[:2]))} is not a tool\n"
         (sys.stdout if asks_for_help else sys.stderr).write(f"{message}{registry.listing(words[0])}\n")
         sys.exit(0 if asks_for_help else 2)
     if words[0] not in registry.LIGHTNING and not words[0].startswith("-"):

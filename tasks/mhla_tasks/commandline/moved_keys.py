@@ -1,4 +1,4 @@
-"""Options that have moved: sources may give them by their former names for one release."""
+"""Options that were renamed. Configurations and the command line may use the former names for one release."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "cache_bytes": "shards.cache_bytes",
     },
 }
-"""Former and present names of the options below ``model`` and ``data``; a present name is ``GROUP.NAME``.
+"""Renamed options below ``model`` and ``data``: former names, each with the present name ``GROUP.NAME``.
 
-They hold for classes that take the group and not the former name: ``PythonSource`` keeps its ``cache_dir``.
+They apply to classes that take the group and do not take the former name. ``PythonSource``, for example, keeps ``cache_dir``.
 """
 
 
 @dataclass(frozen=True)
 class Move:
-    """An option that a source gives by its former name.
+    """An option that a source sets by its former name.
 
     Attributes:
         old: former name, such as ``data.cache_dir``.
         new: present name, such as ``data.shards.cache_dir``.
-        origin: the file that gives it, or the command line.
+        origin: file that sets the option, or the command line.
     """
 
     old: str
@@ -43,25 +43,25 @@ class Move:
 
 
 def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
-    """Rename the options of sources that have moved.
+    """Replace former names of options by the present ones.
 
-    The class that an option belongs to is the one that its source names, else the last one that a weaker source names,
-    else the first one that a stronger source names.
+    Whether an option was renamed depends on the class that it belongs to: the class that its source names, else the last one
+    that a source of lower priority names, else the first one that a source of higher priority names.
 
     Args:
-        sources: the weakest first.
+        sources: sources of options, in ascending order of priority.
 
     Returns:
-        The sources with present names alone, and what was renamed.
+        The sources with present names only, and the options that were renamed.
 
     Raises:
-        UsageError: when one file, or the command line, gives an option by both names.
+        UsageError: if one file, or the command line, sets an option by both names.
     """
     moves: list[Move] = []
     renamed = list(sources)
     for root in MOVED:
         if not any(_former_names(source, root) for source in sources):
-            continue  # so that no class is imported
+            continue  # without former names there is no need to import a class
         present = {(_giver(source), f"{root}.{new}") for source in sources for new in _present_names(source, root)}
         for index, kind in enumerate(_kinds(sources, root)):
             source = renamed[index]
@@ -77,42 +77,42 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
 
 
 def move_arguments(root: str, kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a class by their present names.
+    """Rename the arguments of a class to their present names.
 
     Args:
-        root: a key of :data:`MOVED`.
-        kind: the class.
-        arguments: as an earlier version may have named them.
+        root: key of :data:`MOVED`.
+        kind: class that takes the arguments.
+        arguments: arguments by former or present names.
     """
     return _with_groups(arguments, {old: new for old, new in MOVED[root].items() if _has_moved(kind, old, new)})
 
 
 def notice(moves: Sequence[Move]) -> str:
-    """One message for all options that were given by former names."""
+    """Write one message for all options that were set by former names."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"
 
 
 def _giver(source: Source) -> str:
-    """Name the origin of a source; all typed options have the same."""
+    """Return the origin of a source. All options typed on the command line have the same origin."""
     return "the command line" if source.typed else source.origin
 
 
 def _arguments(source: Source, root: str) -> Iterator[Mapping[str, Any]]:
-    """The arguments that a source gives for the class of a root, in their short form and in the long one."""
+    """Yield the arguments that a source sets for the class of a root: directly below the root, and in ``init_args``."""
     options = mapping(source.values.get(root))
     yield options
     yield mapping(options.get("init_args"))
 
 
 def _former_names(source: Source, root: str) -> dict[str, str]:
-    """Former names by which a source gives options that may have moved, each with the present one."""
+    """Return the former names that a source uses, each with the present name."""
     return {old: new for old, new in MOVED[root].items() if any(old in each for each in _arguments(source, root))}
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:
-    """Present names by which a source gives options that have moved; all of a group whose value is not a mapping."""
+    """Yield the present names of renamed options that a source sets; all of a group whose value is not a mapping."""
     for arguments in _arguments(source, root):
         for new in MOVED[root].values():
             group, name = new.split(".")
@@ -121,7 +121,7 @@ def _present_names(source: Source, root: str) -> Iterator[str]:
 
 
 def _kinds(sources: Sequence[Source], root: str) -> list[type | None]:
-    """The class that the options of each source belong to; None where no source names one that can be imported."""
+    """Return the class that the options of each source belong to; None if no source names one that can be imported."""
     named = [_named_class(source, root) for source in sources]
     current = next((kind for kind in named if kind is not None), None)
     kinds = []
@@ -138,13 +138,13 @@ def _named_class(source: Source, root: str) -> type | None:
         return None
     if "." not in name:
         return subclass_named(name, ROOTS[root])
-    with suppress(AllowError):  # the check of the sources says what is wrong
+    with suppress(AllowError):  # a later check of the sources reports the error
         return find_class(name, ROOTS[root], source.typed)
     return None
 
 
 def _has_moved(kind: type | None, old: str, new: str) -> bool:
-    """Whether a class takes an option by its present name, and not by the former one."""
+    """Check whether a class takes an option by its present name and not by its former name."""
     names = option_names(kind) if kind is not None else None
     if names is None:
         return False
@@ -152,7 +152,7 @@ def _has_moved(kind: type | None, old: str, new: str) -> bool:
 
 
 def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
-    """A source with present names, by former ones, in its values, its lines and its typed option."""
+    """Replace former names in the values, line numbers and typed option of a source; ``names`` maps former to present."""
     if not names:
         return source
     options = _with_groups(source.values[root], names)
@@ -167,7 +167,7 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
 
 
 def _with_groups(arguments: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments in which options that have moved stand in their groups, by their present names."""
+    """Move renamed arguments into their groups; ``names`` maps former names to present ones."""
     result = {name: value for name, value in arguments.items() if name not in names}
     for old, new in names.items():
         if old in arguments:
@@ -177,7 +177,7 @@ def _with_groups(arguments: Mapping[str, Any], names: Mapping[str, str]) -> dict
 
 
 def _new_path(path: tuple[str | int, ...], root: str, names: Mapping[str, str]) -> tuple[str | int, ...]:
-    """The path of an option by its present name."""
+    """Return the path of an option with its present name in place of the former one."""
     at = 2 if path[1:2] == ("init_args",) else 1
     if path[0] != root or len(path) <= at or path[at] not in names:
         return path

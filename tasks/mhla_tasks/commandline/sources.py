@@ -211,7 +211,7 @@ def _tab_hint(path: Path) -> str:
     """Return a hint on the first line that is indented by a tab, a frequent and invisible cause of YAML errors."""
     lines = path.read_bytes().splitlines()
     number = next((number for number, line in enumerate(lines, 1) if b"\t" in line[: -len(line.lstrip()) or None]), 0)
-    return f"; line {number} is indented by a tab: YAML takes spaces alone" if number else ""
+    return f"; line {number} is indented by a tab: YAML accepts only spaces" if number else ""
 
 
 def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Source]:

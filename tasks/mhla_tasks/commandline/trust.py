@@ -149,17 +149,17 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 def refusal(class_path: str) -> str | None:
     """Return the reason why a class may not be imported, with the remedy; None if it may be imported."""
     if not NAME.fullmatch(class_path) or len(class_path) > 500:
-        return "is no name of a class"
+        return "is not the name of a class"
     if "." not in class_path or _is_within(class_path, [*_trusted, *allowed]) or class_path in _classes:
         return None
     if any(part.startswith("_") for part in class_path.split(".")):
-        return "is private, and configurations may name public classes alone"
+        return "is private, and configurations may name only public classes"
     if _is_within(class_path, PACKAGES):
         return None
     package = class_path.split(".")[0]
     if close := get_close_matches(package, PACKAGES, 1, 0.8):
         return f"cannot import {class_path.rpartition('.')[0]}; did you mean {close[0]}?"
-    return f"{package} is no package that configurations may import; if you trust it: --allow={package}"
+    return f"{package} is not a package that configurations may import; if you trust it: --allow={package}"
 
 
 class _Check:

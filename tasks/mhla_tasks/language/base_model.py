@@ -1,4 +1,4 @@
-"""The language model without a head: transformers' interface on the shared backbone."""
+"""Language model without a head, with transformers' interface on the shared backbone."""
 
 from __future__ import annotations
 
@@ -32,25 +32,28 @@ from mhla_tasks.language.padding import (
 from mhla_tasks.language.state_cache import StateCache, check_cache
 
 DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale, LearnedFeatures, FarWeight)
-"""Modules that draw their own weights."""
+"""Modules that initialize their own weights."""
 
 
 class MHLABlock(GradientCheckpointingLayer, Block):
-    """A layer that transformers can recompute in the backward pass."""
+    """Layer of the backbone that transformers' gradient checkpointing can recompute in the backward pass."""
 
 
 class BackboneOptions(TypedDict, total=False):
-    """Further arguments of every model's forward pass; Trainer would take some of them for columns of the data.
+    """Additional arguments of every model's forward pass.
+
+    They are not named in the signature, because transformers' Trainer would take some of them for columns of the data.
 
     Attributes:
-        cu_seq_lens_q: ``[S + 1]``, ``cu_seqlens`` under the name of ``DataCollatorWithFlattening``.
-        cu_seq_lens_k: the same.
-        max_length_q: longest document, which nothing depends on.
-        max_length_k: the same.
-        seq_idx: ``[B, N]``, the number of each token's document, in place of ``cu_seqlens``.
-        token_type_ids: what some tokenizers add; the model has no types of tokens.
-        num_items_in_batch: divide the sum of the losses by it, not by the number of labels (gradient accumulation).
-        output_attentions: what peft passes on; there are none.
+        cu_seq_lens_q: first token of each packed document and the number of tokens, ``[S + 1]``, as
+            ``DataCollatorWithFlattening`` names ``cu_seqlens``.
+        cu_seq_lens_k: same bounds as ``cu_seq_lens_q``.
+        max_length_q: length of the longest document; ignored.
+        max_length_k: length of the longest document; ignored.
+        seq_idx: number of each token's document, ``[B, N]``, in place of ``cu_seqlens``.
+        token_type_ids: token types that some tokenizers add; ignored.
+        num_items_in_batch: number of labels in all accumulated batches, which the sum of the losses is divided by.
+        output_attentions: attention matrices are not available, so that True is an error; peft passes False.
     """
 
     cu_seq_lens_q: Tensor | None
@@ -64,13 +67,13 @@ class BackboneOptions(TypedDict, total=False):
 
 
 class HiddenTokens(NamedTuple):
-    """Outputs of :meth:`MHLAPreTrainedModel.read`.
+    """Outputs of :meth:`EmbeddedBackbone.read`.
 
     Attributes:
-        hidden: ``[B, N, dim]``, after the last norm.
-        real: ``[B, N]`` bool, tokens that are not padding; None where none is.
-        cache: the state after these tokens; None without.
-        states: inputs of each layer and ``hidden``; None unless asked for.
+        hidden: hidden states after the last norm, ``[B, N, dim]``.
+        real: mask of non-padding tokens, ``[B, N]`` bool; None without a mask.
+        cache: state after these tokens; None if it is not asked for.
+        states: inputs of each layer and ``hidden``, each ``[B, N, dim]``; None if they are not asked for.
     """
 
     hidden: Tensor
@@ -80,10 +83,10 @@ class HiddenTokens(NamedTuple):
 
 
 class MHLAPreTrainedModel(PreTrainedModel):
-    """Embedding and backbone, and how transformers builds, saves and trains them.
+    """Base class of all MHLA language models: the settings by which transformers builds, saves and trains them.
 
-    Rows of a batch may be padded at their left or right, or anywhere: ``attention_mask`` says what is real, and every row
-    is moved to its first real token inside, so that it gives what it gives alone.
+    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. They
+    are moved to the start of each row internally, so that a row gives the same result as without padding.
     """
 
     config_class = MHLAConfig
@@ -96,7 +99,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing; see :meth:`MHLAConfig.register_for_auto_class`."""
+        """Do nothing; see :meth:`MHLAConfig.register_for_auto_class`."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -108,17 +111,17 @@ class MHLAPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
     def post_init(self) -> None:
-        """See transformers. Mixing coefficients are loaded in float32, whatever the dtype of the rest."""
+        """Finish the construction as transformers does, and keep mixing coefficients in float32 whatever the model's dtype."""
         if any(isinstance(module, MixingCoefficients) for module in self.modules()):
             self._keep_in_fp32_modules_strict = {"mixing"}
         super().post_init()
 
 
 class EmbeddedBackbone(MHLAPreTrainedModel):
-    """A model that holds embedding and backbone itself.
+    """Token embedding and backbone, the common part of the models with and without a head.
 
     Args:
-        config: sizes and attention.
+        config: sizes and attention options.
     """
 
     def __init__(self, config: MHLAConfig) -> None:
@@ -142,16 +145,19 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         )
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
+        """Return the token embedding."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
+        """Replace the token embedding."""
         assert isinstance(value, nn.Embedding)
         self.embedding = value
 
     def extend(self, tokens: int) -> None:
-        """Take sequences of ``tokens`` tokens; dense mixing is continued by :func:`mhla_kernels.extend_mixing`."""
+        """Extend the model to sequences of ``tokens`` tokens.
+
+        Coefficients of dense mixing are extrapolated by :func:`mhla_kernels.extend_mixing`.
+        """
         self.backbone.extend(tokens)
         self.config.context = max(tokens, self.config.context)
 
@@ -168,10 +174,10 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         share: SequenceShare | None,
         options: BackboneOptions,
     ) -> HiddenTokens:
-        """Hidden tokens of a batch; arguments as for :meth:`MHLAForCausalLM.forward`.
+        """Run embedding and backbone on a batch; arguments as for :meth:`MHLAForCausalLM.forward`.
 
         Raises:
-            ValueError: for inputs that do not fit together.
+            ValueError: if the inputs contradict each other.
         """
         if options.get("output_attentions"):
             raise ValueError("the model keeps no attention matrices: leave output_attentions out")
@@ -192,6 +198,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             hidden = self._packed(x, bounds, share, position_ids, states)
             return HiddenTokens(hidden, None, None, None if states is None else (*states[:-1], hidden))
         real = None if attention_mask is None else real_mask(attention_mask, x)
+        # A state must not absorb padding: the real tokens of each row come first, and the outputs go back to their columns.
         counts, order = self._order(attention_mask, x, cache)
         inside = x if order is None else rows_in_order(x, order)
         positions = row_positions(position_ids, x, order)
@@ -214,7 +221,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         position_ids: Tensor | None,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """Hidden tokens of documents whose ``bounds`` count through the rows, which are laid end to end."""
+        """Run the backbone on packed documents; ``bounds`` are indices into all rows laid end to end."""
         positions = None if position_ids is None else position_ids.expand(x.shape[:2]).flatten()
         row = x.flatten(0, 1)[None]
         hidden = self.backbone(row, cu_seqlens=bounds, share=share, positions=positions, states=states)
@@ -225,10 +232,10 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     def _order(
         self, attention_mask: Tensor | None, x: Tensor, cache: GenerationCache | None
     ) -> tuple[tuple[int, ...], Tensor | None]:
-        """Real tokens of each row, and the order that puts them first.
+        """Return the number of real tokens in each row, and the order that puts them first.
 
-        The numbers are those of a state, which needs them, and of the check on a CPU. Without a state, neither a graph nor
-        an accelerator is made to wait for them.
+        A state needs the numbers, and so does the check for empty rows on a CPU. Without a state they are not read from an
+        accelerator, which would have to be waited for, nor in a graph, which cannot depend on them.
         """
         if cache is None and (in_graph() or x.device.type != "cpu"):
             return (), None if attention_mask is None else padding_last(real_mask(attention_mask, x))
@@ -239,7 +246,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         return counts, order
 
     def _returns_state(self, use_cache: bool | None, single: bool) -> bool:
-        """Whether to return a state: as asked for, and by default as the configuration says where nothing stands against."""
+        """Return whether to return a state: as asked for, or by default as the configuration says, outside training."""
         if use_cache is not None:
             recomputes = self.training and any(block.gradient_checkpointing for block in self.backbone.layers)
             return use_cache and single and not recomputes
@@ -253,19 +260,20 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         if inputs_embeds is not None:
             return inputs_embeds
         assert input_ids is not None
-        # Elsewhere the check would wait for the device, and generate() does it there; a graph cannot depend on values.
+        # On an accelerator the check would wait for the device, so that only generate() makes it; a graph cannot depend on
+        # values.
         if input_ids.device.type == "cpu" and not in_graph():
             check_tokens(input_ids, self.config.vocab_size)
         return self.embedding(input_ids)
 
 
 class MHLAModel(EmbeddedBackbone):
-    """Hidden tokens of a language model, for heads other than that of :class:`MHLAForCausalLM`.
+    """Language model without a head, which returns hidden states.
 
-    Its weights have the names that they have there, so that each loads what the other saved.
+    Its weights have the same names as in :class:`MHLAForCausalLM`, so that each class loads what the other saved.
 
     Args:
-        config: sizes and attention.
+        config: sizes and attention options.
     """
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^head\.weight$"]
@@ -276,7 +284,7 @@ class MHLAModel(EmbeddedBackbone):
 
     @classmethod
     def sharing(cls, model: EmbeddedBackbone) -> Self:
-        """A model of the embedding and the backbone of ``model``: the same modules, not copies of them."""
+        """Build a model that shares the embedding and the backbone of ``model`` without copying them."""
         shared = cls.__new__(cls)
         PreTrainedModel.__init__(shared, model.config)
         shared.embedding, shared.backbone = model.embedding, model.backbone
@@ -284,7 +292,7 @@ class MHLAModel(EmbeddedBackbone):
         return shared
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> Self:
-        """The model itself."""
+        """Return the model itself, which has no head to remove."""
         return self
 
     def forward(
@@ -300,11 +308,11 @@ class MHLAModel(EmbeddedBackbone):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         **kwargs: Unpack[BackboneOptions],
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Hidden tokens ``[B, N, dim]``; arguments as for :meth:`MHLAForCausalLM.forward`.
+        """Compute hidden states ``[B, N, dim]``; arguments as for :meth:`MHLAForCausalLM.forward`.
 
         Raises:
-            ValueError: for inputs that do not fit together.
-            TypeError: for an argument that does not exist.
+            ValueError: if the inputs contradict each other.
+            TypeError: if an argument does not exist.
         """
         check_options(kwargs, BackboneOptions)
         tokens = self.read(
@@ -318,6 +326,6 @@ class MHLAModel(EmbeddedBackbone):
 
 
 def check_options(options: Any, names: Any) -> None:
-    """Raise TypeError for arguments that the TypedDict ``names`` does not list."""
+    """Raise TypeError if an argument is not a key of the TypedDict ``names``."""
     if unknown := set(options) - set(names.__annotations__):
         raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

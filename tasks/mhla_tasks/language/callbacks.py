@@ -1,7 +1,7 @@
-"""Speed of a language model, and text that it writes, while it trains.
+"""Callbacks that log the training speed of a language model and sample text from it.
 
-Lightning's ThroughputMonitor measures speed too, but takes functions of a batch, which a configuration cannot name, and
-leaves out no time but that of validation: evaluations by lm-evaluation-harness would count as training.
+Lightning's ThroughputMonitor also measures speed. It takes functions of a batch, which a configuration file cannot hold, and
+it excludes only the time of validation, so that evaluations by lm-evaluation-harness would count as training.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class TokenThroughput(Callback):
-    """Logs ``train/tokens_per_second`` over all processes, and ``train/mfu`` where the device's peak is known.
+    """Log ``train/tokens_per_second`` over all processes, and ``train/mfu`` if the peak performance of the device is known.
 
-    Model FLOPs utilisation is :attr:`LanguageModel.flops_per_token` times the tokens per second of a process over the peak
-    of its device in the precision of the run (Lightning knows that of the usual GPUs).
+    Model FLOPs utilization is :attr:`LanguageModel.flops_per_token` times the tokens per second of a process, divided by the
+    peak performance of its device in the precision of the run. Lightning knows the peak of common GPUs.
 
     Args:
-        peak_flops: peak of one device, FLOP/s; null for what Lightning knows.
+        peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning knows.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
@@ -40,27 +40,27 @@ class TokenThroughput(Callback):
         self._start, self._tokens = 0.0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look the device up, and start the clock."""
+        """Look up the peak performance of the device, and start the timer."""
         device, half = trainer.strategy.root_device, str(trainer.precision).startswith(("bf16", "16"))
         if self.peak_flops is None and device.type == "cuda":
             self.peak_flops = get_available_flops(device, torch.bfloat16 if half else torch.float32)
         self.restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave validation out."""
+        """Exclude the time of validation."""
         self.restart(trainer)
 
     def restart(self, trainer: Trainer) -> None:
-        """Count from now on; for whatever must not count as training."""
+        """Restart the timer, after work that must not count as training time."""
         device = trainer.strategy.root_device
-        if device.type == "cuda":
+        if device.type == "cuda":  # kernels run asynchronously: time only finished work
             torch.cuda.synchronize(device)
         self._start, self._tokens = time.perf_counter(), 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and log at the batches whose row the loggers get: every ``log_every_n_steps`` optimiser steps."""
+        """Count tokens, and log the speed every ``log_every_n_steps`` optimizer steps."""
         self._tokens += batch["tokens"][:, 1:].numel()
         if accumulates_gradients(trainer) or not logger_connector(trainer).should_update_logs:
             return
@@ -75,9 +75,10 @@ class TokenThroughput(Callback):
 
 
 class TextSamples(Callback):
-    """Continues some prompts at each validation, under the weights that validation uses.
+    """Continue prompts at each validation, with the weights that validation uses.
 
-    Texts go to ``samples.md`` in the log folder, and to TensorBoard. Left out where the weights are sharded (FSDP).
+    The texts are written to ``samples.md`` in the log folder and to TensorBoard. Nothing is done if the weights are sharded
+    (FSDP).
 
     Args:
         prompts: texts to continue.
@@ -90,12 +91,12 @@ class TextSamples(Callback):
         self.prompts, self.seed = prompts, seed
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the prompts on the first process, unless the weights are sharded over all of them."""
+        """Continue the prompts on the first process, unless the weights are sharded over all processes."""
         folder = run_folder(trainer)
         elsewhere = shards_weights(trainer) or not trainer.is_global_zero
         if trainer.sanity_checking or trainer.state.fn != "fit" or elsewhere:
             return
-        with kept_random_state():
+        with kept_random_state():  # sampling must not change the random numbers of training
             seed_step(self.seed, 0, 0)
             texts = pl_module.continue_prompts(self.prompts)  # type: ignore[operator]
         rows = [fenced(f"{prompt}{text}") for prompt, text in zip(self.prompts, texts, strict=True)]

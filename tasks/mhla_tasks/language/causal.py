@@ -1,6 +1,6 @@
-"""Training, validation and continuation of prompts, for every causal language model: ours and those of transformers.
+"""Training, validation and continuation of prompts for all causal language models, ours and those of transformers.
 
-Longer than other modules: one LightningModule, for text and for sequences with questions.
+The module is longer than others because it holds one LightningModule, for text and for sequences with questions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Stage = Literal["val", "test"]
 
 
 class CausalLanguageModel(TrainingModule):
-    """A network trained to predict the next token; arguments as for :class:`TrainingModule`.
+    """Base class of causal language models; arguments as for :class:`TrainingModule`.
 
-    A subclass builds the network and gives it to :meth:`take` at the end of its constructor.
+    A subclass builds the network and passes it to :meth:`take` at the end of its constructor.
     """
 
     network: PreTrainedModel
@@ -51,13 +51,13 @@ class CausalLanguageModel(TrainingModule):
     predict_batch = ("prompt", "index")
 
     def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions, checkpointing: bool) -> None:
-        """Make ``network`` the model.
+        """Store the network and its options.
 
         Args:
             network: a causal language model.
-            context: tokens of a training sample.
+            context: number of tokens in a training sample.
             generation: options of predict for continuations.
-            checkpointing: recompute layers in the backward pass, to save memory.
+            checkpointing: whether layers are recomputed in the backward pass, to save memory.
         """
         self.network, self.context, self.generation = network, context, generation
         if isinstance(network, MHLAForCausalLM):
@@ -79,10 +79,10 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Take over the data's tokenizer.
+        """Check the run's requirements, and use the data's tokenizer unless the stage is predict.
 
         Raises:
-            ValueError: when it does not fit the model, or an attention kind cannot do what the run asks for.
+            ValueError: if data or tokenizer do not fit the model, or the attention does not support what the run asks for.
         """
         super().setup(stage)
         asked = {
@@ -102,11 +102,11 @@ class CausalLanguageModel(TrainingModule):
             )
         if groups and self.sequence_group is not None:
             raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
-        if stage != "predict":  # a checkpoint brings its own, and the data may not be here
+        if stage != "predict":  # for predict the checkpoint holds the tokenizer, and the training data may be missing
             self._use_tokenizer_of_data()
 
     def _require(self, *names: str) -> None:
-        """Raise ValueError for what the network cannot do; see :meth:`Attention.require`."""
+        """Raise ValueError if the network does not support a feature; see :meth:`Attention.require`."""
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
                 layer.attn.require(*names)
@@ -114,10 +114,10 @@ class CausalLanguageModel(TrainingModule):
             raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[refused[0]]}")
 
     def on_predict_start(self) -> None:
-        """Without a checkpoint, the data's tokenizer.
+        """Use the data's tokenizer if no checkpoint has supplied one.
 
         Raises:
-            ValueError: under sequence parallelism, which is for training.
+            ValueError: if the run uses sequence parallelism, which predict does not support.
         """
         if self.sequence_group is not None:
             raise ValueError("prompts are not spread over processes; leave sequence_parallel_size out for predict")
@@ -130,10 +130,10 @@ class CausalLanguageModel(TrainingModule):
             self.use_tokenizer(tokenizer)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """The tokenizer that belongs to the model; checkpoints keep it.
+        """Set the model's tokenizer, which checkpoints keep, and copy its special tokens to the configuration.
 
         Raises:
-            ValueError: when it has more tokens than the model.
+            ValueError: if the tokenizer has more tokens than the model.
         """
         config = self.network.config
         if len(tokenizer) < config.vocab_size // 2:
@@ -151,19 +151,19 @@ class CausalLanguageModel(TrainingModule):
             token = getattr(tokenizer, name)
             for settings in (config, self.network.generation_config):
                 present = getattr(settings, name, None)
-                if not (isinstance(present, list) and token in present):  # a model may end texts in several ways
+                if not (isinstance(present, list) and token in present):  # keep a list of several end tokens
                     setattr(settings, name, token)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
+        """Compute logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
         return self.network(input_ids).logits
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Cross-entropy of the next token."""
+        """Return the cross-entropy of the next token in nats, and log it."""
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
         if share is not None:
-            loss = loss * share.weight
+            loss = loss * share.weight  # gradients are averaged over processes, whose numbers of tokens may differ
         self.log_loss(loss if share is None else share.mean(loss), len(batch["tokens"]))
         return loss
 
@@ -184,17 +184,23 @@ class CausalLanguageModel(TrainingModule):
         self._log_sums("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:
-        """Index, prompt and continuation of every prompt that counts."""
+        """Return index, prompt and continuation of each valid prompt of the batch."""
         rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
         prompts = [batch["prompt"][row] for row in rows]
         texts = self.continue_prompts(prompts) if prompts else []
         return list(zip((int(batch["index"][row]) for row in rows), prompts, texts, strict=True))
 
     def continue_prompts(self, prompts: list[str]) -> list[str]:
-        """The continuation of each prompt, as ``generation`` says.
+        """Generate a continuation of each prompt with the options in ``generation``.
+
+        Args:
+            prompts: texts to continue.
+
+        Returns:
+            The continuations without their prompts.
 
         Raises:
-            ValueError: when the model has no tokenizer, or a prompt is empty or too long.
+            ValueError: if the model has no tokenizer, or a prompt is empty or too long.
         """
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it again")
@@ -207,7 +213,7 @@ class CausalLanguageModel(TrainingModule):
     def flops_per_token(self) -> float:
         """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B).
 
-        Of other models than ours, those of the matrices alone.
+        Models of transformers are counted by their weight matrices alone.
         """
         if not isinstance(self.network, MHLAForCausalLM):
             return training_flops(self.network)
@@ -218,16 +224,16 @@ class CausalLanguageModel(TrainingModule):
         return 3 * (2.0 * matrices + attention)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the files of the tokenizer."""
+        """Add the files of the tokenizer to a checkpoint."""
         if self._tokenizer_files:
             checkpoint["tokenizer"] = self._tokenizer_files
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the tokenizer, too.
+        """Restore the state as :class:`TrainingModule` does, and the tokenizer.
 
         Raises:
-            ValueError: when the data was encoded by another tokenizer.
+            ValueError: if the data was encoded by a different tokenizer.
         """
         super().on_load_checkpoint(checkpoint)
         if "tokenizer" not in checkpoint:
@@ -246,12 +252,12 @@ class CausalLanguageModel(TrainingModule):
             return
         share, valid = self._share(batch), batch["valid"]
         losses = self._losses(batch, "none", share).view(len(valid), -1)[valid]
-        first = share is None or share.start == 0  # of those that share sequences, one counts them
+        first = share is None or share.start == 0  # one of the processes that share a sequence counts its bytes
         sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum() * first}
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Update the sums for sequences of which some tokens only are asked for."""
+        """Update the sums for sequences in which only some tokens are predicted."""
         asked = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][asked]
         scores = self.network(batch["tokens"]).logits[asked].float()
@@ -261,11 +267,12 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
-        """This process's part of a batch whose sequences others have too, under sequence parallelism."""
+        """Return this process's part of the sequences under sequence parallelism; None without it."""
         group = self.sequence_group
         if group is None:
             return None
-        assert isinstance(self.network, MHLAForCausalLM)  # setup refuses others
+        assert isinstance(self.network, MHLAForCausalLM)  # setup() rejects others
+        # N + 1 tokens make N inputs. agree() copies the first process's batch, so that all hold parts of the same sequences.
         share = self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
         share.agree(*(value for value in batch.values() if isinstance(value, Tensor)))
         return share
@@ -297,7 +304,11 @@ class CausalLanguageModel(TrainingModule):
 
 
 def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Tokens ``[B, N]`` and what is to follow each of them."""
+    """Split a batch into input tokens and their targets, each ``[B, N]`` int64.
+
+    Args:
+        batch: ``tokens`` ``[B, N]`` and ``labels`` ``[B, N]``, or ``tokens`` ``[B, N + 1]`` alone.
+    """
     if "labels" in batch:
         return batch["tokens"], batch["labels"]
     return batch["tokens"][:, :-1], batch["tokens"][:, 1:]

@@ -1,4 +1,4 @@
-"""Chat in the terminal: replies appear as they are written, and the model keeps its state from one turn to the next."""
+"""Chat in the terminal: replies are printed while they are generated, and the model keeps its state between turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.tokenizer import pad_token
 
 LONGEST = 512
-"""Tokens of a reply where nothing else is asked for."""
+"""Default maximum number of tokens in a reply."""
 
 HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) leaves, Ctrl-C stops a reply"
 
@@ -29,19 +29,18 @@ HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) 
 def chat(
     path: str, system: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Talk with a model until the input ends.
+    """Chat with a model until the input ends.
 
     Args:
         path: checkpoint, folder of a run, exported folder, or name on the hub.
-        system: system message.
-        count: tokens of a reply, at most; None for 512.
-        sampling: options of :class:`GenerationOptions` that were asked for; the model's own generation settings fill in the
-            others.
-        seed: seed of the tokens that are drawn.
+        system: text of the system message; None for no system message.
+        count: maximum number of tokens in a reply; None for 512.
+        sampling: options of :class:`GenerationOptions`; those that are missing come from the model's generation settings.
+        seed: seed of sampling.
         device: cpu or cuda; None for a GPU if there is one.
 
     Raises:
-        ValueError: when the model cannot chat as asked.
+        ValueError: if the options contradict each other, or the chat template rejects the messages.
     """
     set_seed(seed)
     model, tokenizer = load_model(path)
@@ -64,14 +63,14 @@ def chat(
 
 
 class Chat:
-    """A model in a conversation.
+    """Conversation with a model, whose state is kept between turns.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        system: system message.
-        count: tokens of a reply, at most.
-        sampling: see :func:`chat`.
+        model: causal language model.
+        tokenizer: tokenizer of the model.
+        system: text of the system message; None for no system message.
+        count: maximum number of tokens in a reply.
+        sampling: options as for :func:`chat`.
     """
 
     def __init__(
@@ -87,12 +86,13 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation."""
+        """Forget the conversation and the model's state."""
         self.conversation = Conversation(self.tokenizer, self.system)
         self.cache: Any = None
+        self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
-        """Print the reply to a message, then how long it took and what the model keeps."""
+        """Print the reply to a message, then its time and the memory of the model's state."""
         ids = self.conversation.ask(text)
         limit = longest(self.model)
         room = self.count if limit is None else min(self.count, limit - len(ids) + 1)
@@ -106,7 +106,7 @@ class Chat:
         try:
             self._generate(ids, room, stops, streamer)
         except KeyboardInterrupt:
-            self.cache = None  # it may have read a part of the tokens
+            self.cache = None  # the state may be ahead of the conversation or behind it
             streamer.end()
         seconds = time.perf_counter() - start
         tokens = streamer.tokens[:-1] if streamer.tokens and streamer.tokens[-1] in stops else streamer.tokens
@@ -117,8 +117,12 @@ class Chat:
 
     def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
-        if self.cache is not None and not 0 < self.cache.get_seq_length() < len(ids):
-            self.cache = None
+        if self.cache is not None:
+            # The state can only be continued by a longer conversation that begins with the tokens it has seen. A template may
+            # change earlier turns, for example by omitting their reasoning.
+            seen = self._seen[: self.cache.get_seq_length()]
+            if not seen or len(seen) >= len(ids) or ids[: len(seen)] != seen:
+                self.cache = None
         output = self.model.generate(
             input_ids=rows,
             attention_mask=torch.ones_like(rows),
@@ -130,10 +134,10 @@ class Chat:
             return_dict_in_generate=True,
             **self.sampling,
         )
-        self.cache = output.past_key_values
+        self.cache, self._seen = output.past_key_values, output.sequences[0].tolist()
 
     def _stops(self) -> list[int]:
-        """Tokens that end a reply: those of the model, of its tokenizer, and of its chat template."""
+        """Return the tokens that end a reply, according to the model, its tokenizer and its chat template."""
         own = self.model.generation_config.eos_token_id
         listed = own if isinstance(own, list) else [own]
         found = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
@@ -141,7 +145,7 @@ class Chat:
 
 
 def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling: as asked, else as the model's own settings say, else as for prompts."""
+    """Combine sampling options: requested ones first, then the model's own settings, then the defaults for prompts."""
     own = model.generation_config
     names = ("temperature", "top_k", "top_p")
     saved = {name: getattr(own, name, None) for name in names} if own.do_sample else {}
@@ -151,7 +155,7 @@ def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any
 
 
 def _bytes(cache: Any) -> int:
-    """Memory of what a model keeps of the conversation."""
+    """Return the memory of a model's state or key-value cache in bytes."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes)
     total = 0
@@ -159,15 +163,15 @@ def _bytes(cache: Any) -> int:
         for value in vars(layer).values():
             if isinstance(value, Tensor):
                 total += value.numel() * value.element_size()
-            else:  # the state of a layer whose attention was swapped
+            else:  # state of a layer whose attention was replaced
                 total += int(getattr(value, "bytes", 0))
     return total
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Messages of the user, until the input ends."""
+    """Read messages of the user until the input ends."""
     if interactive:
-        import readline  # noqa: F401  lines can be edited, and earlier ones called back
+        import readline  # noqa: F401  adds line editing and history to input()
     while True:
         try:
             yield input("> " if interactive else "").strip()
@@ -178,7 +182,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a remark beside the conversation, which alone goes to standard output."""
+    """Print a remark on standard error; standard output is for the conversation alone."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(harmless(text), markup=False)

@@ -1,4 +1,4 @@
-"""One column of a table, row by row: JSON lines, JSON, CSV, TSV and Parquet. The other columns may hold anything."""
+"""Reading one column of a table row by row: JSON lines, JSON, CSV, TSV and Parquet. Other columns may hold anything."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from lightning_mhla.system.untrusted import reason
 from mhla_tasks.language.documents import check_text
 
 Rows = Iterator[tuple[str, str | None]]
-"""Where each row stands, for messages, and its text; None for a null."""
+"""Iterator over the rows of a table: place of the row for messages, and its text; None for a null."""
 
 ROWS_AT_ONCE = 256
-"""Rows of Parquet that are in memory as Python texts."""
+"""Number of Parquet rows that are read at once."""
 
 LONGEST_LIST = 300
-"""Characters of a list of names in a message."""
+"""Maximum number of characters of a list of names in a message."""
 
 
 class MissingColumnError(ValueError):
-    """A row, or a table, without the column; the message names the place and the columns that are there."""
+    """Error of a row or a table that lacks the column; the message names the place and the columns that exist."""
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Place and text of each row of a table, as they stream in. Blank lines are not rows.
+    """Iterate over the place and the text of each row of a table, reading as needed. Blank lines are not rows.
 
     Args:
         source: path or URL.
-        column: column that holds the text.
+        column: name of the column that holds the text.
         kind: ``jsonl``, ``json`` (an array of objects, an object, or JSON lines), ``csv``, ``tsv``, ``parquet``, or
             ``lines``, where each line of a text file is a row; None for the kind that the suffix says.
 
     Raises:
         MissingColumnError: if a row has no such column.
         OSError: if the file cannot be read.
-        ValueError: naming the file and the line, item or row, if it is broken, or the value is not text.
+        ValueError: if the file is broken or a value is not text; the message names the file and the line, item or row.
     """
     kind = kind or table_kind(source)
     if kind is None:
@@ -60,12 +60,12 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """The kind of table that a file is by its suffix, a suffix of compression aside; None if it is not a table."""
+    """Return the kind of a table from its suffix, ignoring a suffix of compression; None if the file is not a table."""
     return SUFFIXES.get(plain_suffix(source))
 
 
 def plain_suffix(source: Source) -> str:
-    """The suffix of a file in lower case, a suffix of compression aside: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix of a file in lower case, ignoring a suffix of compression: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(file_name(source).lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
@@ -82,7 +82,7 @@ def _json(source: Source, column: str) -> Rows:
         return
     try:
         value = parse_json(line, f"{shown(source)}: line {number}")
-    except ValueError:  # spread over several lines
+    except ValueError:  # the first line is not complete JSON: one value is spread over several lines
         value, lines = parse_json(read_text(source), shown(source)), iter(())
     if isinstance(value, dict):
         yield _entry(value, column, f"{shown(source)}: line {number}")
@@ -120,7 +120,7 @@ def _tsv(source: Source, column: str) -> Rows:
 
 
 def _separated(source: Source, column: str, delimiter: str) -> Rows:
-    csv.field_size_limit(LONGEST_LINE)  # the limit of the process is 128 KiB, less than a long document
+    csv.field_size_limit(LONGEST_LINE)  # the default of 128 KiB is less than a long document
     rows = csv.reader((f"{line}\n" for line in iterate_lines(source)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
@@ -170,7 +170,7 @@ def _parquet(source: Source, column: str) -> Rows:
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}: row {number}: column {column!r} is not UTF-8 ({reason(error)})") from error
         except (pyarrow.ArrowException, OSError) as error:
-            # Like decompressors, Arrow raises OSError without a number for a broken file.
+            # Arrow raises OSError without an errno for a broken file; one with an errno comes from the file system.
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(
@@ -226,4 +226,4 @@ SUFFIXES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-"""Kinds of tables by suffix."""
+"""Kind of table of each suffix."""

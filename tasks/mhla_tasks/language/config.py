@@ -1,4 +1,4 @@
-"""The model's configuration, as transformers keeps it in ``config.json``."""
+"""Configuration of the language model, which transformers stores in ``config.json``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing_extensions import override
 from lightning_mhla import AttentionConfig
 
 REMOTE = "modeling_mhla"
+"""Name of the module that is written beside a saved model."""
+
 CLASSES = {
     "AutoConfig": "MHLAConfig",
     "AutoModel": "MHLAModel",
@@ -21,7 +23,7 @@ CLASSES = {
     "AutoModelForTokenClassification": "MHLAForTokenClassification",
     "AutoModelForQuestionAnswering": "MHLAForQuestionAnswering",
 }
-"""The model's classes, by the auto classes of transformers that load them."""
+"""Class of the model that each auto class of transformers loads."""
 
 MODULE = f'''"""The classes of this model come with the package lightning-mhla."""
 
@@ -33,29 +35,30 @@ __all__ = {sorted(CLASSES.values())}
 
 
 class MHLAConfig(PreTrainedConfig):
-    """A causal language model with mhla, linear or softmax attention, or several of them.
+    """Configuration of a causal language model with mhla, linear or softmax attention, or a mixture of them.
 
-    Names that transformers' tools look for (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
-    ``num_key_value_heads``, ``head_dim``, ``intermediate_size``, ``max_position_embeddings``) are read, set and listed by
-    :meth:`to_dict` too. ``config.json`` holds each size once, under the names below.
+    Sizes can also be set and read by the names that transformers' tools use (``hidden_size``, ``num_hidden_layers``,
+    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``intermediate_size``, ``max_position_embeddings``), and
+    :meth:`to_dict` lists both. ``config.json`` holds each size once, under the names below.
 
     Attributes:
-        vocab_size: tokens of the vocabulary.
+        vocab_size: number of tokens in the vocabulary.
         dim: width of the model.
-        depth: layers.
-        heads: attention heads.
-        key_value_heads: heads of keys and values, a divisor of ``heads``; None for as many.
-        key_width: width of a key; None for ``dim / heads``.
-        value_width: width of a value; None for ``dim / heads``.
+        depth: number of layers.
+        heads: number of attention heads.
+        key_value_heads: number of heads of keys and values, a divisor of ``heads``; None for ``heads``.
+        key_width: width of a key in one head; None for ``dim / heads``.
+        value_width: width of a value in one head; None for ``dim / heads``.
         mlp_width: inner width of the SwiGLU.
-        context: tokens that the model is trained on at once; dense mixing ends there (see ``MHLAForCausalLM.extend``).
-        attention: options of :class:`lightning_mhla.AttentionConfig`, as a dict; a list of them for each layer.
-        tie_word_embeddings: whether input and output embeddings are one matrix.
-        initializer_range: standard deviation of the weights at the start.
-        use_cache: whether a model that does not train returns its state, unless a call says otherwise.
-        bos_token_id: token before a text, or None.
-        eos_token_id: token after a text.
-        pad_token_id: token that fills up rows, never attended to.
+        context: number of tokens in a training sample, and the longest sequence of dense mixing (see
+            ``MHLAForCausalLM.extend``).
+        attention: options of :class:`lightning_mhla.AttentionConfig` as a dict, or a list of one dict for each layer.
+        tie_word_embeddings: whether input and output embeddings share one matrix.
+        initializer_range: standard deviation of the initial weights.
+        use_cache: whether a model that is not training returns its state, unless a call says otherwise.
+        bos_token_id: token at the start of a text, or None.
+        eos_token_id: token at the end of a text, a list of such tokens, or None.
+        pad_token_id: padding token, which is never attended to, or None.
     """
 
     model_type = "mhla"
@@ -96,14 +99,14 @@ class MHLAConfig(PreTrainedConfig):
     def _take_alias(self, alias: str, name: str, value: int | None) -> None:
         value_by_name = getattr(self, name)
         if value is None or value in (value_by_name, getattr(self, alias)):
-            return  # a derived size that to_dict() lists stays derived
+            return  # to_dict() lists derived sizes, too; reading them back must not fix them
         if value_by_name != getattr(type(self), name):
             raise ValueError(f"{name}={value_by_name} and {alias}={value} are the same size; give one of the two")
         setattr(self, name, value)
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.key_value_heads or self.heads
 
     @num_key_value_heads.setter
@@ -112,7 +115,7 @@ class MHLAConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of a key."""
+        """Width of a key in one head."""
         return self.key_width or self.dim // self.heads
 
     @head_dim.setter
@@ -121,12 +124,15 @@ class MHLAConfig(PreTrainedConfig):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        """All options as plain data, sizes also under transformers' names."""
+        """Return all options as plain data, with sizes under transformers' names as well."""
         return {**super().to_dict(), **{alias: getattr(self, alias) for alias in self._aliases()}}
 
     @override
     def to_diff_dict(self) -> dict[str, Any]:
-        """Contents of ``config.json``: each size under one name, so that edits by hand cannot contradict each other."""
+        """Return the contents of ``config.json``, with each size under one name only.
+
+        A file that is edited by hand then cannot contradict itself.
+        """
         return {name: value for name, value in super().to_diff_dict().items() if name not in self._aliases()}
 
     def _aliases(self) -> tuple[str, ...]:
@@ -134,11 +140,11 @@ class MHLAConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: what :meth:`save_pretrained` writes names these classes, and their source is not copied."""
+        """Do nothing: :meth:`save_pretrained` names the model's classes, and their source is not copied."""
 
     @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
-        """Also write a module that names the model's classes, which transformers' auto classes look for."""
+        """Save the configuration, and a module that imports the model's classes for transformers' auto classes."""
         self.auto_map = {auto_class: f"{REMOTE}.{name}" for auto_class, name in CLASSES.items()}
         folder = Path(save_directory)
         if not folder.is_file():  # else transformers raises
@@ -147,10 +153,10 @@ class MHLAConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub, **options)
 
     def layer_attention(self) -> list[AttentionConfig]:
-        """The attention of each layer.
+        """Return the attention options of each layer.
 
         Raises:
-            ValueError: when a list has another length than ``depth``, or an option is wrong.
+            ValueError: if a list does not have ``depth`` entries, or an option is invalid.
         """
         given = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
         if len(given) != self.depth:
@@ -159,12 +165,16 @@ class MHLAConfig(PreTrainedConfig):
 
 
 def default_attention() -> AttentionConfig:
-    """The attention of the paper's language model: blocks of 64, rotary after relu, output gate, no normaliser."""
+    """Attention of the paper's language model: blocks of 64, rotary after relu, output gate, no normalizer."""
     return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
 
 
 def plain_attention(attention: Any) -> dict[str, Any] | list[dict[str, Any]]:
-    """Attention options as plain data, for ``config.json`` and checkpoints."""
+    """Convert attention options to plain data, for ``config.json`` and checkpoints.
+
+    Args:
+        attention: options of all layers, or a sequence of the options of each layer; each an ``AttentionConfig`` or a mapping.
+    """
     if isinstance(attention, AttentionConfig):
         return asdict(attention)
     if isinstance(attention, Sequence):

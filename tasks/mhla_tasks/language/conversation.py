@@ -1,4 +1,4 @@
-"""A conversation as tokens: the model's chat template, cut so that each turn adds tokens to those before it."""
+"""Tokens of a conversation by the model's chat template, extended turn by turn without encoding earlier turns again."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from lightning_mhla.system.untrusted import time_limit
 from mhla_tasks.language.encoding import begin_tokens, control_tokens, encode_texts
 
 TEMPLATE_SECONDS = 10.0
-"""Time to render a chat template, far above what an honest one takes."""
+"""Time limit for rendering a chat template in seconds, far above the time of a well-behaved one."""
 
 MARK = re.compile("\ue000(\\d+)\ue001")
-"""Place of a message in a rendered template. Templates see marks of the private use area in place of what people wrote."""
+"""Placeholder of a message in a rendered template, in characters of the private use area. Templates never see the messages,
+so that letters of control tokens in them remain distinguishable from control tokens of the template."""
 
 
 class Conversation:
-    """Messages and their tokens.
+    """Messages of a conversation and their tokens.
 
-    A turn is encoded once: its tokens follow those of the turns before it, so that a model which has read these needs only the
-    new ones. Letters of a control token that somebody types, such as ``<|im_end|>``, stay text. Without a chat template the
-    messages follow each other as they are.
+    Each turn is encoded once, and its tokens follow those of earlier turns, so that a model that keeps its state reads only
+    the new ones. Letters of a control token in a message, such as ``<|im_end|>``, remain text. Without a chat template,
+    messages are concatenated.
 
     Args:
-        tokenizer: the model's tokenizer.
-        system: what the system message says; None for none.
+        tokenizer: tokenizer of the model.
+        system: text of the system message; None for no system message.
 
     Raises:
-        ValueError: for a system message where there is no template or the template takes none.
+        ValueError: if there is a system message but no template, or the template rejects it.
 
     Attributes:
         ids: tokens of the conversation so far.
@@ -55,13 +56,13 @@ class Conversation:
         """Add a message of the user.
 
         Args:
-            text: the message.
+            text: text of the message.
 
         Returns:
-            Tokens of the whole conversation, up to where the reply begins.
+            Tokens of the full conversation, up to the start of the reply.
 
         Raises:
-            ValueError: when the chat template rejects the messages.
+            ValueError: if the chat template rejects the messages.
         """
         self._append("user", text)
         if not self.has_template:
@@ -70,19 +71,19 @@ class Conversation:
         rendered = self._render(reply=True)
         if self._rendered and rendered.startswith(self._rendered):
             self.ids = self.ids + self._encode(rendered[len(self._rendered) :])
-        else:  # the first turn, or a template that changes earlier turns (it leaves out their reasoning, say)
+        else:  # the first turn, or a template that changes earlier turns, for example by omitting their reasoning
             self.ids = self._encode(rendered)
         self._rendered = rendered
         return self.ids
 
     def reply(self, tokens: Sequence[int]) -> str:
-        """Add the reply that the model wrote.
+        """Add a reply of the model.
 
         Args:
-            tokens: its tokens, without the one that ended it.
+            tokens: tokens of the reply, without the token that ended it.
 
         Returns:
-            The reply as text.
+            Text of the reply.
         """
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         self._append("assistant", text)
@@ -91,10 +92,10 @@ class Conversation:
         return text
 
     def take_back(self) -> None:
-        """Remove the last message of the user, which had no reply."""
+        """Remove the last message, which must be a message of the user without a reply."""
         self.roles.pop()
         self.contents.pop()
-        self._rendered, self.ids = "", []  # encoded again with the next one
+        self._rendered, self.ids = "", []  # the next message encodes the conversation again
 
     def _append(self, role: str, content: str) -> None:
         self.roles.append(role)
@@ -105,15 +106,15 @@ class Conversation:
         try:
             with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
                 return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply))
-        except (TemplateError, OverflowError) as error:  # the second for a range that the sandbox rejects
+        except (TemplateError, OverflowError) as error:  # OverflowError: a range that the sandbox rejects
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def _encode(self, rendered: str) -> list[int]:
-        """Tokens of a part of the rendered template, with the messages in their places."""
-        parts = MARK.split(rendered)  # text of the template and numbers of messages take turns
+        """Encode part of the rendered template, with the messages in place of their marks."""
+        parts = MARK.split(rendered)  # text of the template and numbers of messages alternate
         texts = [self.contents[int(part)] if number % 2 else part for number, part in enumerate(parts)]
         spelled = any(token in text for text in texts[1::2] for token in self.control.values() if token)
-        if not spelled:  # in one piece, as transformers encodes it
+        if not spelled:  # no message spells a control token: encode all in one piece, as transformers does
             return encode_texts(self.tokenizer, ["".join(texts)], read_control_tokens=True)[0]
         ids: list[int] = []
         for number, text in enumerate(texts):
@@ -122,7 +123,7 @@ class Conversation:
         return ids
 
     def _stops(self) -> set[int]:
-        """The control token that the template puts behind a reply."""
+        """Return the control token with which the template ends a reply, as a set; empty if there is none."""
         if not self.has_template:
             return set()
         roles = self.roles

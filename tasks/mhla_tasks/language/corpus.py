@@ -1,4 +1,4 @@
-"""Documents of files, folders and data sets of the hub, in order; nothing is left out without a word."""
+"""Reading documents of files, folders and data sets of the hub in order; the log counts everything that is left out."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ BINARY = {
     "onnx", "pdf", "pickle", "pkl", "png", "pptx", "pt", "pth", "pyc", "pyd", "rar", "safetensors", "so", "sqlite",
     "tar", "tgz", "tif", "tiff", "ttf", "wasm", "wav", "webm", "webp", "whl", "woff", "woff2", "xls", "xlsx", "zip",
 }  # fmt: skip
-"""Suffixes of files that are not documents of a folder, whatever their bytes happen to be."""
+"""Suffixes of files that are not documents, even if their bytes are valid UTF-8."""
 
 EXAMPLES = 3
-"""Places that are named for each reason why something is left out."""
+"""Maximum number of places that the log names for each reason."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which UTF-8 cannot encode."""
 
 
 class Remarks:
-    """Counts what is left out and what is changed, to say it in one line.
+    """Count of inputs that are left out or changed, reported in one line.
 
     Args:
-        at_once: whether the first of each kind is logged when it is met, for a stream that has no end.
+        at_once: whether the first input of each kind is logged immediately, for a stream without end.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -44,11 +45,16 @@ class Remarks:
         self.counts: Counter[str] = Counter()
 
     def leave_out(self, kind: str, place: str) -> None:
-        """Count something that is left out, of a kind in the plural such as ``binary files``."""
+        """Count an input that is left out.
+
+        Args:
+            kind: kind of the input, in the plural: ``binary files``.
+            place: name of the input, for the log.
+        """
         self._add(self.left_out, kind, place)
 
     def change(self, kind: str, place: str) -> None:
-        """Count a document that is changed."""
+        """Count a document that is changed; arguments as for :meth:`leave_out`."""
         self._add(self.changed, kind, place)
 
     def _add(self, places: dict[str, list[str]], kind: str, place: str) -> None:
@@ -60,7 +66,7 @@ class Remarks:
             log.warning("%s: the first of the %s that are %s; the next ones are not mentioned", place, kind, verb)
 
     def __str__(self) -> str:
-        """All kinds with their counts and first places."""
+        """Return all kinds with their counts and first places."""
         parts = []
         for title, kinds in (("left out", self.left_out), ("changed", self.changed)):
             counted = (
@@ -72,26 +78,26 @@ class Remarks:
         return "; ".join(parts)
 
     def report(self) -> None:
-        """Log what was counted, if anything was."""
+        """Log the counts, unless there are none."""
         if self.counts:
             log.warning("%s", self)
 
 
 def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Every document of all sources, in order, none of them empty.
+    """Iterate over the documents of all sources in order, without empty ones.
 
-    A file of text is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one in each row. Of a
-    folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out; of tables, rows with
-    a null or an empty text. One line of the log says what was left out, and why.
+    A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
+    row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a
+    table, rows with a null or an empty text are left out. One line of the log counts them by reason.
 
     Args:
         sources: paths of files and folders, or ``hub:NAME[:CONFIG[:SPLIT]]``.
-        column: column of tables.
+        column: name of the column that holds the text of tables.
 
     Raises:
-        FileNotFoundError: when a source is not there.
-        ValueError: naming the file and the line, when a table has no such column or is broken, when a file that is named is
-            not text, or when there is no document at all.
+        FileNotFoundError: if a source does not exist.
+        ValueError: if a table has no such column or is broken, a file that is named directly is not text, or there are no
+            documents; the message names the file and the line.
     """
     remarks, empty = Remarks(), True
     try:
@@ -109,11 +115,11 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 
 
 def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
-    """The texts of rows that are documents.
+    """Iterate over the texts of rows, without nulls and empty texts.
 
     Args:
         rows: place and text of each row.
-        remarks: counts rows with a null or an empty text, and texts that are changed.
+        remarks: counter of the rows that are left out or changed.
     """
     for place, text in rows:
         if text is None:
@@ -128,14 +134,14 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
 
 
 def source_files(path: Path, remarks: Remarks) -> list[Path]:
-    """The files that a source names: a file itself, or all visible files of a folder, sorted.
+    """List the files of a source: the file itself, or all visible files of a folder, sorted.
 
     Args:
-        path: file or folder.
-        remarks: counts hidden files and folders.
+        path: path of the file or folder.
+        remarks: counter of hidden files and folders.
 
     Raises:
-        FileNotFoundError: when there is no such file, or no visible file in the folder.
+        FileNotFoundError: if the path does not exist, or the folder has no visible files.
     """
     if path.is_file():
         return [path]
@@ -164,7 +170,7 @@ def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[st
 
 
 def _rows(path: Path, column: str) -> Rows:
-    """Rows of a table; the text of any other file is one row."""
+    """Iterate over the rows of a table; the text of a file that is not a table is one row."""
     if (kind := table_kind(path)) is None:
         yield shown(path), read_text(path)
     else:
@@ -172,7 +178,7 @@ def _rows(path: Path, column: str) -> Rows:
 
 
 def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
-    """Rows of a file in a folder, none if it is not a file of documents."""
+    """Iterate over the rows of a file in a folder; none if the file does not hold documents."""
     if plain_suffix(path).lstrip(".") in BINARY:
         remarks.leave_out("binary files", shown(path))
         return
@@ -180,7 +186,7 @@ def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
     try:
         first = list(islice(rows, 1))
     except NotTextError as error:
-        # A table that is not text is broken; a text that is not text is merely another kind of file.
+        # A table that is not text is broken. A file without a suffix of tables, or .json, may be of any kind.
         if kind not in (None, "json"):
             raise
         remarks.leave_out("binary files" if error.kind == "binary" else "files not in UTF-8", shown(path))
@@ -195,7 +201,7 @@ def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
 
 
 def _counted(rows: Rows, path: Path, remarks: Remarks) -> Rows:
-    """The rows of a file; a file without any is mentioned."""
+    """Iterate over the rows of a file, and count the file as left out if it has none."""
     empty = True
     for row in rows:
         empty = False

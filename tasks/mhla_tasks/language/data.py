@@ -1,4 +1,7 @@
-"""Text for language models: the standard library of this Python, token shards, and data sets of the hub."""
+"""Data modules of text: the standard library of the running Python, data sets of the hub, and token shards.
+
+The module is longer than others because the options of three data modules are documented in it.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 
 class TextData(ResumableDataModule):
-    """The base of data sets of text; each gives :attr:`tokenizer` and :meth:`windows`.
+    """Base class of data modules of text; a subclass defines :attr:`tokenizer` and :meth:`windows`.
 
     Args:
-        context: tokens of a sample, which the model sees at once.
-        separate_documents: whether tokens see their own document only (packed with cu_seqlens).
+        context: number of tokens in a sample.
+        separate_documents: whether tokens attend to their own document only (packed with cu_seqlens).
         prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
         options: options of :class:`lightning_mhla.data.ResumableDataModule`.
     """
@@ -56,7 +59,7 @@ class TextData(ResumableDataModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the text."""
+        """Tokenizer of the text."""
         raise NotImplementedError
 
     @override
@@ -68,28 +71,31 @@ class TextData(ResumableDataModule):
         return self.windows("validate" if stage == "test" else stage)
 
     def windows(self, stage: str) -> TokenWindows:
-        """Samples of ``"train"`` or ``"validate"``."""
+        """Return the samples of a stage, ``"train"`` or ``"validate"``."""
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Where packed documents begin, as numbers of the CPU, so that nothing waits for the device."""
+        """Replace the mask of document starts by ``cu_seqlens``.
+
+        The bounds are Python integers, because reading them from a device would wait for it.
+        """
         if isinstance(batch, dict) and "starts" in batch:
             starts = batch.pop("starts").clone()
-            starts[:, 0] = True
+            starts[:, 0] = True  # a sample may begin inside a document, and samples do not see each other
             batch["cu_seqlens"] = (*starts.flatten().nonzero()[:, 0].tolist(), starts.numel())
         return batch
 
 
 class PythonSource(TextData):
-    """The standard library of the running Python: 9 MB of real text that is always there.
+    """Source code of the running Python's standard library: 9 MB of real text that needs no download.
 
     Args:
         batch_size: samples of a batch over all processes together.
-        context: tokens of a sample.
-        vocab_size: vocabulary size of the byte-level BPE that is trained on the text, once, and kept in the cache.
-        separate_documents: whether tokens see their own file only.
+        context: number of tokens in a sample.
+        vocab_size: vocabulary size of the byte-level BPE, which is trained on the text once and kept in the cache.
+        separate_documents: whether tokens attend to their own file only.
         num_workers: worker processes for each training process; 0 is fastest for text in memory.
-        seed: order of the samples; null takes seed_everything.
+        seed: seed of the order of the samples; null takes seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
         prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
@@ -128,36 +134,36 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Packed batches; an error of the worker process names the file and the row, without a traceback."""
+    """Loader of packed batches that reports errors of its worker process by file and row, without a traceback."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The rest of the epoch that the run stands in."""
+        """Iterate over the remaining batches of the current epoch."""
         return with_short_errors(super().__iter__())
 
 
 class HubText(TextData):
-    """Text of a data set on the hub, or of local files, tokenised while it streams in.
+    """Text of a data set on the hub or of local files, tokenized while it is streamed.
 
-    Nothing is stored; to train for more than a trial, or again, make token shards of it. A run resumes with the very next
-    token after a stop, once the documents before it are read past. Only the column is read: the others may hold anything.
-    Rows with a null or without a character other than space are not documents; the log mentions the first.
+    Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
+    after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows with a
+    null, or with nothing but whitespace, are skipped; the log mentions the first.
 
     Args:
-        tokenizer: a model on the hub, or a folder.
+        tokenizer: name of a model on the hub, or folder.
         path: name of the data set; or json (JSON lines, or an array of objects), csv, parquet, or text (each line is a
             document) with data_files.
         name: configuration of the data set.
         split: split of the data set.
-        data_files: local files, patterns of such, or URLs, for json, csv, parquet and text; .gz, .bz2, .xz and .zst are
+        data_files: local files, glob patterns or URLs, for json, csv, parquet and text; .gz, .bz2, .xz and .zst are
             decompressed.
-        column: that holds the text.
+        column: name of the column that holds the text.
         batch_size: samples of a batch over all processes together.
-        context: tokens of a sample.
-        separate_documents: whether tokens see their own document only.
-        steps_per_epoch: batches that are called an epoch.
-        shuffle_buffer: documents that are shuffled together; 0 for the order of the data set.
-        val_documents: documents at the start that are kept for validation.
-        num_workers: 1 reads and tokenises in a process of its own.
+        context: number of tokens in a sample.
+        separate_documents: whether tokens attend to their own document only.
+        steps_per_epoch: number of batches in an epoch.
+        shuffle_buffer: number of documents that are shuffled together; 0 for the order of the data set.
+        val_documents: number of documents at the start that are kept for validation.
+        num_workers: 1 reads and tokenizes in a separate process.
         seed: seed of the shuffle; null takes seed_everything.
         control_tokens: read the letters of a control token in a text, such as <|endoftext|>, as that token; false leaves
             them text.
@@ -199,7 +205,7 @@ class HubText(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        """Return windows of the documents at the start."""
+        """Return windows of the documents that are kept for validation."""
         remarks = Remarks()
         texts = list(itertools.islice(self._texts(remarks), self.val_documents))
         remarks.report()
@@ -211,7 +217,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Packed batches that resume where the trainer's batch count stands."""
+        """Return a loader of packed batches, which resumes at the trainer's batch count."""
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
@@ -226,14 +232,14 @@ class HubText(TextData):
                 missing,
             )  # fmt: skip
 
-        next(self._texts(Remarks()), None)  # a missing file or column is an error here, not in the worker process
+        next(self._texts(Remarks()), None)  # raise errors of a missing file or column here, not in the worker process
         self._stream = DocumentLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
         if self._trained_with is not None:
             self._stream.start_at(self._trained_with)
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint; some strategies make the loader before they read it."""
+        """Restore the positions of a checkpoint. Some strategies build the loader before they read the checkpoint."""
         if not state_dict.get("rows") or state_dict.get(TRAINED) == 0:
             return
         self._trained_with = state_dict
@@ -241,7 +247,7 @@ class HubText(TextData):
             self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every row stands, for the checkpoint."""
+        """Return the position of every row, for the checkpoint."""
         if self._stream is None or self.trainer is None:
             return {}
         return {**self._stream.state_dict(), TRAINED: batches_trained(self.trainer)}
@@ -251,11 +257,11 @@ class HubText(TextData):
         return StreamedDataSet(self.data_set, self.column)
 
     def _texts(self, remarks: Remarks) -> Iterator[str]:
-        """All documents once, in the order of the data set.
+        """Iterate once over all documents, in the order of the data set.
 
         Raises:
-            BrokenSampleError: naming the file and the row.
-            ShardUnavailableError: when a file cannot be read now.
+            BrokenSampleError: if a row is broken or lacks the column; the message names the file and the row.
+            ShardUnavailableError: if a file cannot be read now.
         """
         rows = self._data.rows()
         try:
@@ -268,7 +274,7 @@ class HubText(TextData):
             raise ShardUnavailableError(str(error)) from error
 
     def _documents(self) -> Iterator[str]:
-        """All documents over and over, each time in another order; the same whenever it is called."""
+        """Iterate over all training documents without end, in a new order each epoch; every call gives the same sequence."""
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
             trained = itertools.islice(self._texts(remarks), self.val_documents, None)
@@ -284,18 +290,18 @@ class HubText(TextData):
 
 
 class TokenShards(TextData):
-    """Text that ``lightning prepare text`` has turned into tokens, in WebDataset tar shards.
+    """Tokenized text in WebDataset tar shards, which ``lightning prepare text`` writes.
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
         val: shards to validate and test on, in the same forms.
         tokenizer: folder of the tokenizer, or a model on the hub; null for the folder tokenizer/ beside the shards.
         batch_size: samples of a batch over all processes together.
-        context: tokens of a sample.
-        separate_documents: whether tokens see their own document only.
+        context: number of tokens in a sample.
+        separate_documents: whether tokens attend to their own document only.
         num_workers: worker processes for each training process.
-        seed: order of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        seed: seed of the order of the samples; null takes seed_everything.
+        shards: options of reading shards and of keeping downloads.
         prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
@@ -313,14 +319,9 @@ class TokenShards(TextData):
         prompts: str | None = None,
     ) -> None:
         super().__init__(
-            context,
-            separate_documents,
-            prompts,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            shards=shards,
-        )
+            context, separate_documents, prompts,
+            batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards,
+        )  # fmt: skip
         self.save_hyperparameters(ignore=["prompts"])
         keep_plain(self)
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)

@@ -1,4 +1,4 @@
-"""Documents: what counts as one, and its tokens."""
+"""Checking and encoding documents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from mhla_tasks.language.encoding import encode_texts
 
 
 def check_text(value: Any, source: str) -> str:
-    """The value, if it is a text.
+    """Return a value that must be text.
+
+    Args:
+        value: value to check.
+        source: name of its place, for the message.
 
     Raises:
-        ValueError: naming the source.
+        ValueError: if the value is not a string.
     """
     if not isinstance(value, str):
         raise ValueError(f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose another column")
@@ -24,19 +28,35 @@ def check_text(value: Any, source: str) -> str:
 def encode_documents(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens ``[n]`` of documents one after the other, and the first token ``[documents]`` of each, both int64.
+    """Encode documents and concatenate their tokens.
 
     Args:
-        texts: the documents.
-        tokenizer: the tokenizer.
+        texts: texts of the documents.
+        tokenizer: tokenizer with a token that begins or ends texts.
         read_control_tokens: whether the letters of a control token in a text become that token.
+
+    Returns:
+        The tokens, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
     """
     encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
     return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """A document's tokens between the special tokens that begin and end it (one sign for both goes before it)."""
+    """Put the special tokens that begin and end a document around its tokens.
+
+    A tokenizer that has one token for both purposes puts it at the start only.
+
+    Args:
+        ids: token indices of the text.
+        tokenizer: tokenizer of the text.
+
+    Returns:
+        Token indices of the document, ``[n]`` int64.
+
+    Raises:
+        ValueError: if the tokenizer has neither of the two tokens.
+    """
     end = tokenizer.eos_token_id
     begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:

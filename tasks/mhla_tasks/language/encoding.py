@@ -1,8 +1,8 @@
-"""The one place that turns text into tokens: documents, streamed text and prompts.
+"""Conversion of text to tokens, for documents, streamed text and prompts.
 
-Two rules hold for every tokenizer. The letters of a control token in a text, such as ``<|endoftext|>``, stay letters unless
-the caller asks for the token. The tokens that a tokenizer puts in front of a text belong to a prompt; those that it appends
-end a text, and a prompt has not ended.
+Two rules hold for every tokenizer. The letters of a control token in a text, such as ``<|endoftext|>``, remain text unless
+the caller asks for the token. A prompt gets the tokens that the tokenizer puts in front of a text, but not the tokens that
+it appends, because those mark the end of a text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from lightning_mhla.system.untrusted import reason
 
 WORDS = ("a", "0", "the", " ")
-"""Texts tried to find one that a tokenizer has a token for."""
+"""Texts to try until the tokenizer has a token for one of them."""
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Index and text of each token that stands for something other than text: begin, end, padding, turns of a chat.
+    """Return index and name of each control token: begin, end, padding, turns of a chat.
 
-    The token for unknown text is not one of them unless it also begins or ends texts, as in GPT-2.
+    The token for unknown text is included only if it also begins or ends texts, as in GPT-2.
     """
     tokens = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
@@ -35,12 +35,15 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
 ) -> list[list[int]]:
-    """Tokens of texts, without any that the tokenizer adds at either end.
+    """Encode texts without the tokens that the tokenizer adds at either end.
 
     Args:
         tokenizer: any tokenizer.
-        texts: the texts.
+        texts: texts to encode.
         read_control_tokens: whether the letters of a control token in a text become that token.
+
+    Returns:
+        Token indices of each text.
 
     Raises:
         ValueError: if the tokenizer cannot keep the letters of a control token as text, or fails on a text.
@@ -60,14 +63,18 @@ def encode_texts(
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that the tokenizer puts in front of every text."""
+    """Return the tokens that the tokenizer puts in front of every text.
+
+    Raises:
+        ValueError: if the tokenizer has no token for any of several short texts, or fails on one.
+    """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         row = list(tokenizer.build_inputs_with_special_tokens([-1]))  # no token has this index
         return row[: row.index(-1)]
     with _failures(tokenizer):
         for word in WORDS:
             encoded = tokenizer(word)
-            origins = encoded.sequence_ids(0)  # None for what the tokenizer adds
+            origins = encoded.sequence_ids(0)  # None for tokens that the tokenizer adds
             if 0 in origins:
                 return list(encoded["input_ids"][: origins.index(0)])
     raise ValueError(f"{_name(tokenizer)} has no token for any of {', '.join(map(repr, WORDS))}; use another tokenizer")
@@ -76,15 +83,18 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
 ) -> list[list[int]]:
-    """Tokens of prompts: what the tokenizer puts in front, then the text, and nothing after it.
+    """Encode prompts with the tokens that the tokenizer puts in front, and without those that it appends.
 
-    A prompt that begins with the control token that the tokenizer puts in front, as the result of a chat template does, gets
-    nothing in front.
+    Nothing is added if a prompt already begins with the control token that the tokenizer puts in front, as the output of a
+    chat template does.
 
     Args:
         tokenizer: any tokenizer.
-        texts: the prompts.
+        texts: prompts to encode.
         read_control_tokens: whether the letters of a control token in a prompt become that token.
+
+    Returns:
+        Token indices of each prompt.
 
     Raises:
         ValueError: as for :func:`encode_texts`.
@@ -95,10 +105,10 @@ def encode_prompts(
 
 
 def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str], text: str) -> list[int]:
-    """Tokens of a text by a tokenizer whose vocabulary lacks the control tokens.
+    """Encode a text with a copy of the tokenizer whose vocabulary lacks the control tokens.
 
-    The vocabulary of a Unigram or WordLevel model holds them as pieces like any others, so that it finds them in a text even
-    when nothing looks for control tokens.
+    Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so that they find them in a
+    text even if the tokenizer is told not to look for control tokens.
     """
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         with _failures(tokenizer):
@@ -124,7 +134,7 @@ def _text_only(tokenizer: PreTrainedTokenizerFast, control: dict[int, str]) -> T
     model = state["model"]
     if isinstance(model["vocab"], list):
         for index in control.keys() & set(range(len(model["vocab"]))):
-            model["vocab"][index][0] = ""  # keeps the place of the others, and no text contains it as a piece
+            model["vocab"][index][0] = ""  # the indices of other pieces stay the same, and no text contains this one
     else:
         gone = {token for token, index in model["vocab"].items() if index in control} - {model.get("unk_token")}
         model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in gone}
@@ -138,8 +148,8 @@ def _failures(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # the tokenizers library raises Exception itself, and panics, which are no Exception, for regular expressions that
-        # exceed their budget
+        # The tokenizers library raises plain Exception. For regular expressions that exceed their budget it panics, which is
+        # a BaseException.
         if type(error) is Exception or type(error).__name__ == "PanicException":
             raise ValueError(f"{_name(tokenizer)} fails on a text ({reason(error)}); use another tokenizer") from error
         raise

@@ -1,7 +1,7 @@
-"""Language models from checkpoints of training and from exported folders, and the export itself.
+"""Loading language models from checkpoints and exported folders, and exporting them.
 
-An exported folder holds weights in safetensors, configuration, tokenizer, and a module of one line that names the model's
-class: ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads it wherever lightning-mhla is installed.
+An exported folder holds weights in safetensors, configuration, tokenizer, and a short module that imports the model's class.
+``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads it where lightning-mhla is installed.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer, save_tokenizer
 
 OPTIONS = ("tokenizer", "context")
+"""Names of the options of :func:`write`."""
 
 REPLACED = (
     "chat_template.jinja", "chat_template.json", "additional_chat_templates", "tokenizer.json", "tokenizer_config.json",
     "added_tokens.json", "special_tokens_map.json", "modeling_mhla.py", "modeling_swapped.py",
 )  # fmt: skip
-"""Files and folders of an earlier export, which transformers would read as parts of this one."""
+"""Files and folders that an export replaces, because transformers would read those of an earlier export as parts of it."""
 
 LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-"""Python that loads an export, FOLDER being its path."""
+"""Python code that loads an export; FOLDER stands for its path."""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Python that loads the export of ``model``: the same for a linearised one."""
+    """Return Python code that loads the export of a model; it is the same for all language models."""
     return LOADING
 
 
 def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel:
-    """The language model of a checkpoint that training wrote, without running any code from it.
+    """Load the language model of a training checkpoint, without running any code from it.
 
     Args:
-        path: file.
-        live: the weights as they were trained, where the checkpoint also has their moving average.
+        path: path of the checkpoint or of a run's folder.
+        live: whether to load the trained weights if the checkpoint also has their moving average.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: when it holds no language model, or cannot be read safely.
+        FileNotFoundError: if the path does not exist.
+        ValueError: if the checkpoint holds no language model, or cannot be read safely.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
@@ -61,15 +62,15 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
 
 
 def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a checkpoint of training, an exported folder, or a name on the hub.
+    """Load a model, in evaluation mode, and its tokenizer.
 
     Args:
-        path: path of the model.
-        tokenizer: folder of the tokenizer or a model on the hub, in place of the model's own.
+        path: training checkpoint, exported folder, or name on the hub.
+        tokenizer: folder of a tokenizer or name of a model on the hub, in place of the model's own tokenizer.
 
     Raises:
-        FileNotFoundError: when there is no such model or no tokenizer with it.
-        ValueError: when it is no causal language model.
+        FileNotFoundError: if there is no such model, or it has no tokenizer.
+        ValueError: if the model is not a causal language model.
     """
     own: Any = None
     if Path(path).is_dir() and (Path(path) / "config.json").exists():
@@ -89,10 +90,10 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
 
 
 def export(model: CausalLanguageModel, folder: Path) -> None:
-    """Write model and tokenizer as transformers keeps them.
+    """Write model and tokenizer to a folder in the format of transformers.
 
     Raises:
-        ValueError: when the model has no tokenizer.
+        ValueError: if the model has no tokenizer.
     """
     if model.tokenizer is None:
         raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
@@ -102,16 +103,16 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
 
 
 def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
-    """Write model and tokenizer.
+    """Export a model with the options of the command line.
 
     Args:
         model: the trained model.
         folder: folder to write to.
-        tokenizer: folder or name on the hub, in place of the model's own.
-        context: tokens that the model is extended to first.
+        tokenizer: folder or name on the hub of a tokenizer, in place of the model's own.
+        context: number of tokens that the model is first extended to.
 
     Raises:
-        ValueError: for a context where there are no mixing coefficients, and as for :func:`export`.
+        ValueError: if ``context`` is given for a model without mixing coefficients, or as for :func:`export`.
     """
     if tokenizer:
         model.use_tokenizer(load_tokenizer(tokenizer))

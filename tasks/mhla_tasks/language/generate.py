@@ -1,4 +1,4 @@
-"""Prompts continued in the terminal, token by token."""
+"""Continue prompts in the terminal, token by token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.tokenizer import left_padded
 
 LONGEST = 256
-"""New tokens where nothing else is asked for."""
+"""Default maximum number of new tokens."""
 
 
 def continue_prompts(
@@ -26,9 +26,9 @@ def continue_prompts(
     Args:
         path: checkpoint, exported folder, or name on the hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
-        count: new tokens, at most; None for 256, or as many as the model reaches to.
-        sampling: other options of :class:`GenerationOptions`.
-        seed: seed of the tokens that are drawn.
+        count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
+        sampling: options of :class:`GenerationOptions` except ``max_new_tokens``.
+        seed: seed of sampling.
         device: cpu or cuda; None for a GPU if there is one.
     """
     set_seed(seed)

@@ -1,4 +1,4 @@
-"""Heads that classify texts and tokens, and find answers: transformers' own, on :class:`MHLAModel`."""
+"""Models for classifying texts and tokens and for finding answers: transformers' heads on :class:`MHLAModel`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from mhla_tasks.language.base_model import MHLAModel, MHLAPreTrainedModel
 
 
 class HeadedModel:
-    """Methods of a head on a model that is kept as ``model``; it loads the weights of a language model."""
+    """Methods that models with a transformers head share; each also loads the weights of a language model.
+
+    Attributes:
+        model: model without a head.
+    """
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^head\.weight$"]
     model: MHLAModel
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
+        """Return the token embedding."""
         return self.model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
+        """Replace the token embedding."""
         self.model.set_input_embeddings(value)
 
     def extend(self, tokens: int) -> None:
-        """Take sequences of ``tokens`` tokens; see :meth:`MHLAModel.extend`."""
+        """Extend the model to sequences of ``tokens`` tokens; see :meth:`MHLAModel.extend`."""
         self.model.extend(tokens)
 
 
 class MHLAForSequenceClassification(HeadedModel, GenericForSequenceClassification, MHLAPreTrainedModel):
-    """Classes of a text, from the hidden state of its last token that is not ``config.pad_token_id``."""
+    """Classifier of texts, which reads the hidden state of the last token that is not ``config.pad_token_id``."""
 
 
 class MHLAForTokenClassification(HeadedModel, GenericForTokenClassification, MHLAPreTrainedModel):
-    """Classes of each token, which sees the tokens before it."""
+    """Classifier of tokens, each of which attends to the tokens before it only."""
 
 
 class MHLAForQuestionAnswering(HeadedModel, GenericForQuestionAnswering, MHLAPreTrainedModel):
-    """First and last token of the answer that a text holds."""
+    """Extractive question answering: predicts the first and the last token of the answer in a text."""

@@ -1,7 +1,7 @@
-"""Rows of data sets that stream in: local files and URLs, and data sets of the Hugging Face hub.
+"""Streaming rows of local files, URLs and data sets of the Hugging Face hub.
 
-``datasets`` only says which files a data set of the hub has. They are read like local ones, because its own readers settle
-on the columns of the first rows and fail where a column that nobody asked for changes later.
+``datasets`` only lists the files of a data set on the hub. They are read like local files, because the readers of
+``datasets`` fix the columns by the first rows and fail if a column changes later, even one that is not used.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from mhla_tasks.language.columns import MissingColumnError, Rows, read_column, t
 from mhla_tasks.language.documents import check_text
 
 KINDS = {"json": "json", "parquet": "parquet", "csv": "csv", "text": "lines"}
-"""Names of kinds of files in place of a data set's, and the kinds of :func:`read_column`."""
+"""File formats that can be given in place of a data set's name, and their kinds in :func:`read_column`."""
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
 """Suffixes of files that ``datasets`` unpacks."""
 
 Files = list[tuple[str, str]]
-"""Path or URL, and kind, of each file."""
+"""Path or URL and kind of each file."""
 
 
 class StreamedDataSet:
-    """A data set whose rows stream in, from the first one each time.
+    """A data set whose rows are streamed from the first one on each iteration.
 
     Args:
-        data_set: ``path`` (name on the hub, or one of :data:`KINDS`), ``name`` (configuration), ``split`` and
-            ``data_files``, as ``datasets.load_dataset`` takes them.
-        column: column that holds the text.
+        data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the hub, or one of :data:`KINDS`), ``name``
+            (configuration), ``split`` and ``data_files``.
+        column: name of the column that holds the text.
 
     Raises:
-        FileNotFoundError: when there is no such data set or file.
-        ValueError: when it has no such split.
+        FileNotFoundError: if the data set or a file does not exist.
+        ValueError: if the data set has no such split.
     """
 
     def __init__(self, data_set: Mapping[str, Any], column: str) -> None:
@@ -47,11 +47,11 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Place and text of each row, None for a null.
+        """Iterate over the place and the text of each row; None for a null.
 
         Raises:
-            OSError: when a file or the network fails.
-            ValueError: naming the file and the row, when it is broken or has no such column.
+            OSError: if a file or the network fails.
+            ValueError: if a row is broken or lacks the column; the message names the file and the row.
         """
         if self.files is None:
             return _streamed_rows(self.data_set, self.column)
@@ -59,11 +59,14 @@ class StreamedDataSet:
 
 
 def local_files(data_set: Mapping[str, Any]) -> Files:
-    """The files that ``data_files`` names, patterns resolved in alphabetical order.
+    """List the files that ``data_files`` names, with the matches of glob patterns in alphabetical order.
+
+    Args:
+        data_set: ``path`` (one of :data:`KINDS`), ``data_files`` and ``split``.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: for a split other than train.
+        FileNotFoundError: if a file does not exist or a pattern has no match.
+        ValueError: if the split is not train.
     """
     given, split = data_set["data_files"], data_set.get("split")
     if split not in (None, "train"):
@@ -83,7 +86,7 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
 
 def _kind(name: str, file: str) -> str:
-    """Kind of a file whose format ``datasets`` calls ``name``: for it JSON lines are json, and TSV is csv."""
+    """Return the kind of a file from its format in ``datasets``, where json includes JSON lines and csv includes TSV."""
     by_suffix = table_kind(file)
     return by_suffix if by_suffix and (name, by_suffix) in {("json", "jsonl"), ("csv", "tsv")} else KINDS[name]
 
@@ -93,7 +96,7 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
         yield from read_column(file, column, kind)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # each file system behind a URL has errors of its own
+    except Exception as error:  # every file system behind a URL raises its own types of errors
         if "://" not in file:
             raise
         raise OSError(
@@ -102,7 +105,7 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 
 
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
-    """Files of a data set of the hub; None if they are of a kind that only ``datasets`` reads."""
+    """List the files of a data set on the hub; None if only ``datasets`` can read them."""
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"
@@ -114,6 +117,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     format_name, config = type(builder).__module__.rpartition(".")[2], builder.config
     if format_name not in KINDS or not config.data_files:
         return None
+    # Options of the data set that change how its files are parsed need the readers of ``datasets``.
     if getattr(config, "field", None) or getattr(config, "sep", ",") != ",":
         return None
     if split not in config.data_files:
@@ -127,7 +131,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
-    """Rows as ``datasets`` reads them."""
+    """Iterate over the rows of a data set through the readers of ``datasets``."""
     from datasets import load_dataset
 
     name, number = f"the data set {data_set['path']}", 0
@@ -145,7 +149,7 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
             return
         except OSError:
             raise
-        except Exception as error:  # of the format's library
+        except Exception as error:  # the library of each format raises its own types of errors
             raise ValueError(f"{place} could not be read ({type(error).__name__}: {reason(error)})") from error
         if column not in row:
             raise MissingColumnError(f"{place} has no column {column!r}, only {sorted(row)}")

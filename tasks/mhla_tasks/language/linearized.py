@@ -1,7 +1,7 @@
-"""Linearise a language model: its softmax attention is replaced, and what that costs is won back in two stages.
+"""Linearize a language model: replace its softmax attention, and restore its quality in two training stages.
 
-The first ``distillation.layer_steps`` steps teach each new layer the output of the one it replaced (attention transfer);
-then the model is trained on the text, all of it or by low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
+The first ``distillation.layer_steps`` steps train each new layer to give the output of the layer it replaces (attention
+transfer). Then the model is trained on text, in full or by low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
 """
 
 from __future__ import annotations
@@ -36,37 +36,38 @@ from mhla_tasks.language.networks import build_network, known_options
 from mhla_tasks.language.prompts import GenerationOptions
 
 WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
-"""Attention that takes the place of softmax where nothing else is asked for."""
+"""Default replacement of softmax attention."""
 
 OWN = (
     "transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", SAVED
 )  # fmt: skip
-"""Entries of a saved configuration that say how it was saved, beside those that begin with an underscore."""
+"""Entries of a saved configuration that describe how it was saved. So do entries that begin with an underscore."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Settings that name special tokens."""
 
 
 class LinearizedModel(CausalLanguageModel):
-    """A causal language model of transformers whose attention is replaced, to train its quality back.
+    """A causal language model of transformers whose attention is replaced and which is trained to restore its quality.
 
     Args:
-        pretrained: model to start from: a folder or a name on the hub of transformers, a checkpoint or a run of LanguageModel
-            with network, or of this class; its weights are not read where --ckpt_path brings others.
-        attention: what takes the place of its attention; rotary and norms of queries and keys are the model's own.
-        layer_kinds: kinds of the layers, repeated to the depth: keep for those that stay as they are, replace for
-            attention.kind; null replaces all.
-        train: what is trained after the layer steps: all; attention, the replaced layers with their projections; new, only
-            what replacing added; lora, that and adapters of the projections.
+        pretrained: model to start from: a folder of transformers, a name on the hub, or a checkpoint or run of this class or
+            of LanguageModel with network; its weights are not read if --ckpt_path supplies them.
+        attention: replacement of the attention; rotary embeddings and the norms of queries and keys remain those of the model.
+        layer_kinds: kinds of the layers, repeated to the depth: keep leaves a layer unchanged, replace uses attention.kind;
+            null replaces all.
+        train: parameters that are trained after the layer steps: all; attention, the replaced layers with their projections;
+            new, only the parameters that the replacement added; lora, these and adapters of the projections.
         lora: rank and alpha of the adapters.
-        distillation: see TransferOptions.
-        context: tokens of a training sample.
+        distillation: options of the two stages; see TransferOptions.
+        context: number of tokens in a training sample.
         checkpointing: recompute layers in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: options of predict for continuations.
-        network: the model's configuration, which is read from pretrained: leave it out.
+        network: configuration of the model, which is read from pretrained; do not set it.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """The tokenizer that belongs to the model. Tokens that the original's own settings name stay what they are."""
+        """Set the model's tokenizer. Special tokens that the original model's settings name are not changed."""
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
@@ -129,12 +130,12 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Check that layers can be matched, and load the teacher; see :meth:`Linearization.start`."""
+        """Check that layers can be matched, and load the teacher, as :meth:`Linearization.start` does."""
         self.linearization.start(self, read_source)
 
     @override
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Match the layers, then learn the text, and the teacher's predictions if there is one."""
+        """Return the loss of the current stage: layer matching, then cross-entropy with distillation if there is a teacher."""
         inputs, targets = inputs_and_targets(batch)
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, inputs)
@@ -155,7 +156,12 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 
 def read_source(path: str) -> PreTrainedModel:
-    """The model at a path or name, as :func:`source_network` and :func:`load_source` have it."""
+    """Load the original model from a path or a name on the hub, in float32.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: as for :func:`source_network` and :func:`load_source`.
+    """
     if is_swapped(path):
         swapped: PreTrainedModel = load_swapped(path, torch.float32)
         return swapped
@@ -166,11 +172,14 @@ def read_source(path: str) -> PreTrainedModel:
 
 
 def source_network(pretrained: str) -> dict[str, Any]:
-    """The configuration of the model at a path or name, as :func:`build_network` takes it.
+    """Read the configuration of a model in the form that :func:`build_network` takes.
+
+    Args:
+        pretrained: checkpoint, run, folder or name on the hub.
 
     Raises:
-        FileNotFoundError: when there is none.
-        ValueError: for a checkpoint of a model that is not of transformers.
+        FileNotFoundError: if there is no such model.
+        ValueError: if the checkpoint holds a model that is not from transformers, or the model is quantized.
     """
     path = Path(pretrained)
     if path.exists() and not (path / "config.json").is_file():
@@ -205,11 +214,11 @@ def source_network(pretrained: str) -> dict[str, Any]:
 
 
 def read_configuration(pretrained: str) -> PreTrainedConfig:
-    """The configuration of a folder or a name on the hub, as a class of transformers; no code beside it is run.
+    """Load the configuration of a folder or a name on the hub, without running any code that comes with it.
 
     Raises:
-        FileNotFoundError: when there is none.
-        ValueError: when only code beside it could read it.
+        FileNotFoundError: if there is no configuration.
+        ValueError: if no class of transformers reads the configuration.
     """
     if is_swapped(pretrained):
         options = restored(read_json(Path(pretrained) / "config.json"))
@@ -221,13 +230,13 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
 
 
 def read_generation(pretrained: str) -> dict[str, Any]:
-    """Settings of generation that lie beside a model: further end tokens, sampling; empty where there are none.
+    """Read the generation settings of a model, such as more end tokens and sampling; empty if it has none.
 
-    Published settings often sample without saying so (``temperature`` without ``do_sample``). transformers samples with
-    them once ``do_sample`` is set, and saves nothing before that.
+    Published settings often have ``temperature`` without ``do_sample``. transformers does not save such settings, so that
+    ``do_sample`` is set for them.
 
     Raises:
-        ValueError: for settings that contradict each other, or a file that is not JSON.
+        ValueError: if settings contradict each other, or the file is not JSON.
     """
     file = Path(pretrained) / "generation_config.json"
     try:
@@ -246,11 +255,15 @@ def read_generation(pretrained: str) -> dict[str, Any]:
 
 
 def load_source(network: PreTrainedModel, pretrained: str) -> None:
-    """Give a swapped network the weights at a path or name; what the swap added keeps its start where they have none of it.
+    """Load weights into a swapped network; parameters that the swap added keep their initial values if the weights lack them.
+
+    Args:
+        network: the swapped network.
+        pretrained: checkpoint, run, folder or name on the hub.
 
     Raises:
-        FileNotFoundError: when there is nothing.
-        ValueError: when they are of another model.
+        FileNotFoundError: if there are no weights.
+        ValueError: if the weights are from a different model.
     """
     trained, local = read_trained(pretrained), Path(pretrained)
     state: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""The causal language model: transformers' interface on the shared backbone."""
+"""Causal language model with transformers' interface on the shared backbone."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class LanguageModelOutput(ModelOutput):
     """Outputs of :class:`MHLAForCausalLM`.
 
     Attributes:
-        loss: mean cross-entropy in nats per token, with labels.
-        logits: ``[B, N, V]``; None with ``skip_logits``, so that those of a whole batch are never stored.
-        past_key_values: the state after these tokens, with ``use_cache``.
-        hidden_states: with ``output_hidden_states``: what goes into each layer, and what goes into the head.
-        attentions: None; the model keeps no attention matrices.
+        loss: cross-entropy in nats per token, a scalar or ``[B, N]``; None without labels.
+        logits: scores of the next token, ``[B, N, V]``; None with ``skip_logits``, which saves their memory.
+        past_key_values: state after these tokens; None without ``use_cache``.
+        hidden_states: inputs of each layer and of the head, each ``[B, N, dim]``; None without ``output_hidden_states``.
+        attentions: None, because the model keeps no attention matrices.
     """
 
     loss: Tensor | None = None
@@ -42,13 +42,13 @@ class LanguageModelOutput(ModelOutput):
 
 
 class ForwardOptions(BackboneOptions, total=False):
-    """Further arguments of :meth:`MHLAForCausalLM.forward`.
+    """Additional arguments of :meth:`MHLAForCausalLM.forward`.
 
     Attributes:
-        shift_labels: ``[B, N]``, the token that follows each one, in place of ``labels``; no logits are given with them.
-        loss_reduction: ``none`` gives the loss of each token, ``[B, N]``.
-        skip_logits: whether to leave the logits out; None for exactly with ``shift_labels``.
-        share: see :class:`lightning_mhla.attention.sequence.SequenceShare`.
+        shift_labels: next token of each token, ``[B, N]`` int64, in place of ``labels``.
+        loss_reduction: ``"mean"`` (the default), or ``"none"`` for the loss of each token, ``[B, N]``.
+        skip_logits: whether to omit the logits; None omits them if ``shift_labels`` is given in place of ``labels``.
+        share: part of each sequence that this process holds, under sequence parallelism.
     """
 
     shift_labels: Tensor | None
@@ -58,10 +58,10 @@ class ForwardOptions(BackboneOptions, total=False):
 
 
 class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
-    """Language model with mhla, linear or softmax attention; generates with a state in place of a key-value cache.
+    """Causal language model with mhla, linear or softmax attention, which generates from a state, not a key-value cache.
 
-    Rows of a batch may be padded at their left or right, or anywhere: ``attention_mask`` says what is real, and every row
-    is moved to its first real token inside, so that it gives what it gives alone.
+    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. They
+    are moved to the start of each row internally, so that a row gives the same result as without padding.
     """
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
@@ -73,19 +73,19 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
 
     @property
     def base_model(self) -> MHLAModel:
-        """The model without its head: the same embedding and backbone, not copies of them."""
+        """Model without the head, which shares the embedding and the backbone with this one."""
         return MHLAModel.sharing(self)
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> MHLAModel:
-        """The model without its head."""
+        """Return the model without its head; see :attr:`base_model`."""
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
-        """The model itself, which means that it has no encoder; peft asks for it when adapters are mixed in a batch."""
+        """Return the model itself, which tells peft that it has no encoder (for batches of several adapters)."""
         return self
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -95,7 +95,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # transformers would put in a cache of keys and values
+        return False  # the default cache of transformers holds keys and values
 
     def forward(
         self,
@@ -112,28 +112,34 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> LanguageModelOutput | tuple[Any, ...]:
-        """Logits of the next token, and the loss where there are labels.
+        """Compute the logits of the next token, and the loss if there are labels.
 
         Args:
-            input_ids: ``[B, N]``.
-            attention_mask: ``[B, columns]``, 0 for padding on either side; with a state, of the columns that it has seen too.
-            position_ids: ``[B, N]``, what rotary turns by; None counts the real tokens of each row. Without padding and
-                state, positions that start again begin a document of its own (as ``cu_seqlens``), except in an exported
-                graph, which cannot depend on their values.
-            past_key_values: the state to continue from; these tokens change it in place.
-            inputs_embeds: ``[B, N, dim]`` in place of ``input_ids``.
-            labels: ``[B, N]`` int64, aligned with the tokens; those of the next token count, ``-100`` is left out.
-            use_cache: give the state after these tokens back. None: as the configuration says, but not while training,
-                with labels, for packed documents, or in a compiled or exported graph. Gradient checkpointing gives none.
-            output_hidden_states: give what goes into each layer, and into the head.
-            return_dict: False for a tuple.
+            input_ids: token indices, ``[B, N]`` int64.
+            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding; with a state, it also covers the
+                columns that the state has seen.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the real tokens of each row. Without
+                padding and state, positions that start again mark a new document, as ``cu_seqlens`` does, except in an
+                exported graph, which cannot depend on their values.
+            past_key_values: state to continue from, which is updated in place.
+            inputs_embeds: embedded tokens, ``[B, N, dim]``, in place of ``input_ids``.
+            labels: token indices, ``[B, N]`` int64, aligned with the tokens: each token is scored on the label of the next
+                column. ``-100`` is ignored.
+            use_cache: whether to return the state after these tokens; None follows the configuration, except in training,
+                with labels, for packed documents, and in a compiled or exported graph. There is no state under gradient
+                checkpointing.
+            output_hidden_states: whether to return the inputs of each layer and of the head.
+            return_dict: False returns a tuple.
             logits_to_keep: number of last columns, or indices of columns, to compute logits of; 0 for all.
-            cu_seqlens: ``[S + 1]``, first token of each document packed in the one row, and N.
-            kwargs: see :class:`ForwardOptions`.
+            cu_seqlens: first token of each document packed in the one row, followed by N, ``[S + 1]``.
+            kwargs: additional arguments; see :class:`ForwardOptions`.
+
+        Returns:
+            The outputs, as a tuple if ``return_dict`` is False.
 
         Raises:
-            ValueError: for inputs that do not fit together.
-            TypeError: for an argument that does not exist.
+            ValueError: if the inputs contradict each other.
+            TypeError: if an argument does not exist.
         """
         check_options(kwargs, ForwardOptions)
         shift_labels, share = kwargs.get("shift_labels"), kwargs.get("share")
@@ -161,22 +167,23 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
-        """Mean cross-entropy, or that of each token; without the logits of a whole batch unless adapters need them."""
+        """Cross-entropy, as a mean or of each token. The logits of a full batch are stored only if adapters need them."""
         mean = options.get("loss_reduction", "mean") == "mean"
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
-        # Elsewhere the device would have to be waited for, and a graph cannot depend on the number.
+        # Skip ignored tokens only where their number is at hand: reading it from a device waits for the device, and a graph
+        # cannot depend on it.
         known = mean and targets.device.type == "cpu" and not in_graph()
         if known and (counts := targets != IGNORED).sum() < len(targets) // 2:
             rows, targets = rows[counts], targets[counts]
         if type(self.head) is nn.Linear:
             compute = linear_cross_entropy if mean else token_losses
             loss = compute(rows, self.head.weight, targets)
-        else:  # what peft put in its place adds to its weight
+        else:  # an adapter of peft adds to the product with the weight, so that the weight alone is not enough
             reduction = "mean" if mean else "none"
             logits = self.head(rows).float()
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
         items = options.get("num_items_in_batch")
-        if mean and items is not None:
+        if mean and items is not None:  # transformers' Trainer adds up the losses of the accumulated batches
             loss = loss * (targets != IGNORED).sum() / items
         return loss if mean else loss.view(shift_labels.shape)
 
@@ -190,13 +197,13 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The prompt first, then what the state has not seen; without ``use_cache`` always everything."""
+        """Select the inputs of a generation step: the tokens that the state has not seen; without ``use_cache``, all."""
         if past_key_values is not None and next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
                 f"the state is of {past_key_values.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
                 "of them, those that the state has seen included, and at least one more"
             )
-        kwargs.pop("tokenizer", None)  # generate() hands it on to forward(), where it has no use
+        kwargs.pop("tokenizer", None)  # generate() would pass it to forward(), which rejects unknown arguments
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length,
@@ -215,10 +222,11 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             model_kwargs["past_key_values"] = StateCache(self.config.depth)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        """See transformers. Prompts are checked before anything is computed, and padded rows come back padded left.
+        """Generate as transformers does, after checking the prompts; rows with padding are returned with it on the left.
 
         Raises:
-            ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
+            ValueError: if a prompt is empty, a token is not in the vocabulary, or prompt and new tokens exceed the length of
+                the mixing coefficients.
         """
         prompt = options.pop("input_ids", None) if inputs is None else inputs
         mask, embedded = options.get("attention_mask"), options.get("inputs_embeds")
@@ -226,7 +234,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             check_tokens(prompt, self.config.vocab_size)
             longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
             self._check_length(longest, prompt.shape[1], options)
-        if mask is not None and not bool(mask[:, -1].all()):
+        if mask is not None and not bool(mask[:, -1].all()):  # new tokens must follow the last real token of each row
             order = padding_last(~mask.bool())
             options["attention_mask"] = mask.gather(1, order)
             prompt = prompt if prompt is None else prompt.gather(1, order)
@@ -237,7 +245,13 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return super().generate(prompt, *args, **options)
 
     def _check_length(self, longest: int, columns: int, options: dict[str, Any]) -> None:
-        """``longest`` prompt, ``columns`` with its padding, which is what ``max_length`` counts from."""
+        """Raise ValueError if the new tokens exceed the length of the mixing coefficients.
+
+        Args:
+            longest: number of real tokens of the longest prompt.
+            columns: width of the prompts with padding, which ``max_length`` includes.
+            options: arguments of :meth:`generate`.
+        """
         limit = self.backbone.max_tokens
         if limit is None:
             return
@@ -245,7 +259,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         new = options.get("max_new_tokens") or (None if options.get("max_length") else config.max_new_tokens)
         if new is None:
             new = max((options.get("max_length") or config.max_length or 0) - columns, 1)
-        if longest + new - 1 > limit:  # nothing follows the last token
+        if longest + new - 1 > limit:  # the last new token is not an input
             raise ValueError(
                 f"a prompt of {longest} tokens and {new} new ones are more than the {limit} that the mixing "
                 f"coefficients reach to; shorten them, or call model.extend({longest + new}) first"

@@ -1,4 +1,4 @@
-"""Causal language models from the start: our backbone with any kind of attention, or a network of transformers."""
+"""Causal language models trained from scratch: our backbone with any kind of attention, or a network of transformers."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class LanguageModel(CausalLanguageModel):
     """A causal language model trained to predict the next token.
 
     Args:
-        attention: the attention layer.
-        layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
-            layer softmax; null for attention.kind everywhere.
-        vocab_size: tokens of the vocabulary, at least those of the tokenizer.
+        attention: options of the attention layers.
+        layer_kinds: attention kinds of the layers if they differ, repeated to the depth: [mhla, mhla, softmax] makes every
+            third layer softmax; null uses attention.kind in all layers.
+        vocab_size: number of tokens in the vocabulary, at least that of the tokenizer.
         dim: width of the model.
         depth: number of layers.
-        heads: attention heads.
-        key_value_heads: heads of keys and values, a divisor of heads; null for as many.
-        key_width: width of a key; null for dim / heads.
-        value_width: width of a value; null for dim / heads.
+        heads: number of attention heads.
+        key_value_heads: number of heads of keys and values, a divisor of heads; null for heads.
+        key_width: width of a key in one head; null for dim / heads.
+        value_width: width of a value in one head; null for dim / heads.
         mlp_width: inner width of the SwiGLU.
-        context: tokens of a training sample.
-        tie_embeddings: whether input and output embeddings are one matrix.
-        initializer_range: standard deviation of the weights at the start.
+        context: number of tokens in a training sample.
+        tie_embeddings: whether input and output embeddings share one matrix.
+        initializer_range: standard deviation of the initial weights.
         checkpointing: recompute layers in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: options of predict for continuations.
-        pretrained: weights to start from, of a run, a checkpoint or an exported folder, with any context and vocabulary; not
-            read where --ckpt_path brings weights.
-        network: another model in the place of ours: a configuration of transformers that builds a causal language model, as
+        pretrained: run, checkpoint or exported folder whose weights training starts from, with any context and vocabulary;
+            not read if --ckpt_path supplies the weights.
+        network: configuration of transformers that builds a different causal language model in place of ours, as
             {class_path: transformers.LlamaConfig, init_args: {...}}. The options from attention to mlp_width, tie_embeddings
             and initializer_range are then not used; attention and layer_kinds are errors.
     """
 
     def __init__(
         self,
-        attention: AttentionConfig = default_attention(),  # noqa: B008  an immutable choice of options
+        attention: AttentionConfig = default_attention(),  # noqa: B008  options are immutable
         layer_kinds: list[str] | None = None,
         vocab_size: int = 32_000,
         dim: int = 1024,
@@ -112,8 +112,9 @@ class LanguageModel(CausalLanguageModel):
         self.take(ours, context, generation, checkpointing)
 
     def configure_model(self) -> None:
-        """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
+        """Load the weights of ``pretrained``, then prepare the model as :meth:`TrainingModule.configure_model` does."""
         if self._pretrained is not None:
+            # Embedding and output layer depend on the vocabulary, which may differ from that of the weights.
             ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())
             heads = [f"{name}." for name, module in self.network.named_modules() if any(module is end for end in ends)]
             adopt(self.network, read_pretrained(self._pretrained), self._pretrained, heads=heads)

@@ -1,4 +1,4 @@
-"""Causal language models of transformers in the place of ours: baselines under the same data, optimiser and reports."""
+"""Causal language models of transformers as baselines, trained with the same data, optimizer and reports as ours."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mhla_tasks.language.model import MHLAForCausalLM
 
 
 def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedModel:
-    """A causal language model with random weights from a configuration of transformers.
+    """Build a causal language model with random weights from a configuration of transformers.
 
     Args:
-        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options. What
-            a published model has beside them may follow: ``extra``, entries of its ``config.json`` that the class does not
-            have, which are kept as they are, and ``generation_config``, options of ``transformers.GenerationConfig``.
-        vocab_size: tokens of the vocabulary.
+        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options. Two
+            optional entries come from published models: ``extra``, entries of ``config.json`` that the class does not know
+            and that are kept unchanged, and ``generation_config``, options of ``transformers.GenerationConfig``.
+        vocab_size: number of tokens in the vocabulary.
 
     Raises:
-        ValueError: for a name that transformers does not have, an option that the configuration does not have, or a model
-            that is no causal language model.
+        ValueError: if transformers has no such class, the configuration has no such option, or the model is not a causal
+            language model.
     """
     import transformers
 
@@ -36,7 +36,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     module, _, name = path.rpartition(".")
     kind = getattr(transformers, name, None) if module.split(".")[0] in ("", "transformers") else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedConfig)):
-        raise ValueError(f"network: {path} is no configuration of transformers, such as transformers.LlamaConfig")
+        raise ValueError(f"network: {path} is not a configuration of transformers, such as transformers.LlamaConfig")
     options = dict(network.get("init_args") or {})
     if options.setdefault("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
@@ -54,15 +54,15 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
 
 
 def known_options(kind: type[PreTrainedConfig]) -> set[str]:
-    """Names of the options that a configuration class has."""
+    """Return the names of all options of a configuration class."""
     return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of a model, first to last.
+    """Return the repeated blocks of a model, first to last.
 
     Raises:
-        ValueError: when there is no list of as many as its configuration says.
+        ValueError: if the model has no list of ``num_hidden_layers`` modules.
     """
     depth = network.config.num_hidden_layers
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -73,11 +73,20 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def examine(network: PreTrainedModel, context: int) -> bool:
-    """Whether the logits of a model are those of its head alone, so that a loss needs them for a part of the tokens at a time.
+    """Check that a model can be trained, and test whether its logits are the plain product of hidden states and head.
+
+    If they are, the loss can compute them for a slice of the tokens at a time.
+
+    Args:
+        network: the model.
+        context: number of tokens in a training sample.
+
+    Returns:
+        Whether the logits are the plain product; False for a model on the meta device.
 
     Raises:
-        ValueError: for a model whose tokens see later ones, that takes fewer than ``context`` tokens, or that wants a loss
-            of its own.
+        ValueError: if tokens attend to later ones, the model takes fewer than ``context`` tokens, or its configuration asks
+            for a router loss.
     """
     config, name = network.config, type(network).__name__
     limit = getattr(config, "max_position_embeddings", None)
@@ -91,6 +100,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
         )
     if any(parameter.is_meta for parameter in network.parameters()):
         return False
+    # Change the last of four tokens: in a causal model, the logits of the first three stay the same.
     trains = network.training
     network.eval()
     tokens = torch.arange(4)[None] % config.vocab_size
@@ -111,15 +121,19 @@ def _hidden(network: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean: bool, plain: bool) -> Tensor:
-    """Cross-entropy of ``targets`` ``[B, N]``: the mean, or that of each token.
+    """Compute the cross-entropy of the targets, as a mean or of each token.
 
     Args:
-        network: the model; sharded ones (FSDP2) are called as a whole.
-        inputs: ``[B, N]``.
-        targets: ``[B, N]``.
-        mean: whether to give the mean.
-        plain: what :func:`examine` found: the logits of all tokens are then never stored.
+        network: the model.
+        inputs: input tokens, ``[B, N]`` int64.
+        targets: next token of each input, ``[B, N]`` int64; -100 is ignored.
+        mean: whether to return the mean.
+        plain: result of :func:`examine`; if True, the logits of all tokens are never stored at once.
+
+    Returns:
+        The loss in nats: a scalar, or ``[B, N]``.
     """
+    # FSDP2 gathers parameters in the model's own forward pass only, so that a sharded model is called in one piece.
     if not plain or is_sharded_module(network):
         logits = network(inputs, use_cache=False).logits.float().flatten(0, 1)
         reduction = "mean" if mean else "none"
@@ -132,14 +146,14 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Tokens of the longest sequence that a model takes; None for any."""
+    """Return the number of tokens of the longest sequence that a model accepts; None for no limit."""
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 
 def training_flops(network: PreTrainedModel) -> float:
-    """Floating-point operations of training on one token, of the matrices alone: 6 for each of their numbers.
+    """Estimate the floating-point operations of training on one token: 6 for each entry of the weight matrices.
 
-    Kaplan et al. (arXiv 2001.08361, section 2.1); attention scores and recurrences are left out.
+    The estimate follows Kaplan et al. (arXiv 2001.08361, section 2.1) and omits attention scores and recurrences.
     """
     embedding = network.get_input_embeddings().weight
     head = network.get_output_embeddings().weight

@@ -1,4 +1,4 @@
-"""Rows of different lengths as transformers hands them over: padded, packed, with positions or labels."""
+"""Checks and conversions of transformers' inputs with rows of different lengths: masks, packing, positions, labels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from mhla_tasks.language.loss import IGNORED
 
 
 def in_graph() -> bool:
-    """Whether a graph is being recorded, by ``torch.compile`` or ``torch.export``: values are not known then."""
+    """Return whether ``torch.compile`` or ``torch.export`` records a graph, in which values of tensors are unknown."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Raise ValueError for an empty prompt, and for tokens beyond the vocabulary."""
+    """Raise ValueError if a prompt is empty or holds tokens beyond the vocabulary.
+
+    Args:
+        tokens: token indices, ``[B, N]``.
+        vocabulary: number of tokens in the vocabulary.
+    """
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"the prompt is empty: tokens have shape {list(tokens.shape)}; give at least one token")
     least, most = (int(x) for x in tokens.aminmax())
@@ -33,7 +38,12 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    """Raise ValueError unless ``counts`` are of the rows that the cache holds."""
+    """Raise ValueError if the number of rows differs from that of the cache, or a row has no tokens.
+
+    Args:
+        cache: state to continue from, if any.
+        counts: number of new real tokens in each row.
+    """
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
     if len(lengths) != len(counts):
         raise ValueError(f"the state is of {len(lengths)} rows, but there are {len(counts)}")
@@ -43,7 +53,13 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
 
 
 def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | None) -> None:
-    """Raise ValueError for rows that ``counts`` more tokens make longer than ``limit``."""
+    """Raise ValueError if new tokens make a row longer than the limit.
+
+    Args:
+        cache: state to continue from.
+        counts: number of new real tokens in each row.
+        limit: maximum number of tokens in a row; None for no limit.
+    """
     lengths = cache.lengths or (0,) * len(counts)
     longest = max((length + count for length, count in zip(lengths, counts, strict=True)), default=0)
     if limit is not None and longest > limit:
@@ -56,20 +72,21 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
 def document_bounds(
     options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
 ) -> Sequence[int] | Tensor | None:
-    """First token of each packed document, by whichever of their marks is there.
+    """Find the bounds of packed documents from whichever argument marks them.
 
     Args:
-        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` gives them.
+        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` returns them.
         cu_seqlens: the bounds themselves.
-        position_ids: positions of the tokens; a document begins where they start again. A graph that is exported cannot
-            depend on their values: there they are positions alone.
-        x: tokens ``[B, N, ...]``.
+        position_ids: positions of the tokens; a document begins where they start again. An exported graph cannot depend on
+            their values, so that they mark no documents there.
+        x: tokens, ``[B, N, ...]``.
 
     Returns:
-        Bounds of the rows laid end to end; None where every row is one document.
+        First token of each document and the number of tokens, counted over all rows laid end to end; None if every row is
+        one document.
 
     Raises:
-        ValueError: for marks that contradict each other.
+        ValueError: if the arguments contradict each other.
     """
     queries, keys, documents = (options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
     if (queries is None) != (keys is None):
@@ -90,7 +107,16 @@ def document_bounds(
 
 
 def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) -> Tensor | None:
-    """Positions of the tokens at hand, ``[N]`` or ``[B, N]``, each row's real tokens first."""
+    """Select the positions of the current tokens.
+
+    Args:
+        position_ids: positions, ``[N]``, ``[1, N]`` or ``[B, N]``; earlier columns may precede them.
+        x: current tokens, ``[B, N, ...]``.
+        order: indices that put the real tokens of each row first, ``[B, N]``; None keeps the order.
+
+    Returns:
+        Positions, ``[N]`` or ``[B, N]``; None without ``position_ids``.
+    """
     if position_ids is None:
         return None
     position_ids = position_ids[..., -x.shape[1] :]
@@ -100,7 +126,15 @@ def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) 
 
 
 def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
-    """The token after each, where both are real."""
+    """Shift labels by one column, so that each token has the next one as its target.
+
+    Args:
+        labels: ``[B, N]`` int64.
+        real: mask of non-padding tokens, ``[B, N]`` bool; None if all are real.
+
+    Returns:
+        Targets, ``[B, N]`` int64; :data:`IGNORED` in the last column and where the token or the next one is padding.
+    """
     following = labels[:, 1:]
     if real is not None:
         following, counts = labels[:, 1:], real[:, 1:] & real[:, :-1]

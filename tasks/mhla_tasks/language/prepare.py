@@ -1,4 +1,4 @@
-"""Token shards of text: what ``lightning prepare text`` writes."""
+"""Writing token shards of text, for ``lightning prepare text``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Documents in groups of about ``characters`` characters, none left out."""
+    """Group documents into runs of at least ``characters`` characters; the last run may be shorter."""
     group: list[str] = []
     size = 0
     for document in documents:
@@ -48,28 +48,29 @@ def write_token_shards(
     control_tokens: bool = False,
     force: bool = False,
 ) -> list[Path]:
-    """Write ``target/prefix-00000.tar`` and so on: samples of many documents, ``KEY.tokens.npy`` and ``KEY.starts.npy``.
+    """Write documents as token shards ``target/prefix-00000.tar`` and so on.
 
-    ``KEY.missing.npy`` is there too where the bytes of tokens do not add up to those of the text.
+    Each sample holds many documents: their tokens in ``KEY.tokens.npy`` and the first token of each in ``KEY.starts.npy``. If
+    the bytes of tokens do not add up to the bytes of the text, ``KEY.missing.npy`` holds the difference for each document.
 
     Args:
-        target: made if missing.
-        sources: see :func:`mhla_tasks.language.corpus.read_documents`.
-        tokenizer: at most 2^32 tokens.
+        target: folder to write to, created if missing.
+        sources: files, folders and data sets, as :func:`mhla_tasks.language.corpus.read_documents` takes them.
+        tokenizer: tokenizer of at most 2^32 tokens.
         prefix: prefix of the file names.
-        column: column of tables.
-        run_characters: characters of a sample.
-        runs_per_shard: samples in a shard.
-        skip: leave out so many documents at the start.
-        limit: maximum number of documents.
+        column: name of the column that holds the text of tables.
+        run_characters: approximate number of characters in a sample.
+        runs_per_shard: number of samples in a shard.
+        skip: number of documents at the start to leave out.
+        limit: maximum number of documents; None for all.
         control_tokens: whether the letters of a control token in a document become that token.
-        force: delete the shards of an earlier call first.
+        force: whether to delete the shards of an earlier call first.
 
     Returns:
         Paths of all shards.
 
     Raises:
-        ValueError: when the folder holds shards of this prefix that were made from something else or from files that have
+        ValueError: if the folder holds shards of this prefix that were made with different options or from files that have
             changed since, or there is no text.
     """
     digest = fingerprint(tokenizer)
@@ -100,7 +101,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """Every file of the sources; a hub data set is known by its name alone."""
+    """List every file of the sources, to detect changes; a data set of the hub is identified by its name alone."""
     found: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
@@ -114,17 +115,17 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 
 
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Keep the tokenizer beside its shards.
+    """Save the tokenizer beside its shards.
 
     Raises:
-        ValueError: when the folder holds shards of another tokenizer.
+        ValueError: if the folder holds shards of a different tokenizer.
     """
     beside = target / "tokenizer"
     if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):
         if any(target.glob("*.tar")):
             raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
         numbered = (target / f"tokenizer-{number}" for number in itertools.count(1))
-        beside.rename(next(name for name in numbered if not name.exists()))  # it may be the user's
+        beside.rename(next(name for name in numbered if not name.exists()))  # never delete a folder of the user
     if not beside.is_dir():
         with rebuilt_folder(beside) as aside:
             save_tokenizer(tokenizer, aside)

@@ -1,4 +1,4 @@
-"""Prompts from a file, and their continuations into another."""
+"""Reading prompts from a file, options of generation, and writing continuations to a file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How prompts are continued.
+    """Options for continuing prompts.
 
     Args:
-        max_new_tokens: tokens of a continuation, at most.
+        max_new_tokens: maximum number of tokens in a continuation.
         temperature: temperature of sampling; 0 takes the likeliest token each time.
-        top_k: sample among so many likeliest tokens; 0 for all.
-        top_p: sample among the likeliest tokens of so much probability together.
-        beams: follow so many continuations at once, temperature 0 only.
-        control_tokens: read the letters of a control token in a prompt, such as <|im_start|>, as that token, as prompts
-            made by a chat template need it; false leaves them text.
+        top_k: number of likeliest tokens to sample from; 0 for all.
+        top_p: total probability of the likeliest tokens to sample from.
+        beams: number of beams of beam search; more than 1 requires temperature 0.
+        control_tokens: read the letters of a control token in a prompt, such as <|im_start|>, as that token, which prompts
+            made by a chat template need; false leaves them text.
     """
 
     max_new_tokens: int = 128
@@ -47,7 +47,7 @@ class GenerationOptions:
             raise ValueError(f"beams={self.beams} follow the likeliest tokens; set temperature: 0")
 
     def for_generate(self) -> dict[str, Any]:
-        """Arguments of transformers' ``generate``."""
+        """Return the arguments for transformers' ``generate``."""
         common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
         if not self.temperature:
             return {**common, "do_sample": False}
@@ -56,14 +56,14 @@ class GenerationOptions:
 
 
 class PromptFile:
-    """Prompts as a source: one on each line of a text file, or the column ``prompt`` of a table; blank lines are skipped.
+    """Sample source of prompts: the lines of a text file, or the column ``prompt`` of a table. Blank lines are skipped.
 
     Args:
-        path: text file, or ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet``, compressed or not.
+        path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table, compressed or not.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: naming the file and the line, when a row has no prompt, or the file is not text or holds no prompt.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if a row has no prompt, or the file is not text or holds no prompts; the message names file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -81,7 +81,7 @@ class PromptFile:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``prompt`` and ``index``."""
+        """Return ``prompt`` and ``index`` of one sample."""
         return {"prompt": self.prompts[index], "index": index}
 
 
@@ -96,7 +96,7 @@ def _checked_prompt(prompt: str | None, place: str) -> str:
 
 
 class ContinuationFile(Callback):
-    """Writes ``continuations.jsonl`` into the log folder: ``prompt`` and ``continuation``, in the order of the prompts."""
+    """Write ``continuations.jsonl`` to the log folder: ``prompt`` and ``continuation``, in the order of the prompts."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, str, str]] = []
@@ -104,11 +104,11 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Keep the rows of this process."""
+        """Store the continuations of this process."""
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the rows of all processes and write them on the first."""
+        """Gather the continuations of all processes and write them on the first."""
         rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "continuations.jsonl"
         self._rows = []
         if not trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""Made-up sequences that ask for what was seen before: associative recall, and a needle in a long context."""
+"""Synthetic sequences that test memory: associative recall, and a needle in a long context."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.language.loss import IGNORED
 
 STAGES = {"train": 0, "validate": 1, "test": 2}
+"""Number of each stage, a part of the seed of its samples."""
 
 
 @dataclass(frozen=True)
 class RecallPart:
-    """Sequences of one length with one number of pairs.
+    """Set of recall sequences that have the same length and number of pairs.
 
     Args:
-        tokens: number of tokens of a sequence, even.
-        pairs: keys with a value, and questions; at most a quarter of the tokens.
-        samples: sequences.
+        tokens: number of tokens in a sequence, even.
+        pairs: number of pairs of key and value, each asked for once; at most a quarter of the tokens.
+        samples: number of sequences.
     """
 
     tokens: int = 64
@@ -43,9 +44,10 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """The base of sequences with questions: most tokens are not predicted, and answers are counted by group.
+    """Base class of data modules whose sequences ask questions: few tokens are predicted, and answers are counted by group.
 
-    A batch has ``tokens`` and ``labels`` ``[B, N]``, -100 where nothing is asked, and ``group`` ``[B]``.
+    A batch holds ``tokens`` ``[B, N]`` int64, ``labels`` ``[B, N]`` int64 with -100 for tokens that are not predicted, and
+    the ``group`` of each sequence, ``[B]`` int64.
 
     Args:
         vocab_size: vocabulary size of the model.
@@ -60,7 +62,7 @@ class QuestionData(ResumableDataModule):
         self.vocab_size = vocab_size
 
     def questions(self, stage: str) -> SampleSource:
-        """Samples of ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the samples of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
     @override
@@ -70,7 +72,7 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Cut off the columns behind the last question, which fill up shorter sequences."""
+        """Cut off the columns after the last question of the batch, which pad shorter sequences."""
         if isinstance(batch, dict) and "labels" in batch:
             asked = (batch["labels"] != IGNORED).any(0).nonzero()
             end = int(asked[-1]) + 1 if len(asked) else batch["labels"].shape[1]
@@ -79,20 +81,21 @@ class QuestionData(ResumableDataModule):
 
 
 class AssociativeRecall(QuestionData):
-    """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions for them.
+    """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions about them.
 
-    A sequence of N tokens begins with D keys, each followed by its value; keys are drawn without replacement from the lower
-    half of the vocabulary, values from the upper. The rest are (N - 2D) / 2 slots of two tokens, and D of them, drawn
-    without replacement with probabilities proportional to ``i ** (power - 1)``, i = 1, 2, ..., begin with a key: there its
-    value is asked for. Every other token behind the pairs is random, or 0. Logged by number of pairs:
-    ``val/accuracy_pairs4``.
+    A sequence of N tokens begins with D keys, each followed by its value. Keys are drawn without replacement from the lower
+    half of the vocabulary, values from the upper half. The rest are (N - 2D) / 2 slots of two tokens. D slots begin with a
+    key, whose value is to be predicted. They are drawn without replacement with probabilities proportional to
+    ``i ** (power - 1)``, i = 1, 2, .... All other tokens after the pairs are random, or 0. Accuracy is logged by number of
+    pairs: ``val/accuracy_pairs4``.
 
     Args:
-        train: sequences to train on, by length and number of pairs.
-        val: sequences to validate and test on, by length and number of pairs; others than those of training.
-        vocab_size: tokens of the vocabulary; token 0 is neither key nor value.
-        power: power of the distances of the questions; small ones bring them close to the pairs.
-        random_non_queries: whether tokens that are not asked are random ones of the whole vocabulary; otherwise 0.
+        train: sets of sequences to train on, by length and number of pairs.
+        val: sets of sequences to validate and test on; the sequences differ from those of training.
+        vocab_size: number of tokens in the vocabulary; token 0 is neither key nor value.
+        power: exponent of the distribution of distances; small values put questions close to the pairs.
+        random_non_queries: whether tokens between the questions are random tokens of the full vocabulary; otherwise they are
+            0.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         seed: seed of the sequences and their order; null takes seed_everything.
@@ -130,6 +133,8 @@ class AssociativeRecall(QuestionData):
 
 
 class _RecallSamples:
+    """Sample source of associative recall; each sequence is drawn when it is read."""
+
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
         self.vocab_size, self.power, self.fill, self.seed = (
@@ -148,6 +153,7 @@ class _RecallSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         part = self.parts[int(np.searchsorted(self.ends, index, side="right"))]
+        # The seed depends on stage and index only, so that every process and every epoch draws the same sample.
         draw = np.random.default_rng((self.seed, STAGES[self.stage], index))
         half = self.vocab_size // 2
         keys = 1 + draw.choice(half - 1, part.pairs, replace=False)
@@ -167,18 +173,18 @@ class _RecallSamples:
 
 
 class Needle(QuestionData):
-    """A needle in a haystack: one key and its value at a drawn depth, random tokens around, and the key again at the end.
+    """A needle in a haystack: a key and its value at a random place among random tokens, and the key again at the end.
 
-    Keys, values and the haystack are of different thirds of the vocabulary. Logged by length and depth:
-    ``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the haystack that holds the pair, and
-    ``val/accuracy_tokens512``.
+    Keys, values and the haystack come from different thirds of the vocabulary. Accuracy is logged by length
+    (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the
+    haystack that holds the pair).
 
     Args:
-        tokens: number of tokens of a training sequence.
-        lengths: tokens of the sequences to validate and test on, as multiples of those in training.
-        vocab_size: tokens of the vocabulary.
-        samples: training sequences in an epoch.
-        val_samples: sequences to validate on, of each length.
+        tokens: number of tokens in a training sequence.
+        lengths: lengths of the sequences to validate and test on, as multiples of the training length.
+        vocab_size: number of tokens in the vocabulary.
+        samples: number of training sequences in an epoch.
+        val_samples: number of sequences of each length to validate on.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         seed: seed of the sequences and their order; null takes seed_everything.
@@ -214,6 +220,8 @@ class Needle(QuestionData):
 
 
 class _NeedleSamples:
+    """Sample source of needles in haystacks; each sequence is drawn when it is read."""
+
     def __init__(self, data: Needle, stage: str) -> None:
         self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3
         self.depths = data.DEPTHS

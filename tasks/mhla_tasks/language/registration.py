@@ -1,8 +1,8 @@
-"""Registration of the model's classes where transformers and peft look models up.
+"""Registration of the model's classes in the tables of transformers and peft.
 
-Both decide by tables of class names and model types in many places: Trainer shifts labels for smoothing only for the class
-names of causal models, pipelines and ``transformers serve`` list what they support, peft knows which layers to adapt.
-The auto classes' ``register`` fills none of these tables, so that the names are added here.
+Both libraries use tables of class names and model types in many places. Trainer shifts labels for smoothing only for listed
+class names of causal models, pipelines and ``transformers serve`` list the models they support, and peft lists the layers to
+adapt. The ``register`` method of the auto classes fills none of these tables, so that the names are added here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = {
     "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
-"""Tables of class names by model type, of each auto class."""
+"""Name of the table of class names by model type that belongs to each auto class."""
 
 MODELS = (
     MHLAModel, MHLAForCausalLM, MHLAForSequenceClassification, MHLAForTokenClassification, MHLAForQuestionAnswering,
@@ -42,11 +42,11 @@ ADAPTED = {
     "LNTUNING_TARGET": ["norm1", "norm2", "norm"],
     "OSF_TARGET": ["qkv", "proj", "fc1_g", "fc1_x", "fc2"],
 }
-"""Layers that peft's methods change by default, where it is not ``qkv`` alone."""
+"""Layers that a method of peft adapts by default; methods that are not listed adapt ``qkv`` alone."""
 
 
 def register() -> None:
-    """Register the classes with transformers, and with peft where it is installed."""
+    """Register the classes with transformers, and with peft if it is installed."""
     by_name = {model.__name__: model for model in MODELS}
     AutoConfig.register(MHLAConfig.model_type, MHLAConfig, exist_ok=True)
     for auto_class, table in NAMES.items():

@@ -1,4 +1,4 @@
-"""A shuffle of documents that stream in."""
+"""Shuffling of streamed documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 
 def shuffled(documents: Iterable[str], size: int, seed: int) -> Iterator[str]:
-    """All documents, each exchanged for one of the next ``size`` that come.
+    """Iterate over documents in random order with a buffer of ``size`` documents.
 
     Args:
-        documents: read once, ``size`` documents ahead.
-        size: documents in memory; 0 keeps the order.
+        documents: documents, read once and ``size`` ahead.
+        size: number of documents in memory; 0 keeps the order.
         seed: seed of the order.
     """
     if not size:

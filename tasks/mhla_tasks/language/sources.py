@@ -1,4 +1,4 @@
-"""Text as windows of tokens, by index: from memory or from shards."""
+"""Samples of text by index: windows of tokens in memory or in shards."""
 
 from __future__ import annotations
 
@@ -14,38 +14,47 @@ from mhla_tasks.language.text_bytes import missing_between
 
 
 class TokenRuns(Protocol):
-    """Long runs of tokens, each of many documents one after the other.
+    """Protocol of long runs of tokens, each holding many documents one after the other.
 
     Attributes:
-        lengths: tokens in each run.
-        run_shards: runs in each shard, in order.
+        lengths: number of tokens in each run.
+        run_shards: number of runs in each shard, in order.
     """
 
     lengths: Sequence[int]
     run_shards: Sequence[int]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """``count`` tokens of a run from ``start`` on, and which of them begin a document (bool)."""
+        """Read part of a run.
+
+        Args:
+            run: index of the run.
+            start: index of the first token in the run.
+            count: number of tokens.
+
+        Returns:
+            The tokens, ``[count]`` integers, and a mask of those that begin a document, ``[count]`` bool.
+        """
         ...
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Bytes of text beyond those of the tokens from ``first`` to before ``stop``; see ``text_bytes.MissingBytes``."""
+        """Return the bytes of text minus the bytes of the tokens ``first`` to ``stop - 1``; see ``text_bytes.MissingBytes``."""
         ...
 
     def describe(self, run: int) -> str:
-        """Where a run lies, for messages."""
+        """Return the name and place of a run, for messages."""
         ...
 
 
 class ArrayRuns:
-    """One run in memory.
+    """One run of tokens in memory.
 
     Args:
-        tokens: ``[n]`` integers.
-        starts: first token of each document.
-        name: for messages.
-        missing: ``[documents]`` bytes of each beyond those of its tokens (``text_bytes.MissingBytes``); None where the
-            bytes of tokens add up to those of the text, as with :func:`train_tokenizer`'s.
+        tokens: tokens of all documents, ``[n]`` integers.
+        starts: first token of each document, ``[documents]`` integers.
+        name: name of the text, for messages.
+        missing: bytes of each document minus the bytes of its tokens (``text_bytes.MissingBytes``), ``[documents]``; None if
+            they are equal, as for tokenizers of :func:`train_tokenizer`.
     """
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str, missing: np.ndarray | None = None) -> None:
@@ -56,26 +65,26 @@ class ArrayRuns:
         self.run_shards: Sequence[int] = [1]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See :class:`TokenRuns`."""
+        """Read part of the run; see :meth:`TokenRuns.read`."""
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """See :class:`TokenRuns`."""
+        """Return the bytes of text minus those of the tokens; see :meth:`TokenRuns.missing_bytes`."""
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:
-        """See :class:`TokenRuns`."""
+        """Return the name of the text, for messages."""
         return self.name
 
 
 class TokenWindows:
-    """Windows of ``context + 1`` tokens that follow each other, the last token of one being the first of the next.
+    """Consecutive windows of ``context + 1`` tokens; the last token of a window is also the first of the next.
 
     Args:
-        runs: the text.
-        context: tokens that the model sees at once.
-        token_bytes: bytes of each token of the vocabulary, for bits per byte.
-        separate_documents: whether samples say where documents begin, so that none sees another.
+        runs: tokens of the text.
+        context: number of tokens that the model reads in a sample.
+        token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``, for bits per byte.
+        separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.
     """
 
     def __init__(self, runs: TokenRuns, context: int, token_bytes: np.ndarray, separate_documents: bool) -> None:
@@ -91,7 +100,18 @@ class TokenWindows:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``tokens`` ``[context + 1]``, ``bytes`` of all but the first, and ``starts`` ``[context]`` bool if wanted."""
+        """Return one window.
+
+        Args:
+            index: index of the window over all runs.
+
+        Returns:
+            ``tokens`` ``[context + 1]`` int64, the number of ``bytes`` of all tokens but the first, and with separate
+            documents ``starts``, a mask of the tokens that begin a document, ``[context]`` bool.
+
+        Raises:
+            BrokenSampleError: if a token is not in the vocabulary.
+        """
         run = int(np.searchsorted(self.ends, index, side="right"))
         offset = (index - (int(self.ends[run - 1]) if run else 0)) * self.context
         tokens, first = self.runs.read(run, offset, self.context + 1)

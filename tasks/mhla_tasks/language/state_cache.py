@@ -1,4 +1,4 @@
-"""The model's state under the interface of transformers' caches."""
+"""State of a generating model, with the interface of transformers' caches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_mhla import GenerationCache
 
 
 class StateCache(GenerationCache, Cache):
-    """States of all layers, recognised as a cache by transformers and peft.
+    """States of all layers, which transformers and peft recognize as a cache.
 
-    A state sums up the tokens that it has seen, so that it can neither be cropped nor take keys and values in.
+    A state is a summary of the tokens that it has seen. It cannot be cropped, and it does not accept keys and values.
 
     Args:
         depth: number of layers.
@@ -31,26 +31,26 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; -1 before any tokens."""
+        """Number of rows; -1 before the first tokens."""
         return len(self.lengths) or -1
 
     max_batch_size = batch_size
 
     @property
     def max_cache_len(self) -> int:
-        """-1: the state has no number of columns that it ends at."""
+        """Maximum number of columns: -1, because a state has no limit."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: the state has no number of columns that it ends at."""
+        """Return the maximum number of columns: -1, because a state has no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Columns of the mask of the next ``query_length`` tokens, and its first column."""
+        """Return the width of the mask for the next ``query_length`` tokens, and the index of its first column."""
         return self.columns + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether the state has seen any tokens."""
+        """Return whether the state has seen any tokens."""
         return self.is_initialized
 
     def reset(self) -> None:
@@ -59,7 +59,7 @@ class StateCache(GenerationCache, Cache):
         self.columns = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``."""
+        """Keep only the rows ``indices``, in their order."""
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -67,16 +67,16 @@ class StateCache(GenerationCache, Cache):
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Reject removing tokens, which a state cannot take back.
+        """Reject the removal of tokens, which a state does not support.
 
         Raises:
-            ValueError: for any number but 0.
+            ValueError: if ``tokens_to_remove`` is not 0.
         """
         if tokens_to_remove:
             raise ValueError(f"crop({tokens_to_remove}): the state cannot take tokens back; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
-        """Reject the recording of earlier states, which assisted decoding asks for.
+        """Reject the recording of earlier states, which assisted decoding needs.
 
         Raises:
             ValueError: always.
@@ -84,7 +84,7 @@ class StateCache(GenerationCache, Cache):
         raise ValueError("the state cannot take tokens back, which assisted decoding needs; generate without assistant")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Reject keys and values from outside.
+        """Reject keys and values, which a state does not store.
 
         Raises:
             ValueError: always.
@@ -97,13 +97,13 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Reject caches of keys and values.
+    """Reject caches that are not a state of the model.
 
     Args:
-        cache: what the model is given as ``past_key_values``.
+        cache: value of ``past_key_values``; None is accepted.
 
     Raises:
-        ValueError: for anything but a state.
+        ValueError: if the value is not a state.
     """
     if cache is not None and not isinstance(cache, GenerationCache):
         raise ValueError(

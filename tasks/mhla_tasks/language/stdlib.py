@@ -1,4 +1,4 @@
-"""The text that every Python brings along: the source of its standard library."""
+"""Tokenized source code of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 LEFT_OUT = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "encodings",
 }  # fmt: skip
-"""Folders that are not the library itself, or hold tables of data."""
+"""Folders that are not part of the library, or hold tables of data."""
 
 HELD_OUT = 20
-"""One file in so many is kept for validation, chosen by the hash of its name."""
+"""About one file in ``HELD_OUT`` is kept for validation, chosen by the hash of its name."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StdlibText:
-    """The standard library in tokens.
+    """Tokenized source code of the standard library.
 
     Attributes:
-        tokenizer: trained on the training files.
-        tokens: tokens of ``train`` and ``validate``, ``[n]`` uint16.
-        starts: first token of each file of both.
+        tokenizer: tokenizer trained on the training files.
+        tokens: tokens of ``train`` and of ``validate``, each ``[n]`` uint16.
+        starts: index of the first token of each file of ``train`` and of ``validate``, each ``[files]`` int64.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class StdlibText:
 
 
 def stdlib_files() -> list[Path]:
-    """Source files of the standard library, in alphabetical order."""
+    """List the source files of the standard library in alphabetical order."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     return sorted(path for path in files if not path.relative_to(root).parts[0].startswith("config-"))
@@ -55,16 +55,16 @@ def stdlib_files() -> list[Path]:
 
 @cache
 def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
-    """The text in tokens of a vocabulary of ``vocab_size``, trained on it; kept in the cache folder.
+    """Load the tokenized standard library from the cache, after training the tokenizer and encoding the text if needed.
 
     Args:
-        vocab_size: vocabulary size of the byte-level BPE, at most 65,536.
-        cache_dir: None for the user's cache.
+        vocab_size: vocabulary size of the byte-level BPE, 258 to 65,536.
+        cache_dir: folder of the cache; None for the user's cache.
 
     Raises:
-        ValueError: for a vocabulary that is too small or too large.
-        FileNotFoundError: when this Python has no source files.
-        ForeignFileError: when somebody else put the text into the cache.
+        ValueError: if the vocabulary is too small or too large.
+        FileNotFoundError: if this Python has no source files.
+        ForeignFileError: if the cached files belong to a different user.
     """
     if not 258 <= vocab_size <= 65_536:
         raise ValueError(f"vocab_size={vocab_size} must be 258 (256 bytes and two special tokens) to 65536")
@@ -99,14 +99,15 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
         tokens, arrays[f"{stage}_starts"] = encode_documents(documents, tokenizer)
         arrays[f"{stage}_tokens"] = tokens.astype(np.uint16)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = beside(folder)
+    aside = beside(folder)  # renamed when complete: several processes may prepare the same folder
     try:
         tokenizer.save_pretrained(aside)
         np.savez(aside / "tokens.npz", **arrays)
         try:
             aside.rename(folder)
         except OSError:
-            if not (folder / "tokens.npz").exists():  # cut short by an earlier version, which wrote into the folder
+            # An earlier version wrote into the folder directly: complete what it left when it was interrupted.
+            if not (folder / "tokens.npz").exists():
                 for path in sorted(aside.iterdir(), key=lambda path: path.name == "tokens.npz"):
                     path.replace(folder / path.name)
     finally:

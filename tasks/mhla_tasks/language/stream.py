@@ -1,8 +1,9 @@
-"""Documents as they stream in, packed into batches, with a position that a checkpoint can keep.
+"""Packing streamed documents into batches, with a position that checkpoints keep.
 
-Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream, so that what a batch holds does
-not depend on the number of processes, and a row is where it is by two numbers: its next document, and how many of that
-document's tokens are used up. Every batch carries them along; the position of a run is that of the last batch it trained.
+Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore
+do not depend on the number of processes. Two numbers are the position of a row: its next document, and the number of that
+document's tokens that are used. Every batch contains the positions after it; a checkpoint keeps those of the last batch
+that was trained.
 """
 
 from __future__ import annotations
@@ -20,30 +21,37 @@ from lightning_mhla.data.module import batches_trained, process_share
 from mhla_tasks.language.text_bytes import spread
 
 Encode = Callable[[str], np.ndarray]
+"""Function that returns the tokens of a document, ``[n]`` int64."""
 
 KEPT = 64
-"""Positions that are remembered: of more batches than a trainer and its worker fetch ahead."""
+"""Number of batches whose positions are remembered, more than a trainer and its worker prefetch."""
 
 
 class RowPosition(NamedTuple):
-    """Where a row stands: the next document it reads, and the tokens of it that are used up."""
+    """Position of a row in the stream.
+
+    Attributes:
+        document: index of the next document.
+        used: number of the document's tokens that earlier samples used.
+    """
 
     document: int
     used: int
 
 
 class PackedRows(IterableDataset):
-    """Batches of this process, without end.
+    """Endless stream of this process's batches.
 
     Args:
-        documents: a fresh iterator over all documents of an endless stream, the same each time.
-        encode: a document's tokens.
-        positions: positions of the rows of the global batch, as many as it has rows.
-        rows: those of this process.
-        context: tokens of a row.
-        token_bytes: bytes of each token of the vocabulary.
-        separate_documents: whether samples say where documents begin.
-        missing: bytes of a document beyond those of its tokens (``text_bytes.MissingBytes``); None where they add up.
+        documents: function that returns a new iterator over the endless stream of documents, the same each time.
+        encode: function that returns the tokens of a document.
+        positions: start position of each row of the global batch.
+        rows: rows of the global batch that this process packs.
+        context: number of tokens in a sample.
+        token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``.
+        separate_documents: whether samples mark where documents begin.
+        missing: function that returns the bytes of a document's text minus those of its tokens
+            (``text_bytes.MissingBytes``); None if they are equal.
     """
 
     def __init__(
@@ -62,11 +70,16 @@ class PackedRows(IterableDataset):
         self.context, self.token_bytes, self.separate_documents = context, token_bytes, separate_documents
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches: ``tokens`` ``[b, context + 1]``, ``bytes`` ``[b]``, ``position`` ``[b, 2]`` after them, ``valid``."""
+        """Iterate over batches.
+
+        A batch holds ``tokens`` ``[b, context + 1]`` int64, ``bytes`` ``[b]``, the ``position`` of each row after the batch,
+        ``[b, 2]``, ``valid`` ``[b]`` bool, and with separate documents ``starts`` ``[b, context]`` bool.
+        """
         number = len(self.positions)
         wanted = {row: self.positions[row] for row in self.rows}
         waiting: dict[int, list[tuple[int, str]]] = {row: [] for row in self.rows}
         packs = {row: _Pack(position.used) for row, position in wanted.items()}
+        # The stream is read from its first document, so that its shuffle is the same; only documents in use are encoded.
         first = min(position.document for position in wanted.values())
         stream = enumerate(self.documents())
         for index, document in stream:
@@ -77,7 +90,7 @@ class PackedRows(IterableDataset):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
     def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
-        """Whether a row has tokens enough, once the documents that wait for it are read as far as needed."""
+        """Encode a row's waiting documents until a sample is full; return whether it is."""
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
             tokens = self.encode(document)
@@ -99,7 +112,7 @@ class PackedRows(IterableDataset):
 
 
 class _Window(NamedTuple):
-    """Tokens of a sample, which of them begin a document, where the row stands after them, and their missing bytes."""
+    """One sample: its tokens, a mask of those that begin a document, the row's position after it, and its missing bytes."""
 
     tokens: np.ndarray
     first: np.ndarray
@@ -108,7 +121,7 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A document of a row: its number, how many of its tokens are used, all of them, and its missing bytes."""
+    """A document in a row: its index, the number of used tokens, all its tokens, and its missing bytes."""
 
     document: int
     used: int
@@ -117,12 +130,12 @@ class _Part(NamedTuple):
 
     @property
     def left(self) -> int:
-        """Tokens that are not used."""
+        """Number of tokens that are not used yet."""
         return len(self.tokens) - self.used
 
 
 class _Pack:
-    """Tokens of one row that are read and not used."""
+    """Tokens of one row that are encoded and not used yet."""
 
     def __init__(self, used: int) -> None:
         self.skip = used
@@ -130,13 +143,13 @@ class _Pack:
         self.size = 0
 
     def add(self, document: int, tokens: np.ndarray, missing: int) -> None:
-        """One more document of the row."""
-        skip, self.skip = self.skip, 0
+        """Append a document to the row."""
+        skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))
         self.size += len(tokens) - skip
 
     def take(self, context: int) -> _Window:
-        """``context + 1`` tokens, of which the last stays for the next window."""
+        """Take the next sample of ``context + 1`` tokens; its last token is also the first of the next sample."""
         tokens = np.concatenate([part.tokens[part.used :] for part in self.parts])[: context + 1]
         first = np.zeros(context + 1, dtype=bool)
         position = missing = 0
@@ -145,11 +158,12 @@ class _Pack:
                 break
             if part.used == 0 and part.left:
                 first[position] = True
-            low = part.used + (position == 0)  # the first token of a window is not predicted in it
+            low = part.used + (position == 0)  # the first token of a sample is not predicted in it
             high = min(len(part.tokens), part.used + context + 1 - position)
             before, after = (spread(part.missing, len(part.tokens), at) for at in (low, high))
             missing += after - before
             position += part.left
+        # Drop the documents that are used up; ``context`` tokens are used, not ``context + 1``.
         left = context
         while left >= self.parts[0].left:
             left -= self.parts.pop(0).left
@@ -160,15 +174,15 @@ class _Pack:
 
 
 class StreamLoader:
-    """Packed batches of a stream that resume where a checkpoint stands.
+    """Loader of packed batches that resumes from the position of a checkpoint.
 
     Args:
-        make: batches from row positions on.
-        batch_size: rows of the global batch.
-        rows: those of this process.
-        steps: batches that are called an epoch.
-        num_workers: 0, or 1 to read and tokenise in a process of its own.
-        trainer: whose batch count says which batch was the last one trained.
+        make: function that builds the batches that follow given row positions.
+        batch_size: number of rows in the global batch.
+        rows: rows of the global batch that this process packs.
+        steps: number of batches in an epoch.
+        num_workers: 0, or 1 to read and tokenize in a separate process.
+        trainer: Trainer, whose batch count identifies the last trained batch; None if there is none.
     """
 
     def __init__(
@@ -187,11 +201,11 @@ class StreamLoader:
         self._after: OrderedDict[int, list[list[int]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         return self.steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The rest of the epoch that the run stands in."""
+        """Iterate over the remaining batches of the current epoch."""
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
@@ -205,7 +219,8 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Positions of all rows after the last batch that was trained (call it on every process)."""
+        """Return the positions of all rows after the last batch that was trained. Call it on every process."""
+        # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
         mine = self._after.get(trained, [list(self.start[row]) for row in self.rows])
         if self.trainer is None or self.trainer.world_size == 1:
@@ -216,15 +231,15 @@ class StreamLoader:
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint's positions; before the first batch there are none."""
+        """Resume from the positions of a checkpoint, unless no batch has been trained yet."""
         if self.trainer is None or batches_trained(self.trainer):
             self.start_at(state)
 
     def start_at(self, state: dict[str, Any]) -> None:
-        """Resume from positions, as :meth:`state_dict` gives them.
+        """Resume from positions in the form that :meth:`state_dict` returns.
 
         Raises:
-            ValueError: for another batch size.
+            ValueError: if the batch size has changed.
         """
         if len(state["rows"]) != self.batch_size:
             raise ValueError(

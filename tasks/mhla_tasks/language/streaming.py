@@ -1,4 +1,4 @@
-"""Text that is printed as its tokens come, the same as if it were decoded at the end."""
+"""Printing text while its tokens are generated, with the same result as decoding all of them at the end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""Tokens of one byte. A row of them becomes characters together, or none of them does."""
+"""Token that stands for one byte. Consecutive ones are decoded together, and if they are not valid UTF-8, none of them is."""
 
 WINDOW, OVERLAP = 256, 64
-"""Tokens that are decoded together at most, and those of them that the next window begins with."""
+"""Maximum number of tokens that are decoded together, and number of them that the next window keeps."""
 
 
 class TextPrinter(BaseStreamer):
-    """Print a text on standard output while ``generate`` draws its tokens.
+    """Printer of text on standard output while ``generate`` draws its tokens.
 
-    transformers' ``TextStreamer`` decodes each line alone, so that tokenizers of the SentencePiece kind lose the spaces at its
-    beginning. Here each token is decoded with those before it. A space at the end, or bytes that are not a
-    character yet, wait for the next token.
+    transformers' ``TextStreamer`` decodes each line separately, so that SentencePiece tokenizers lose the spaces at its start.
+    This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
+    character, are held back until the next token.
 
     Args:
-        tokenizer: tokenizer of the tokens.
-        skip_prompt: whether the prompt, which ``generate`` hands over first, is left out.
+        tokenizer: tokenizer of the model.
+        skip_prompt: whether the prompt, which ``generate`` passes first, is not printed.
 
     Attributes:
-        tokens: tokens so far, without the prompt.
+        tokens: new tokens so far, without the prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool) -> None:
@@ -36,11 +36,11 @@ class TextPrinter(BaseStreamer):
         self.skip_prompt = skip_prompt
         self.tokens: list[int] = []
         self._window: list[int] = []
-        self._printed = 0  # characters of the window's text
+        self._printed = 0  # number of characters of the window's text that are printed
         self._prompt_comes = True
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt ``[1, N]``, then a token ``[1]`` at a time."""
+        """Receive the prompt ``[1, N]`` first, then one new token ``[1]`` at a time."""
         new = value.flatten().tolist()
         self._window += new
         if self._prompt_comes:
@@ -49,19 +49,20 @@ class TextPrinter(BaseStreamer):
         else:
             self.tokens += new
         text = self._text().rstrip()
+        # U+FFFD at the end is an incomplete character: later bytes may complete it.
         if not text.endswith("\ufffd") and not self._waits(new[-1]):
             self._print(text)
         if len(self._window) > WINDOW:
             self._move_window()
 
     def end(self) -> None:
-        """Print what waits, and end the line."""
+        """Print the text that was held back, and end the line."""
         self._print(self._text())
         sys.stdout.write("\n")
         sys.stdout.flush()
 
     def _waits(self, token: int) -> bool:
-        """Whether a token is a byte, or has no text: more bytes may follow, which change the characters before them."""
+        """Return whether a token is a byte or has no text; later bytes may then change the characters before them."""
         name = str(self.tokenizer.convert_ids_to_tokens(token))
         return token in self.tokenizer.all_special_ids or BYTE.fullmatch(name) is not None
 
@@ -75,7 +76,7 @@ class TextPrinter(BaseStreamer):
             self._printed = len(text)
 
     def _move_window(self) -> None:
-        """Forget tokens whose text no longer changes what follows."""
+        """Drop tokens that no longer change the text of later ones."""
         waiting = self._text()[self._printed :]
         window = self._window
         cuts = (cut for cut in range(len(window) - OVERLAP, len(window)) if not self._waits(window[cut]))
@@ -83,5 +84,5 @@ class TextPrinter(BaseStreamer):
         text = self._text()
         if text.endswith(waiting):
             self._printed = len(text) - len(waiting)
-        else:  # the tokens cannot be cut here
+        else:  # without the dropped tokens, the others have a different text: try again later
             self._window = window

@@ -1,4 +1,4 @@
-"""Sums of an evaluation: losses, tokens and bytes, and answers by group."""
+"""Sums over an evaluation: losses, tokens and bytes, and answers by group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from torch import Tensor, nn
 from torchmetrics import Metric, SumMetric
 
 SUMS = ("nats", "tokens", "bytes", "samples")
+"""Names of the sums: losses in nats, predicted tokens, bytes of their text, and sequences."""
+
 SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
 
 MOST = 256
-"""Groups that are counted."""
+"""Maximum number of groups."""
 
 
 class Answers(Metric):
-    """Right answers and questions, for each of up to :data:`MOST` groups."""
+    """Metric that counts correct answers and questions in each of up to :data:`MOST` groups.
+
+    Attributes:
+        right: number of correct answers in each group, ``[MOST]`` int64.
+        asked: number of questions in each group, ``[MOST]`` int64.
+    """
 
     full_state_update = False
     right: Tensor
@@ -33,23 +40,27 @@ class Answers(Metric):
         """Count answers.
 
         Args:
-            right: ``[n]`` bool.
-            groups: ``[n]`` int64, the group of each.
+            right: whether each answer is correct, ``[n]`` bool.
+            groups: index of the group of each answer, ``[n]`` int64.
         """
         self.right += torch.bincount(groups[right], minlength=MOST)
         self.asked += torch.bincount(groups, minlength=MOST)
 
     def compute(self) -> Tensor:
-        """Right answers and questions of each group, ``[2, MOST]``."""
+        """Return the numbers of correct answers and of questions in each group, ``[2, MOST]`` int64."""
         return torch.stack([self.right, self.asked])
 
 
 def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Accuracy over all groups, of each, and of those together whose names differ in their last part only.
+    """Compute accuracies over all groups, of each group, and over the groups whose names differ in the last part only.
 
     Args:
-        counts: as :meth:`Answers.compute` gives them.
+        counts: correct answers and questions as :meth:`Answers.compute` returns them, ``[2, MOST]``.
         names: names of the groups: ``pairs4``, or ``tokens512_depth0``.
+
+    Returns:
+        Accuracies from 0 to 1: ``accuracy``, ``accuracy_tokens512_depth0``, ``accuracy_tokens512``. Groups without questions
+        are omitted.
     """
     sums: dict[str, list[int]] = {}
     for name, (right, asked) in zip(names, counts.T.tolist(), strict=False):
@@ -71,23 +82,27 @@ class TextSums(nn.Module):
         self.answers = Answers()
 
     def add(self, **values: Tensor | int) -> None:
-        """Add to the sums of :data:`SUMS`."""
+        """Add values to the sums by their names in :data:`SUMS`."""
         for name, value in values.items():
             cast(SumMetric, self.sums[name]).update(value)
 
     def compute(self) -> dict[str, float]:
-        """The sums so far."""
+        """Return the sums so far, over all processes."""
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
-        """Return the metrics since the last call: loss in nats a token, perplexity, bits per byte, accuracy.
+        """Return the metrics since the last call and reset the sums.
 
         Args:
-            stage: for messages.
-            groups: names of those that answers are counted by.
+            stage: name of the stage, for messages.
+            groups: names of the groups by which answers are counted.
+
+        Returns:
+            Loss in nats per token, perplexity, number of samples, bits per byte if bytes are known, and accuracies if there
+            are groups.
 
         Raises:
-            ValueError: when the loss is not finite.
+            ValueError: if the loss is not finite.
         """
         sums = self.compute()
         loss = sums["nats"] / sums["tokens"]

@@ -1,9 +1,9 @@
-"""Bytes of text, counted from the text itself, for bits per byte.
+"""Counting the bytes of texts for bits per byte, exactly with any tokenizer.
 
-Tokens have the bytes of their letters (:func:`mhla_tasks.language.tokenizer.token_bytes`). A tokenizer that changes a text
-before it cuts it, by a space in front, lost spaces, or composed or unknown characters, makes tokens whose bytes do not add up
-to those of the text. The difference of each document is kept beside the tokens and spread over the document, so that the
-bytes of a text add up exactly with any tokenizer.
+Tokens count the bytes of their letters (:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text
+before they split it: they add a space in front, drop spaces, or compose or replace characters. The bytes of their tokens do
+not add up to the bytes of the text. The difference, the missing bytes, is stored for each document beside its tokens and
+spread evenly over the document, so that the sums are exact.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SAMPLES = (
     "日本語 한국어 עברית 😀",
     "CamelCase HTTP2 don't",
 )
-"""Texts that show whether a tokenizer changes a text before it cuts it."""
+"""Texts that show whether a tokenizer changes a text before it splits it."""
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the bytes of the tokens of a text add up to those of the text, tried on samples."""
+    """Test on samples whether the bytes of a text's tokens add up to the bytes of the text."""
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -39,12 +39,12 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class MissingBytes:
-    """Counts the bytes of documents beyond those of their tokens; negative where the tokens have more.
+    """Counter of missing bytes: the bytes of a document's text minus the bytes of its tokens, which may be negative.
 
-    Control tokens inside a document, where they were asked for, have no bytes, and neither do their letters.
+    Control tokens inside a document, if they were read as such, count no bytes, and neither do their letters in the text.
 
     Args:
-        tokenizer: the tokenizer of the documents.
+        tokenizer: tokenizer of the documents.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -55,43 +55,44 @@ class MissingBytes:
             self.sizes[index] = len(token.encode())
 
     def __call__(self, texts: Sequence[str], tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Missing bytes of each document, ``[documents]`` int64.
+        """Return the missing bytes of each document, ``[documents]`` int64.
 
         Args:
-            texts: the documents.
-            tokens: ``[n]`` their tokens, one document after the other, as ``encode_documents`` gives them.
-            starts: ``[documents]`` first token of each.
+            texts: texts of the documents.
+            tokens: tokens of all documents, one after the other, as ``encode_documents`` returns them, ``[n]``.
+            starts: index of the first token of each document, ``[documents]``.
         """
         if not texts:
             return np.zeros(0, dtype=np.int64)
         sums = np.add.reduceat(self.sizes[tokens], starts)
-        sums -= self.sizes[tokens[starts]]  # the tokens that begin and end a document are not in its text
+        sums -= self.sizes[tokens[starts]]  # the special tokens at both ends of a document are not in its text
         if self.end is not None:
             sums -= self.sizes[self.end]
         return np.array([len(text.encode()) for text in texts], dtype=np.int64) - sums
 
 
 def spread(missing: int, count: int, position: int) -> int:
-    """Missing bytes of the first ``position`` tokens of a document, spread evenly over its text.
+    """Return the missing bytes of the first ``position`` tokens of a document, spread evenly over its tokens.
 
     Args:
         missing: missing bytes of the document.
-        count: its tokens, the first of which begins it and has a share only where it is alone.
-        position: 0 to ``count``.
+        count: number of tokens in the document. The first one is its begin token, which has no share unless it is the only
+            one.
+        position: number of tokens, 0 to ``count``.
     """
     shares = max(1, count - 1)
     return missing * max(0, position - (count - shares)) // shares
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Missing bytes of the tokens from ``first`` to before ``stop``.
+    """Return the missing bytes of the tokens ``first`` to ``stop - 1``.
 
     Args:
         first: index of the first token.
         stop: index after the last token.
-        starts: ``[documents]`` first token of each document.
-        missing: ``[documents]``, see :class:`MissingBytes`.
-        length: tokens of all documents.
+        starts: index of the first token of each document, ``[documents]``.
+        missing: missing bytes of each document, ``[documents]``; see :class:`MissingBytes`.
+        length: number of tokens in all documents.
     """
     total = 0
     low = max(0, int(np.searchsorted(starts, first, side="right")) - 1)

@@ -1,4 +1,4 @@
-"""Reading token shards: long runs of tokens by index, of which only what is asked for is read."""
+"""Reading parts of long runs of tokens from shards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from lightning_mhla.system.untrusted import parse_array, parse_array_header
 from mhla_tasks.language.text_bytes import missing_between
 
 TOKENS, STARTS, MISSING = "tokens.npy", "starts.npy", "missing.npy"
-"""Members of a sample: its tokens, the first token of each document, and the bytes of each document beyond those of its
-tokens, which is left out where the bytes of tokens add up to those of the text."""
+"""Members of a sample: its tokens, the first token of each document, and the bytes of each document minus the bytes of its
+tokens. The last member is omitted if they are equal."""
 
 
 class ShardRuns:
-    """The samples of token shards as runs, of which only what is asked for is read; see ``sources.TokenRuns``.
+    """Runs of tokens in shards, one in each sample; see ``sources.TokenRuns``. Only the requested part of a run is read.
+
+    Args:
+        reader: reader of the shards.
 
     Raises:
-        BrokenSampleError: when a sample holds no tokens that can be read, naming shard and sample.
+        BrokenSampleError: if the tokens of a sample cannot be read; the message names shard and sample.
     """
 
     def __init__(self, reader: ShardReader) -> None:
@@ -33,10 +36,10 @@ class ShardRuns:
         self._missing: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Where the tokens of a run begin in its member, and their type."""
+        """Return the byte offset of a run's first token in its member, and the dtype of the tokens."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
-        try:
+        try:  # the header alone says where to read, without loading the tokens
             shape, dtype, start = parse_array_header(self.reader.read(run, TOKENS, 0, 256))
         except ValueError as error:
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
@@ -47,7 +50,7 @@ class ShardRuns:
         return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See ``sources.TokenRuns``."""
+        """Read part of a run; see ``sources.TokenRuns.read``."""
         offset, dtype = self._heads[run]
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
         tokens = np.frombuffer(data, dtype)
@@ -59,7 +62,7 @@ class ShardRuns:
 
     def _document_starts(self, run: int) -> np.ndarray:
         if run not in self._starts:
-            if len(self._starts) >= 64:
+            if len(self._starts) >= 64:  # bound the memory of each worker process
                 self._starts.clear()
             try:
                 starts = parse_array(self.reader.read(run, STARTS))
@@ -74,14 +77,14 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Whether a run keeps the bytes of its documents beyond those of their tokens."""
+        """Return whether a run has the member :data:`MISSING`."""
         try:
             return self.reader.extension(run, (MISSING,)) == MISSING
         except BrokenSampleError:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """See ``sources.TokenRuns``."""
+        """Return the bytes of text minus those of the tokens; see ``sources.TokenRuns.missing_bytes``."""
         if not self.has_missing(run):
             return 0
         starts = self._document_starts(run)
@@ -100,5 +103,5 @@ class ShardRuns:
         return missing_between(first, stop, starts, self._missing[run], self.lengths[run])
 
     def describe(self, run: int) -> str:
-        """See ``sources.TokenRuns``."""
+        """Return shard and sample of a run, for messages."""
         return self.reader.describe(run)

@@ -1,4 +1,4 @@
-"""Tokenizers: trained on text, and what the rest needs to know of one: bytes of its tokens, padding, identity."""
+"""Training of tokenizers, bytes of text of their tokens, padding of prompts, and comparison of tokenizers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ __all__ = [
 ]
 
 END, PAD = "<|endoftext|>", "<|pad|>"
+"""Special tokens of :func:`train_tokenizer`."""
 
 SPACE_BYTES = ("<0X96>", "<0X81>")
-"""Last two of the three bytes of the sign for a space, ▁; the first one has the byte of the space."""
+"""Tokens of the last two of the three bytes of ▁, the sign for a space. The token of the first byte counts as the space."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE (as GPT-2's) with a token for the end of a text and one for padding; any text can be encoded."""
+    """Train a byte-level BPE tokenizer as GPT-2's, which can encode any text.
+
+    Args:
+        texts: texts to train on.
+        vocab_size: number of tokens, with the special tokens for the end of a text and for padding.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,18 +66,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Bytes of text that each token stands for, ``[V]`` int64; special tokens stand for none.
+    """Return the number of bytes of text that each token stands for, ``[V]`` int64; 0 for special tokens.
 
-    They add up to the bytes of any text for byte-level vocabularies (GPT-2, Llama 3), for those with byte fallback whose
-    tokenizer puts no space in front (Gemma), and for vocabularies of bytes (ByT5). Other tokenizers change a text before they
-    cut it: a space in front (Llama 2), spaces and capitals lost (BERT), characters composed (NFKC) or unknown. Their tokens
-    have the bytes of their letters, and :func:`mhla_tasks.language.text_bytes.missing_bytes` says how many a text has beyond
-    those.
+    The numbers add up to the bytes of any text for byte-level vocabularies (GPT-2, Llama 3), for vocabularies with byte
+    fallback whose tokenizer puts no space in front (Gemma), and for vocabularies of bytes (ByT5). Other tokenizers change a
+    text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT), compose characters (NFKC)
+    or replace unknown ones. Their tokens count the bytes of their letters, and
+    :class:`mhla_tasks.language.text_bytes.MissingBytes` counts the difference to the bytes of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())
     kind = _Letters(tokenizer)
-    size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+    size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))  # indices may have gaps
     table = np.zeros(size, dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         if index not in special:
@@ -80,7 +86,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class _Letters:
-    """How the letters of a vocabulary stand for bytes of text."""
+    """Rules by which the letters of a tokenizer's vocabulary represent bytes of text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -88,16 +94,16 @@ class _Letters:
         kinds = set(_types([state.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]))
         model = state.get("model") or {}
         self.alphabet = set(pre_tokenizers.ByteLevel.alphabet()) if "ByteLevel" in kinds else set()
-        # tokenizers of Python whose letters are bytes do not say so; two characters of several bytes show it
+        # Tokenizers written in Python do not say that their letters are bytes; two characters of several bytes show it.
         self.raw_bytes = backend is None and tokenizer.tokenize("é€") == [chr(byte) for byte in "é€".encode()]
-        # a space becomes ▁; a vocabulary with the bytes of that sign but not the sign spells it with three tokens
+        # A space becomes ▁. A vocabulary that has the bytes of this sign, but not the sign, spells it with three tokens.
         marks = json.dumps([state.get("normalizer"), state.get("pre_tokenizer")], ensure_ascii=False)
         self.spelled_space = "▁" in marks and "▁" not in tokenizer.get_vocab()
         self.inside = model.get("continuing_subword_prefix") or ""
         self.ending = model.get("end_of_word_suffix") or ""
 
     def count(self, token: str) -> int:
-        """Bytes of a token that is neither special nor added."""
+        """Return the number of bytes of a token that is neither special nor added."""
         if self.raw_bytes and len(token) == 1 and ord(token) < 256:
             return 1
         if self.ending and token.endswith(self.ending):  # the end of a word is a space
@@ -112,7 +118,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Names of the kinds of steps inside a part of a tokenizer."""
+    """Iterate over the type names of all steps inside a part of a tokenizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):
@@ -121,7 +127,7 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Index of a token to fill up rows with; which one does not matter, since the model never attends to it."""
+    """Return the index of a padding token. Any token is suitable, because the model never attends to padding."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(index for index in known if index is not None)
 
@@ -129,15 +135,18 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
 def left_padded(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Tokens ``[B, N]`` int64 of prompts and their mask, padded at the left, with any tokenizer.
+    """Encode prompts as one batch with padding on the left.
 
     Args:
         tokenizer: any tokenizer.
-        texts: the prompts.
+        texts: prompts to encode.
         read_control_tokens: whether the letters of a control token in a prompt become that token.
 
+    Returns:
+        Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
+
     Raises:
-        ValueError: for a text without a token.
+        ValueError: if a prompt has no tokens.
     """
     rows = encode_prompts(tokenizer, texts, read_control_tokens)
     for text, row in zip(texts, rows, strict=True):
@@ -152,11 +161,11 @@ def left_padded(
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what turns text into tokens and back."""
+    """Return a hash of everything that determines how a tokenizer encodes and decodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     state = json.loads(backend.to_str())
-    for passing in ("padding", "truncation"):  # set by the last call
+    for passing in ("padding", "truncation"):  # these depend on the last call, not on the tokenizer
         state.pop(passing, None)
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Tokenizers as files: loaded from a folder or the hub, saved, and kept inside checkpoints.
+"""Files of tokenizers: loading from a folder or the hub, saving, and storage inside checkpoints.
 
-A file inside a checkpoint may come from anybody. Names that lead out of the folder, files without end, and rules that make a
-short text grow without end are errors; no code from a file runs.
+A checkpoint may come from an untrusted source. File names that lead out of the folder, files above the size limits, and rules
+that make a short text grow without bound are errors. No code from a file is run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from lightning_mhla.system.tokenizer_rules import check_folder, check_tokenizer
 from lightning_mhla.system.untrusted import reason
 
 PackedFiles = dict[str, str | dict[str, str]]
-"""Files by their path inside the folder: text as it is, other bytes as ``{"base64": ...}``."""
+"""Contents of files by their path inside the folder: text as a string, other bytes as ``{"base64": ...}``."""
 
 MOST_FILES = 1000
 MOST_CHARACTERS = 1 << 29
 MOST_DEPTH = 8
-"""Bounds of the files of a tokenizer in a checkpoint, far above those of any published one."""
+"""Limits for the tokenizer files in a checkpoint, far above the needs of published tokenizers."""
 
 
 def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or of a model on the hub.
+    """Load the tokenizer of a folder or of a model on the hub, without running code that comes with it.
+
+    Args:
+        where: path of the folder, or name of the model.
 
     Raises:
-        FileNotFoundError: when there is none, naming the way out.
-        ValueError: when its files are a trap: see :mod:`lightning_mhla.system.tokenizer_rules`.
+        FileNotFoundError: if there is no tokenizer.
+        ValueError: if its files are unsafe; see :mod:`lightning_mhla.system.tokenizer_rules`.
     """
     check_folder(Path(where))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises Exception itself
+    except Exception as error:  # the tokenizers library raises plain Exception
         kind = "folder" if Path(where).exists() else "folder, and no model that the hub or its local cache gives"
         raise FileNotFoundError(
             f"{where} is no {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name with "
@@ -47,10 +50,10 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the files of a tokenizer, chat templates of several names included.
+    """Write the files of a tokenizer, including several named chat templates.
 
     Raises:
-        ValueError: for a chat template whose name is not that of a file.
+        ValueError: if the name of a chat template is not a valid file name.
     """
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     for name in templates:
@@ -60,7 +63,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PackedFiles:
-    """The tokenizer's files, those in folders of its folder included."""
+    """Return the files of a tokenizer, including those in subfolders, for storage in a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tokenizer(tokenizer, folder)
@@ -69,10 +72,10 @@ def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PackedFiles:
 
 
 def unpack_tokenizer(files: PackedFiles) -> PreTrainedTokenizerBase:
-    """The reverse of :func:`pack_tokenizer`.
+    """Restore a tokenizer from the files that :func:`pack_tokenizer` returned.
 
     Raises:
-        ValueError: when these are not the files of a tokenizer.
+        ValueError: if these are not the files of a tokenizer, or they are unsafe.
     """
     if not isinstance(files, dict) or not files:
         raise ValueError("the checkpoint's tokenizer is not a set of files by name")
@@ -83,7 +86,7 @@ def unpack_tokenizer(files: PackedFiles) -> PreTrainedTokenizerBase:
             target = folder.joinpath(*path.parts)
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("xb") as stream:  # new, so that nothing is written through a link or twice
+                with target.open("xb") as stream:  # fail if the file exists: never write through a link, or twice
                     stream.write(data)
             except (OSError, ValueError) as error:
                 raise ValueError(
@@ -105,7 +108,7 @@ def _packed(data: bytes) -> str | dict[str, str]:
 
 
 def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Relative paths and contents of packed files."""
+    """Check packed files, and iterate over their relative paths and contents."""
     if len(files) > MOST_FILES:
         raise ValueError(f"the checkpoint's tokenizer has {len(files)} files, more than {MOST_FILES}")
     total = 0

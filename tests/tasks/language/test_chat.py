@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pty
 import re
@@ -93,6 +94,24 @@ def test_each_turn_gives_what_the_whole_conversation_gives(kind: str, template: 
         chat.answer(turn)
         assert chat.conversation.ids == twin.ids == wanted + kept
     assert max(read) < len(wanted) // 2, "the last turn read earlier ones again"
+
+
+@pytest.mark.parametrize("kind", ["mhla", "softmax", "llama"])
+@pytest.mark.parametrize("messages", ["[-1:]", "| rejectattr('role', 'equalto', 'assistant')"])
+def test_a_template_that_changes_earlier_turns_gives_what_the_whole_conversation_gives(
+    kind: str, messages: str
+) -> None:
+    """The state of the model has read turns that are no longer there."""
+    template = CHATML.replace("in messages", f"in messages {messages}" if "|" in messages else f"in messages{messages}")
+    tokenizer, model = make_tokenizer(template), make_model(kind).eval()
+    chat = Chat(model, tokenizer, None, 6, {"temperature": 0})
+    for turn in ("hello there", "how are you? " * 10, "fine, thanks " * 20):
+        expected_ids = Conversation.ask(copy.deepcopy(chat.conversation), turn)
+        expected = greedy(make_model(kind).eval(), expected_ids, chat._stops(), 6)
+        chat.answer(turn)
+        reply = chat.conversation.ids[len(expected_ids) :]
+        assert chat.conversation.ids[: len(expected_ids)] == expected_ids
+        assert reply == (expected[:-1] if expected[-1] in chat._stops() else expected)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

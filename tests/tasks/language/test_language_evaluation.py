@@ -186,7 +186,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
             return os.system, ("echo executed",)
 
     torch.save({"state_dict": {}, "hyper_parameters": Evil()}, tmp_path / "evil.ckpt")
-    with pytest.raises(ValueError, match="no checkpoint that can be read safely"):
+    with pytest.raises(ValueError, match="not a checkpoint that can be read safely"):
         load_model(tmp_path / "evil.ckpt")
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 cut short")
     with pytest.raises(ValueError, match="is no whole checkpoint"):

@@ -1,4 +1,4 @@
-"""Scores by lm-evaluation-harness: from the command line, and while a model trains."""
+"""Evaluation by lm-evaluation-harness, from the command line and during training."""
 
 from mhla_tasks.language.evaluation.callback import LMEval
 

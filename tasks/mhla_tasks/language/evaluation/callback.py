@@ -1,4 +1,4 @@
-"""lm-evaluation-harness during training."""
+"""Callback that runs lm-evaluation-harness during training."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 
 class LMEval(PeriodicEvaluation):
-    """Scores the model on tasks of lm-evaluation-harness and logs every metric as ``lm_eval/TASK/METRIC``.
+    """Score the model on tasks of lm-evaluation-harness and log every metric as ``lm_eval/TASK/METRIC``.
 
-    Runs over all processes, under the averaged weights if there are any, with lm-eval's progress bars, and writes what
-    lm-eval says to ``lm_eval/stepNNNNNNN.json`` in the log folder. Prompts that are too long are cut in the middle;
-    ``lm_eval/TASK/prompts_cut`` is their share.
+    The evaluation runs on all processes, with the averaged weights if there are any, and shows lm-eval's progress bars. The
+    scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder. Prompts that are too long are cut in the
+    middle; ``lm_eval/TASK/prompts_cut`` is their share.
 
     Args:
         tasks: tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
-        every_n_steps: optimiser steps between two evaluations; null for none on the way.
-        at_end: whether the last weights are scored.
-        num_fewshot: examples in a prompt; null for what each task says.
-        limit: documents of each task, to try things out; null for all.
+        every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
+        at_end: whether the final weights are scored.
+        num_fewshot: number of examples in a prompt; null for the default of each task.
+        limit: number of documents of each task, for quick trials; null for all.
         batch_size: batch size of each process.
-        max_length: longest prompt and answer in tokens; null for the model's context.
-        cut: middle or left, where prompts that are too long lose tokens.
+        max_length: maximum number of tokens in prompt and answer together; null for the model's context.
+        cut: part that prompts lose if they are too long: middle or left.
         data_dir: folder with local copies of the tasks' data; null for the hub.
-        include_path: folder with tasks of your own.
+        include_path: folder with your own tasks.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class LMEval(PeriodicEvaluation):
         self._manager: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether the tasks and their data are there.
+        """Check at the start of training that the tasks and their data exist.
 
         Raises:
-            ValueError: for an unknown task, or a strategy that shards the weights.
-            FileNotFoundError: for data that is not there.
+            ValueError: if a task is unknown, or the strategy shards the weights.
+            FileNotFoundError: if the data of a task is missing.
         """
         if shards_weights(trainer):
             raise ValueError(
@@ -86,7 +86,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the weights that validation uses, on every process, and log on the first."""
+        """Score the weights that validation uses on all processes, and log the scores on the first."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM
@@ -113,6 +113,7 @@ class LMEval(PeriodicEvaluation):
         shares, folder = model.cut_shares(), run_folder(trainer)
         if results is not None:
             self._log(trainer, folder, dict(results), shares)
+        # The evaluation must not count as training time.
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
             if isinstance(callback, TokenThroughput):
                 callback.restart(trainer)
@@ -144,7 +145,11 @@ class LMEval(PeriodicEvaluation):
 
 
 def flat_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """``TASK/METRIC`` to value, of what lm-eval gives; filters other than none follow the metric's name."""
+    """Flatten lm-eval's results to values by ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
+
+    Args:
+        results: values by task and then by ``METRIC,FILTER``; standard errors are omitted.
+    """
     flat = {}
     for task, metrics in results.items():
         for key, value in metrics.items():

@@ -1,4 +1,4 @@
-"""The model as lm-evaluation-harness sees it: model type ``mhla``."""
+"""Model type ``mhla`` of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 @register_model("mhla")
 class MHLALM(HFLM):
-    """lm-eval's own Hugging Face model, on checkpoints of training as well, with long prompts cut in their middle.
+    """lm-eval's Hugging Face model, extended to training checkpoints, and with long prompts cut in the middle.
 
-    Contexts and continuations are read as lm-eval reads them: the letters of a control token become that token, since the
-    harness writes chat templates into its prompts. A token that the tokenizer appends to every text is left out.
+    Contexts and continuations are encoded as in lm-eval: the letters of a control token become that token, because the
+    harness writes chat templates into its prompts. A token that the tokenizer appends to every text is omitted.
 
-    Works on every process that ``torch.distributed`` knows: each takes a share of the requests.
+    Under ``torch.distributed`` each process answers a share of the requests.
 
     Args:
-        pretrained: a checkpoint of training, an exported folder, a name on the hub, or a model.
-        tokenizer: a folder, a name on the hub or a tokenizer; None for the model's own.
-        device: for a model that is loaded; None for the GPU if there is one.
+        pretrained: training checkpoint, exported folder, name on the hub, or model.
+        tokenizer: folder, name on the hub, or tokenizer; None for the model's own.
+        device: device for a model that is loaded; None for the GPU if there is one.
         dtype: dtype of the weights of a model that is loaded.
-        max_length: longest prompt and answer in tokens; None for the model's context. Dense mixing is extended to it, in a
-            copy where a model is given.
+        max_length: maximum number of tokens in prompt and answer together; None for the model's context. Dense mixing is
+            extended to it, in a copy if ``pretrained`` is a model.
         cut: part that prompts lose if they are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
         options: options of lm-eval's HFLM, such as batch_size.
 
     Raises:
-        FileNotFoundError: when there is no such model or tokenizer.
-        ValueError: for an unknown option.
+        FileNotFoundError: if there is no such model or tokenizer.
+        ValueError: if ``cut`` or ``dtype`` is invalid.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MHLALM(HFLM):
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """One tensor of all processes."""
+        """Concatenate the tensors of all processes; scalars are stacked."""
         if self.world_size <= 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -99,11 +99,11 @@ class MHLALM(HFLM):
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Answer the requests; lm-evaluation-harness documents them."""
+        """Score continuations as lm-eval does, and count the prompts that are cut."""
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answer the requests; lm-evaluation-harness documents them."""
+        """Generate answers as lm-eval does, and count the prompts that are cut."""
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
     def tok_encode(
@@ -113,10 +113,9 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Tokens of one text; see lm-eval.
+        """Encode one text as lm-eval does, without the tokens that the tokenizer appends.
 
-        They are those of lm-eval's own model but for tokens that the tokenizer appends, which would stand between a context
-        and its continuation.
+        Appended tokens would stand between a context and its continuation.
         """
         begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
         encode = encode_texts if begin is False else encode_prompts
@@ -130,7 +129,7 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and mask of a batch; see lm-eval. Prompts of more than ``left_truncate_len`` tokens are cut."""
+        """Encode texts as a batch of tokens and mask; prompts of more than ``left_truncate_len`` tokens are cut."""
         rows = [self.tok_encode(string) for string in strings]
         if truncation:
             longest_row, side = self.tokenizer.model_max_length, self.tokenizer.truncation_side
@@ -148,7 +147,7 @@ class MHLALM(HFLM):
         return ids, mask
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
-        room = self.max_length + 1
+        room = self.max_length + 1  # the last token of the continuation is a target, not an input
         shortened = []
         for key, context, continuation in requests:
             left = room - len(continuation)
@@ -169,7 +168,7 @@ class MHLALM(HFLM):
         return answers
 
     def cut_shares(self) -> dict[str, float]:
-        """Share of the prompts of each task that were cut, over all processes (call it on every process)."""
+        """Return the share of each task's prompts that were cut, over all processes. Call it on every process."""
         counts = [(dict(self.prompts), dict(self.prompts_cut))]
         if self.world_size > 1:
             everyone: list[Any] = [None] * self.world_size
@@ -183,7 +182,7 @@ class MHLALM(HFLM):
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts that lm-eval writes about the model; also the share of cut prompts."""
+        """Return the facts about the model that lm-eval writes to its results, and the share of cut prompts."""
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
@@ -195,7 +194,7 @@ class MHLALM(HFLM):
 
 
 def _device(wanted: str | None) -> str:
-    """This process's GPU, or the CPU where there is none; what is wanted, if it is another kind of device."""
+    """Return this process's GPU, or the CPU if there is none; a device that is not a GPU is returned unchanged."""
     if wanted is not None and not wanted.startswith("cuda"):
         return wanted
     if not torch.cuda.is_available():
@@ -204,12 +203,12 @@ def _device(wanted: str | None) -> str:
 
 
 def cut_left(tokens: list[int], length: int) -> list[int]:
-    """The last ``length`` tokens."""
+    """Return the last ``length`` tokens."""
     return tokens[max(0, len(tokens) - length) :]
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:
-    """The first and the last tokens, ``length`` in all."""
+    """Return the first and the last tokens, ``length`` in total."""
     if len(tokens) <= length:
         return tokens
     head = length // 2

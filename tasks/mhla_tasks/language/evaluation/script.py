@@ -1,9 +1,10 @@
-"""lm-eval's command with the model type mhla registered.
+"""Command of lm-evaluation-harness with the model type mhla.
 
     mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
 
-Everything is lm-eval's own but --model, which is mhla unless given, --data_dir, a folder with local copies of the tasks'
-data, and --allow, modules of attention kinds of your own. On several GPUs the requests are shared:
+All options are those of lm-eval, with three changes. --model defaults to mhla. --data_dir names a folder with local copies
+of the tasks' data. --allow lists modules with attention kinds of your own. On several GPUs, each process answers a share of
+the requests:
 
     torchrun --nproc-per-node 8 -m mhla_tasks.language.evaluation.script --model_args pretrained=last.ckpt --tasks mmlu
 """
@@ -24,7 +25,7 @@ from mhla_tasks.language.evaluation.tasks import local_data
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run lm-eval's command line, and report errors as messages."""
     prepare_streams()
     show_log(sys.stderr)
     with reported():

@@ -1,8 +1,8 @@
-"""lm-eval's own tasks on local copies of their data.
+"""Running tasks of lm-eval on local copies of their data.
 
-A local copy is a folder that holds, under the name that the hub has for it, what the hub holds: for MMLU
-``DATA/cais/mmlu/`` and for LongBench ``DATA/Xnhyacinth/LongBench/``, each with the data files and the ``README.md`` whose
-``configs:`` block says which file is which subset and split.
+A local copy is a folder with the same contents and the same name as the data set on the hub: ``DATA/cais/mmlu/`` for MMLU and
+``DATA/Xnhyacinth/LongBench/`` for LongBench. It holds the data files and the ``README.md`` whose ``configs:`` block assigns
+the files to subsets and splits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from mhla_kernels.own_files import own_folder
 from lightning_mhla.data.tables import default_cache
 
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-"""Names that ``datasets`` has for kinds of files, not for data sets."""
+"""Names of file formats, which ``datasets`` takes in place of a data set's name."""
 
 
 @contextmanager
 def local_data(folder: str | Path | None) -> Iterator[None]:
-    """Tasks that are loaded inside take the data sets that ``folder`` holds from there; None changes nothing.
+    """Context manager in which tasks load their data sets from a folder, if it has them.
+
+    Args:
+        folder: folder with local copies of data sets; None changes nothing.
 
     Raises:
-        FileNotFoundError: when there is no such folder, or inside when a task's data is neither there nor to be had.
+        FileNotFoundError: if the folder does not exist. Inside the context, if the data of a task is neither in the folder
+            nor available from the hub.
     """
     if folder is None:
         yield
@@ -38,7 +42,7 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
         raise FileNotFoundError(
             f"{folder} is no folder; it must hold data sets under their names on the hub (cais/mmlu)"
         )
-    original = datasets.load_dataset
+    original = datasets.load_dataset  # lm-eval's tasks load their data through this function
 
     def load(path: str, *args: Any, **options: Any) -> Any:
         here = root / path
@@ -62,7 +66,10 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
 
 
 def _cache_of(folder: Path) -> Path:
-    """Where the data set of a folder is kept converted; ``datasets`` itself would take an older copy of equal layout."""
+    """Return the folder for the converted form of a local data set.
+
+    Its name depends on size and time of the files, because ``datasets`` would otherwise reuse an outdated conversion.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
     digest = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
@@ -70,10 +77,14 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse a task that lm-eval does not have.
+    """Check that all tasks exist.
+
+    Args:
+        names: names of tasks, or paths of task files.
+        known: names of all tasks that lm-eval has.
 
     Raises:
-        ValueError: naming the nearest ones.
+        ValueError: if a task is unknown; the message suggests similar names.
     """
     for name in names:
         if name not in known and not Path(name).is_file():
