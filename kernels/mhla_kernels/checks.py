@@ -1,4 +1,7 @@
-"""Checks of the operator's arguments; every message names the value and the remedy."""
+"""Checks of the operator's arguments; every message names the value and the remedy.
+
+Longer than other modules: it holds all checks of the operator, so that a message is worded once.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
 terms, W = K V + K numbers of a summary.
+
+Longer than other modules: the two public functions document every argument of the operator with a state.
 """
 
 from __future__ import annotations

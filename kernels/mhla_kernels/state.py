@@ -9,6 +9,8 @@ files. A kind adds its tensors and defines how a block is opened.
 
 Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, W = K V + K numbers of a
 summary, the rows of S followed by z.
+
+Longer than other modules: the rules of ownership concern every method of a state.
 """
 
 from __future__ import annotations

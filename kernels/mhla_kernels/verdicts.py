@@ -4,6 +4,8 @@ Before the first use of a kind of kernel, a trial compares it with the PyTorch f
 under the device, the versions of the driver, torch and Triton, and a hash of the kernels' source, so that the trial runs
 once. A kernel that fails later is withdrawn for the rest of the process. See :func:`may_use`, :func:`guarded` and
 :func:`agree_on_kernels`.
+
+Longer than other modules: a verdict's life, from the trial to its withdrawal, is in one place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Mixing coefficients as a module: initial values, bounds, and resizing to a different block grid."""
+"""Mixing coefficients as a module: initial values, bounds, and resizing to a different block grid.
+
+Longer than other modules: both parametrizations are here, because their bounds and resizing correspond.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ A sum of R such terms is applied to M block summaries by running sums, R at a ti
 causal state is R summaries for any length. Learned dense coefficients of language models were found to be close to a function
 of distance alone (the "Toeplitz Block Mixing" report, 2026-03). The distance here is the weighted L1 distance, which
 separates over the axes of a grid.
+
+Longer than other modules: one kind of mixing is one file.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ of ones, with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
 In this form no gradient is a difference of rounded outputs. Mode DQ runs first and stores 1 / n_t and g_t for DV and DK.
 
 This module is longer than the others because the kernel, its stages and its launcher are read together.
+
+Longer than other modules: one kernel computes all four results.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ runs are trained one after the other, or each as a job of SLURM:
 The output of a run goes to ``output.txt`` in its folder; the sweep prints one line for each run. The same command resumes a
 sweep: it skips finished runs and resumes stopped ones (jobs of SLURM only after they have ended). At the end all runs are
 compared as by ``lightning compare``.
+
+Longer than other modules: it runs, submits, resumes and reports a sweep.
 """
 
 from __future__ import annotations
