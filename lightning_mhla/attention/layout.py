@@ -165,7 +165,9 @@ class BlockLayout:
         return {"block_offsets": (0, *accumulate(sizes))}
 
     def place(self, device: torch.device, gaps: bool = True) -> Placement:
-        """Compute the permutation of the tokens by tensor arithmetic, so that no size becomes a constant of a graph.
+        """Compute the permutation of the tokens into block order inside a compiled graph.
+
+        With ``gaps``, tensor arithmetic keeps every size from becoming a constant of the graph.
 
         Every block gets as many slots as the largest block has tokens, so that all blocks are equal. Empty slots are masked.
 

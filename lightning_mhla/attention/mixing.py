@@ -232,7 +232,7 @@ class DenseCoefficients(MixingCoefficients):
         self.weight.copy_(bounded(self.weight))
 
     def extend(self, blocks: int) -> None:
-        """See :class:`MixingCoefficients` and :func:`mhla_kernels.extend_mixing`."""
+        """Extend causal coefficients to ``blocks`` blocks by :func:`mhla_kernels.extend_mixing`."""
         if blocks > self.weight.shape[-1]:
             self._start = extend_mixing(bounded(self.weight.detach()), blocks)
             self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)

@@ -247,7 +247,7 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """Encode the captions of a sample as a shard member by extension: ``txt`` for one, ``json`` with a list for several."""
+    """Encode the captions of a sample as a shard member, keyed by file extension: ``txt`` for one, ``json`` for several."""
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}

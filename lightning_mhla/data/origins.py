@@ -270,7 +270,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the options and origins, which are compared later, and the options again in a file for people to read."""
+    """Write the options and origins, which later calls compare with theirs, and a readable copy of the options."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:

@@ -167,11 +167,11 @@ class VisionTransformer(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the features, and the maps after the blocks ``taken``, without the tokens that ``pad_to`` adds.
+        """Compute the final features, and the feature maps after the blocks ``taken``, without the tokens that ``pad_to`` adds.
 
         Args:
             images: ``[B, channels, image_size, image_size]``.
-            taken: numbers of the blocks.
+            taken: indices of the blocks, from 0.
             stop_early: has no effect here, since all blocks run.
             norm: whether to apply the final norm to the maps.
 

@@ -203,7 +203,7 @@ class Mixing(ABC):
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Mix blocks causally that follow finished blocks.
+        """Mix new blocks, which follow finished blocks, causally.
 
         Args:
             finished: finished summaries.

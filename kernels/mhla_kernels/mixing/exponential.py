@@ -70,7 +70,7 @@ class ExponentialMixing(Mixing):
 
     @property
     def terms(self) -> int:
-        """Number of terms R."""
+        """Number R of exponential terms in the coefficients."""
         return self.amplitude.shape[-1]
 
     @property

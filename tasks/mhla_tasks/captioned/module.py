@@ -178,7 +178,7 @@ class CaptionedDiffusion(GenerativeModule):
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
     def configure_model(self) -> None:
-        """Load the weights to start from; then see :meth:`GenerativeModule.configure_model`."""
+        """Load the initial weights, then configure the model as :meth:`GenerativeModule.configure_model` does."""
         if self.pretrained is not None and not self._started:
             load_weights(self.network, self.pretrained, self.host)
         self._started = True

@@ -299,10 +299,10 @@ def _run(words: Sequence[str]) -> None:
 
 
 def build(plan: Plan) -> SuiteCLI:
-    """Build model, data and trainer.
+    """Build the model, the data and the trainer of a plan.
 
     Raises:
-        ValueError: naming the source, for a value that does not fit the type of its option.
+        ValueError: if a value does not fit the type of its option. The message names the source of the value.
     """
     try:
         return SuiteCLI(plan)

@@ -28,9 +28,9 @@ class ImagePictures(DrawnSamples):
 
     Args:
         prompts: an image is drawn for each.
-        every_n_steps: optimiser steps between two pictures; null for none on the way.
-        at_end: whether the last weights draw one.
-        at_start: whether the first weights draw one: right after replacing, of a pretrained model.
+        every_n_steps: optimiser steps between two pictures; null for no evaluation during training.
+        at_end: whether to draw with the final weights.
+        at_start: whether to draw with the initial weights, those of a pretrained model right after its attention was replaced.
         seed: seed of the noise.
     """
 
@@ -59,14 +59,14 @@ class SceneScores(ImagePictures):
     """Draw scenes of digits, and log the share with the right digits, colours, count and relation.
 
     Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
-    for each evaluation. The program behind it (:mod:`mhla_tasks.text_to_image.judge`) passes 87% of real held-out scenes.
+    for each evaluation. The scores come from :mod:`mhla_tasks.text_to_image.judge`, which passes 87% of real held-out scenes.
 
     Args:
-        prompts: captions of scenes; null for sixty of all kinds.
-        per_prompt: images of each.
-        every_n_steps: optimiser steps between two evaluations; null for none on the way.
-        at_end: whether the last weights are scored.
-        at_start: whether the first weights are scored: right after replacing, of a pretrained model.
+        prompts: captions of scenes; null for sixty captions of all kinds of scenes.
+        per_prompt: number of images for each prompt.
+        every_n_steps: optimiser steps between two evaluations; null for no evaluation during training.
+        at_end: whether to score the final weights.
+        at_start: whether to score the initial weights, those of a pretrained model right after its attention was replaced.
         seed: seed of the noise.
     """
 
@@ -103,9 +103,9 @@ class ClipScore(ImagePictures):
     Args:
         model: folder or hub name of a CLIP model of transformers with its processor.
         prompts: an image is drawn for each.
-        every_n_steps: optimiser steps between two evaluations; null for none on the way.
-        at_end: whether the last weights are scored.
-        at_start: whether the first weights are scored: right after replacing, of a pretrained model.
+        every_n_steps: optimiser steps between two evaluations; null for no evaluation during training.
+        at_end: whether to score the final weights.
+        at_start: whether to score the initial weights, those of a pretrained model right after its attention was replaced.
         seed: seed of the noise.
     """
 

@@ -146,7 +146,7 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts of the data, which samples for metrics are balanced over."""
+        """Prompts of the data, over which samples for metrics are distributed evenly."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 

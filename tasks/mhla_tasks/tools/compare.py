@@ -25,7 +25,7 @@ PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
 
 @dataclass(frozen=True)
 class Run:
-    """A trained run.
+    """Training run with its recorded results and options.
 
     Attributes:
         folder: folder with ``run.json`` and ``config.yaml``.

@@ -279,7 +279,7 @@ def check_format(data: bytes, name: str) -> None:
 
 
 def missing_bytes(data: bytes) -> int:
-    """Return the number of bytes missing from a box that frames need; 0 if the boxes are complete, whatever follows them."""
+    """Return the number of bytes missing from an MP4 box that decoding needs; 0 if all such boxes are complete."""
     # A box begins with a size of 4 bytes and its type; size 1 means that a size of 8 bytes follows (ISO 14496-12).
     position = 0
     while data[4:8] in BOXES and position + 8 <= len(data):
