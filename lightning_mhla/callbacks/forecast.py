@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.callbacks.page import duration
 from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.steps import steps_of_epochs, steps_of_run
 
@@ -131,16 +132,3 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{sign}"
     return str(count)
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units, such as 2 d 3 h, 1 h 20 min or 4 min 10 s.
-
-    Args:
-        seconds: duration in seconds.
-    """
-    whole = round(seconds)
-    for unit, sign, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit:
-            return f"{whole // unit} {sign} {whole % unit // below} {small}"
-    return f"{whole} s"

@@ -71,9 +71,16 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
+    """Format a duration in its two largest units, such as 2 d 3 h, 1 h 20 min or 4 min 05 s.
+
+    Args:
+        seconds: duration in seconds.
+    """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 

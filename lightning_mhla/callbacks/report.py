@@ -75,7 +75,7 @@ class RunReport(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
-        # without a logger or --run_dir there is no folder of a run, and nothing is written to the working folder
+        # without a logger or --run_dir, a run has no folder of its own, and must not write into the working folder
         own = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
         if not trainer.is_global_zero or not own or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

@@ -100,17 +100,17 @@ class Report:
     Attributes:
         taken: tensors that were loaded unchanged.
         resized: tensors that were resized.
-        anew: tensors that keep their new initial values.
+        initialized: tensors that keep their new initial values.
         left: tensors of the source that the model does not have.
     """
 
     taken: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
-    anew: list[str] = field(default_factory=list)
+    initialized: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        words = {"taken": "taken", "resized": "resized", "anew": "newly initialised", "left": "left"}
+        words = {"taken": "taken", "resized": "resized", "initialized": "newly initialised", "left": "left"}
         return "; ".join(f"{len(names)} {words[key]}{_some(names, key)}" for key, names in vars(self).items())
 
 
@@ -156,19 +156,19 @@ def adopt(
             report.taken.append(name)
         elif owner in mixing:
             carried = mixing[owner].carried(leaf, tensor, source.block_grid)
-            (report.anew if carried is None else report.resized).append(name)
+            (report.initialized if carried is None else report.resized).append(name)
             if carried is not None:
                 fitted[name] = carried
         elif name in positions:
             fitted[name] = resize_positions(tensor, own[name].shape[1])
             report.resized.append(name)
         elif name.startswith(tuple(heads)) or _is_added(name):
-            report.anew.append(name)
+            report.initialized.append(name)
         else:
             wrong.append(f"{name} {list(tensor.shape)} for {list(own[name].shape)}")
     missing = [name for name in own if name not in source.weights]
     lacking = [name for name in missing if not _is_added(name) and not name.startswith(tuple(heads))]
-    report.anew += [name for name in missing if name not in lacking]
+    report.initialized += [name for name in missing if name not in lacking]
     if wrong or lacking:
         parts = [*wrong, *(f"{name} is missing" for name in lacking)]
         raise ValueError(

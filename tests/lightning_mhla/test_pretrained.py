@@ -46,7 +46,7 @@ def test_the_same_model_gives_the_same_outputs(tmp_path: Path) -> None:
     old, new = classifier(2, 8, 3), classifier(2, 8, 3)
     nn.init.zeros_(new.head.weight)
     report = adopt(new, exported(old, tmp_path), "old", heads=("head.",), positions=("position",))
-    assert [*report.resized, *report.anew, *report.left] == []
+    assert [*report.resized, *report.initialized, *report.left] == []
     images = torch.rand(2, 1, 8, 8)
     assert torch.equal(new(images), old(images))
 
@@ -56,7 +56,7 @@ def test_another_resolution_and_other_classes(tmp_path: Path, caplog: pytest.Log
     head = new.head.weight.clone()
     with caplog.at_level(logging.INFO, "lightning_mhla"):
         report = adopt(new, exported(old, tmp_path), "old", heads=("head.",), positions=("position",))
-    assert report.anew == ["head.bias", "head.weight"]
+    assert report.initialized == ["head.bias", "head.weight"]
     assert torch.equal(new.head.weight, head)
     assert sorted(report.resized) == [*(f"backbone.blocks.{i}.attn.mixing.weight" for i in (0, 1)), "position"]
     want = resize_mixing(old.backbone.blocks[1].attn.mixing(), (2, 2), (4, 4))
@@ -87,7 +87,7 @@ def test_other_attention_keeps_the_start_of_what_it_adds(tmp_path: Path) -> None
     gated = classifier(2, 8, 3, gate=True, lepe=3)
     before = gated.backbone.blocks[0].attn.gate.weight.clone()
     report = adopt(gated, read_pretrained(tmp_path), "old", heads=("head.",), positions=("position",))
-    assert {name.split(".attn.")[1].split(".")[0] for name in report.anew} == {"gate", "lepe"}
+    assert {name.split(".attn.")[1].split(".")[0] for name in report.initialized} == {"gate", "lepe"}
     assert torch.equal(gated.backbone.blocks[0].attn.gate.weight, before)
 
 
@@ -101,7 +101,7 @@ def test_a_longer_context_and_another_vocabulary(tmp_path: Path) -> None:
     assert torch.equal(new.backbone.blocks[0].attn.mixing.weight, want)
     kept = words.embedding.weight.clone()
     report = adopt(words, source, "old", heads=("head.", "embedding."))
-    assert "embedding.weight" in report.anew
+    assert "embedding.weight" in report.initialized
     assert torch.equal(words.embedding.weight, kept)
 
 

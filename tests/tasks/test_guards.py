@@ -16,7 +16,7 @@ from processes import fork_server
 from test_resume import small_classifier
 
 from lightning_mhla.callbacks import FiniteWatch, Forecast, StallWatch
-from lightning_mhla.callbacks.forecast import duration
+from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 
 STEP = 2

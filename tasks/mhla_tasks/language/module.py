@@ -47,7 +47,7 @@ class LanguageModel(CausalLanguageModel):
         generation: options of predict for continuations.
         pretrained: run, checkpoint or exported folder whose weights training starts from, with any context and vocabulary;
             not read if --ckpt_path supplies the weights.
-        network: configuration of transformers that builds a different causal language model in place of ours, as
+        network: configuration of transformers that builds a different causal language model instead of the MHLA backbone, as
             {class_path: transformers.LlamaConfig, init_args: {...}}. The options from attention to mlp_width, tie_embeddings
             and initializer_range are then not used; attention and layer_kinds are errors.
     """
