@@ -29,6 +29,7 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #8882; padding: .8rem; overflow: auto; max-height: 30rem; border-radius: .3rem }
 figure { margin: 0 } figcaption { font-size: .85rem; opacity: .8 }
 img { max-width: 100%; background: #fff; border-radius: .3rem }
+@media (max-width: 40rem) { figure { overflow-x: auto } img { max-width: 220% } }
 .muted { opacity: .7 }
 """
 
