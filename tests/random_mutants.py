@@ -198,16 +198,25 @@ class Recording:
 
 
 def _lines_of(mutant: Mutant) -> range:
-    """Lines of the statement that the mutant changes, without the body of a compound statement."""
-    tree = ast.parse((ROOT / mutant.file).read_text())
-    best = range(mutant.line, mutant.line + 1)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0):
-            body = getattr(node, "body", None)
-            end = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno or node.lineno
-            if node.lineno <= mutant.line <= max(end, node.lineno):
-                best = range(node.lineno, max(end, node.lineno) + 1)
-    return best
+    """Lines whose execution shows the mutant: its statement, or a larger part for what Python evaluates only once.
+
+    A default value is evaluated when its function is defined, so the function stands for it. A constant of a module or a class
+    is evaluated on import, so the complete file stands for it.
+    """
+    source = (ROOT / mutant.file).read_text()
+    within: list[ast.stmt] = [
+        node for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0)
+    ]  # fmt: skip
+    functions = [node for node in within if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if not functions:
+        return range(1, source.count("\n") + 2)
+    inner, innermost = functions[-1], within[-1]
+    if mutant.line < inner.body[0].lineno:
+        return range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
+    body = getattr(innermost, "body", None)
+    end = body[0].lineno - 1 if isinstance(body, list) and body else innermost.end_lineno or innermost.lineno
+    return range(innermost.lineno, max(end, innermost.lineno) + 1)
 
 
 def run(mutant: Mutant, recording: Recording) -> dict[str, Any]:
@@ -277,10 +286,9 @@ def record() -> int:
         "-p", "record_coverage", "--timeout", "900", f"--junitxml={PLACE / 'junit.xml'}",
     ]  # fmt: skip
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    subprocess.run(
-        [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}", f"--data-file={PLACE / 'coverage.sqlite'}",
-         str(PLACE / "parts")], check=True,
-    )  # fmt: skip
+    combine = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
+    subprocess.run(combine, cwd=PLACE / "parts", check=True)
+    (PLACE / "parts/coverage").rename(PLACE / "coverage.sqlite")
     return status
 
 
