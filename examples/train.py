@@ -1,10 +1,10 @@
-"""A whole run in plain Python: data, model, trainer, fit, test, prediction, export. A minute on two CPU cores.
+"""Complete training run in plain Python: data, model, trainer, fit, test, export and prediction. A minute on two CPU cores.
 
     python examples/train.py
     python examples/train.py --attention linear --epochs 5 --folder runs/linear
 
-The digits of 8 x 8 pixels ship with scikit-learn. Another data set is another data module: see docs/guides/data.md. The
-command line (``lightning fit``) does the same from a YAML file, and adds run folders that resume, sweeps and clusters.
+The digits of 8 x 8 pixels are part of scikit-learn. For your own data, pass a different data module: see docs/guides/data.md.
+The command line (``lightning fit``) does the same from a YAML file, and adds run folders that resume, sweeps and clusters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 
 def make_model(attention: str) -> ImageClassifier:
-    """A vision transformer for the 64 pixels of a digit, each of which is a token; 4 x 4 blocks of 2 x 2 tokens."""
+    """Build a vision transformer for the 8 x 8 pixels of a digit. Each pixel is a token, in 4 x 4 blocks of 2 x 2 tokens."""
     blocks = {"block_grid": [4, 4]} if attention == "mhla" else {}
     return ImageClassifier(
         attention=AttentionConfig(kind=attention, lepe=3, **blocks),
@@ -47,7 +47,7 @@ def make_model(attention: str) -> ImageClassifier:
 
 
 def make_trainer(folder: Path, epochs: int, best: ModelCheckpoint) -> Trainer:
-    """A trainer that keeps checkpoints, a table of metrics, and a picture of their curves."""
+    """Build a trainer that writes checkpoints, a table of metrics, and a picture of their curves."""
     return Trainer(
         accelerator="auto",
         devices=1,
@@ -61,7 +61,7 @@ def make_trainer(folder: Path, epochs: int, best: ModelCheckpoint) -> Trainer:
 
 
 def main() -> None:
-    """Train, test, export, and predict with the export."""
+    """Train and test a model, export it, and classify a digit with the exported model."""
     parser = argparse.ArgumentParser(description="Train a classifier of digits.")
     parser.add_argument("--attention", default="mhla", help="kind of attention: mhla, linear, softmax and others")
     parser.add_argument("--epochs", type=int, default=20)

@@ -34,8 +34,8 @@ def read_weights_file(
 
     Args:
         path: path of the file.
-        containers: names of entries in a training checkpoint that may hold the weights.
-        classes: plain classes of which the file may hold objects, besides tensors and containers.
+        containers: keys of a training checkpoint under which the weights may be stored.
+        classes: plain classes whose objects the file may contain in addition to tensors and containers.
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
@@ -62,11 +62,11 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[str, Tensor]:
-    """Read the weights of a model of diffusers, or of the ``transformer`` of a pipeline.
+    """Read the weights of a diffusers model, or those of the ``transformer`` in a pipeline.
 
     Args:
         path: path of a folder, or name on the hub.
-        kind: class of the model.
+        kind: class of the model in diffusers.
         what: description of the model for error messages.
         option: name of the option with the path for error messages.
 

@@ -36,7 +36,7 @@ PROCESSORS = {
 """Supported diffusers models, each with the class of the attention processor that the new attention replaces."""
 
 PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
-"""Names of the submodules that hold the convolution that makes a model's tokens."""
+"""Possible names of the submodule whose convolution turns a model's input into tokens."""
 
 UNSUPPORTED = {
     "group_norm": None,
@@ -55,7 +55,7 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """Token grid of a model's current input, recorded by a forward pre-hook of the convolution that makes its patches.
+    """Token grid of a model's current input. It is called as a forward pre-hook of the model's patch convolution.
 
     The hook belongs to a module inside the model, so that a compiled model traces it together with the attention.
 
@@ -137,7 +137,8 @@ class SwappedAttention(nn.Module):
             hidden_states: tokens, ``[B, N, C]``.
             encoder_hidden_states: must be None, since cross-attention is not supported.
             attention_mask: must be None, since masks are not supported.
-            rotary_emb: cosines and sines, ``[1, N, 1, D]`` each, with every angle twice in a row, as Wan makes them.
+            rotary_emb: cosines and sines of the rotary embedding, ``[1, N, 1, D]`` each, with every angle twice in a row, as
+                Wan computes them; None without a rotary embedding.
 
         Returns:
             Outputs ``[B, N, C]``.
@@ -158,7 +159,7 @@ class SwappedAttention(nn.Module):
 
 
 def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the host's queries, keys and values, ``[B, N, H, D]`` each, in float32 if the host is in float16."""
+    """Project tokens ``[B, N, C]`` to queries, keys and values, ``[B, N, H, D]`` each, in float32 if ``x`` is float16."""
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
     out, width = [], attention.key_width
     for tensor, norm in ((q, attn.norm_q), (k, attn.norm_k)):
@@ -309,7 +310,7 @@ class DiffusersHost(HostLibrary):
 
 
 def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
-    """Return the convolution that makes tokens of a model's input.
+    """Return the convolution that turns a model's input into tokens.
 
     Raises:
         ValueError: if the model has no convolution in one of :data:`PATCHES`.
@@ -321,5 +322,5 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
 
 
 def _turns(model: nn.Module) -> bool:
-    """Return whether a model rotates queries and keys by their positions."""
+    """Return whether a model of diffusers applies a rotary embedding to queries and keys."""
     return hasattr(model, "rope")

@@ -37,7 +37,7 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base of diffusers models that are built with the attention recorded in their configuration."""
+    """Base class of swapped diffusers models, which build the new attention that their configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -49,7 +49,7 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """Load the configuration as diffusers does, and restore the values that make other classes reject it."""
+        """Load a saved configuration as diffusers does, and undo the changes that make other classes reject it."""
         found = super().load_config(*args, **options)  # type: ignore[misc]
         return (restored(found[0]), *found[1:]) if isinstance(found, tuple) else restored(found)
 
@@ -103,13 +103,13 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether :func:`__getattr__` finds this class by its name."""
+        """Return whether the module-level :func:`__getattr__` finds this class by its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as diffusers does, and remove weights of an earlier save that would be read instead."""
+        """Save the model as diffusers does, and remove weights of an earlier save that would be loaded in their place."""
         given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
         super().save_pretrained(*args, **options)  # type: ignore[misc]
         if given.get("is_main_process", True) and not given.get("use_flashpack"):
@@ -118,7 +118,7 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the swapped class of a name, for the modules and pipelines that refer to it."""
+    """Return the swapped subclass of the diffusers model class ``name``, so that saved models and pipelines can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import diffusers
@@ -165,7 +165,7 @@ class DiffusersFolders(DiffusersHost):
 
 
 def _saved_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of weights in a folder that has no record of it; None if there is no projection to read it from."""
+    """Return the dtype of the saved query projections in a model folder; None if the folder has none."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):

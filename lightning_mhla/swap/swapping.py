@@ -33,7 +33,7 @@ from lightning_mhla.swap.transformers_classes import TransformersFolders
 from lightning_mhla.system.untrusted import read_json, reason
 
 HOSTS: tuple[HostLibrary, ...] = (DiffusersFolders(), TimmFolders(), TransformersFolders())
-"""Libraries whose models can be swapped."""
+"""Supported libraries: attention can be swapped in the models of each."""
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 """Pattern of the names of models on the hub, ``NAME`` or ``OWNER/NAME``."""
@@ -195,7 +195,7 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert the value of an option ``dtype`` to a floating-point dtype; None for None and ``"auto"``.
+    """Convert a dtype or its name to a floating-point dtype; None for None and ``"auto"``.
 
     Raises:
         ValueError: if the value is not a floating-point dtype or the name of one.

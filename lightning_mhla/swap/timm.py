@@ -32,14 +32,14 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 
 
 class TimmPatchGrid(TokenGrid):
-    """Token grid of a model's current image, recorded by a forward pre-hook of its patch embedding."""
+    """Token grid of a model's current image. It is called as a forward pre-hook of the model's patch embedding."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
         """Record the grid of an image ``[B, C, H, W]``.
 
         Args:
             embedding: patch embedding of timm.
-            args: positional arguments of its call, the image first.
+            args: positional arguments of the call of the embedding, the image first.
         """
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
@@ -119,13 +119,22 @@ def vision_transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is supported attention, replaced or not. Derived classes are not, since they may differ."""
+    """Return whether a module is a supported attention module of timm, replaced or not.
+
+    Classes derived from supported ones do not count, since they may compute something different.
+    """
     kind = type(module)
     return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the attention that replaces that of ``layer``."""
+    """Build the new attention that replaces that of a timm layer.
+
+    Args:
+        layer: attention module of timm.
+        config: configuration of the new attention.
+        prefix_tokens: number of class and register tokens.
+    """
     blocks = blocks_along(2, config)
     keys = getattr(layer, "num_kv_heads", layer.num_heads)
     return build_beside(

@@ -20,7 +20,7 @@ from lightning_mhla.swap.timm import TimmHost, vision_transformer
 
 ARCHITECTURE = "mhla_swapped"
 HOST_MODEL = "model"
-"""Argument of :data:`ARCHITECTURE` that holds timm's name of the original model."""
+"""Name of the model argument of :data:`ARCHITECTURE` that holds timm's name of the original model."""
 
 
 class TimmFolders(TimmHost):
@@ -115,7 +115,12 @@ def _marked(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Remove the axes that :func:`_marked` added; ``model`` tells the original shapes."""
+    """Remove the leading axes that :func:`_marked` added to saved weights.
+
+    Args:
+        state: saved weights by name.
+        model: model that the weights belong to; its parameters have the original shapes.
+    """
     own = model.state_dict()
     return {
         name: tensor[0] if name in own and tensor.shape == (1, *own[name].shape) else tensor
@@ -124,7 +129,7 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Register :data:`ARCHITECTURE` with timm, once."""
+    """Register the architecture :data:`ARCHITECTURE` with timm, unless it is registered already."""
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):

@@ -37,20 +37,20 @@ from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
 )  # fmt: skip
-"""Families of supported language models.
+"""Supported model families of language models, the first part of the names of their classes.
 
 Their causal self-attention calls transformers' attention interface with queries and keys already rotated by their positions.
 """
 
 TEXT_ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "ModernBert", "Siglip")
-"""Families of supported text encoders: the same attention interface, without a causal mask."""
+"""Supported model families of text encoders: the same attention interface, without a causal mask."""
 
 IMAGE_ENCODERS = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 1, "DINOv3ViT": 1, "Siglip": 0, "CLIP": 1}
-"""Families of supported image encoders, each with its number of tokens before registers and patches."""
+"""Supported model families of image encoders, each with its number of tokens before registers and patches."""
 
 FAMILIES = tuple(dict.fromkeys((*DECODERS, *TEXT_ENCODERS, *IMAGE_ENCODERS)))
 NAMES = {f"{family}{name}": family for family in FAMILIES for name in ("Attention", "SelfAttention")}
-"""Family by the class name of its attention module."""
+"""Model family by the class name of its attention module."""
 WRAPPERS = tuple(f"{family}Attention" for family in ("Bert", "Roberta", "XLMRoberta", "Electra"))
 """Class names of modules that only wrap the attention module of their family."""
 
@@ -61,15 +61,15 @@ RELATIVE = (
 
 
 class TransformersPatchGrid(TokenGrid):
-    """Token grid of a model's current image, recorded by a forward hook of the convolution that makes its patches."""
+    """Token grid of a model's current image. It is called as a forward hook of the model's patch convolution."""
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        """Record the grid of patches.
+        """Record the token grid of the current image, with the signature of a forward hook.
 
         Args:
             convolution: patch convolution.
-            args: positional arguments of its call.
-            output: patches, ``[B, C, H, W]``.
+            args: positional arguments of the call of the convolution.
+            output: output of the convolution, one vector for each patch, ``[B, C, H, W]``.
         """
         self.enter(tuple(output.shape[-2:]))
 
@@ -158,7 +158,7 @@ class TransformersHost(HostLibrary):
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is supported attention.
+    """Return whether a module is a supported attention module of transformers.
 
     Raises:
         ValueError: if its class is derived from a supported one, since it may compute something different.
@@ -191,7 +191,7 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
 
 
 def _inner_model(model: Any) -> Any:
-    """Return the innermost transformers model that contains all replaced layers; it makes the masks for them."""
+    """Return the innermost transformers model that contains all replaced layers and computes their attention masks."""
     from transformers import PreTrainedModel
 
     inner, layers = model, {id(module) for module in model.modules() if hasattr(module, "swapped")}
@@ -202,7 +202,7 @@ def _inner_model(model: Any) -> Any:
 
 
 def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that also passes attention the mask that the model was called with, under :data:`GIVEN`.
+    """Pass the model's own ``attention_mask`` to its attention modules too, under :data:`GIVEN`. A forward pre-hook.
 
     Args:
         place: position of ``attention_mask`` among the arguments of the model's forward pass.
@@ -224,7 +224,12 @@ def _family(layer: Any) -> str:
 
 
 def _of_images_alone(model: Any, layers: list[Any]) -> bool:
-    """Return whether all supported attention layers of a model belong to one image encoder."""
+    """Return whether all supported attention layers of a model belong to one image encoder.
+
+    Args:
+        model: model of transformers.
+        layers: supported attention modules of the model.
+    """
     return (
         _patches(model) is not None
         and len({layer.config.model_type for layer in layers}) == 1
@@ -237,7 +242,7 @@ def _prefix_tokens(layer: Any) -> int:
 
 
 def _patches(model: Any) -> nn.Conv2d | None:
-    """Return the convolution that makes patches of an image; None in a text model."""
+    """Return the patch convolution of an image encoder; None in a text model."""
     named = model.named_modules()
     return next((module for name, module in named if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 
@@ -298,7 +303,13 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the attention that replaces that of ``layer``; ``grid`` is None for text."""
+    """Build the new attention that replaces that of a layer of transformers.
+
+    Args:
+        layer: attention module of transformers.
+        config: configuration of the new attention.
+        grid: token grid of the current image; None for text.
+    """
     own = layer.config
     if grid is not None:
         blocks = blocks_along(2, config)

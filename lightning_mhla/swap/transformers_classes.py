@@ -38,17 +38,17 @@ MODEL_TYPE = "mhla_swapped"
 """Saved ``model_type``, unknown to transformers, so that its Auto classes ask for ``trust_remote_code``."""
 
 UNUSABLE = "lightning_mhla.load_swapped"
-"""Attention implementation of a loaded configuration; transformers rejects it when it builds a model without the swap."""
+"""Attention implementation named in a loaded configuration. transformers rejects it if its own classes build the model."""
 
 TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config")
-"""Configuration entries to overwrite with :data:`NOTICE`; every family rejects it in at least one of them."""
+"""Configuration entries to overwrite with :data:`NOTICE`. Every model family checks the type of at least one of them."""
 
 PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
-"""Arguments of model classes that transformers does not save, with a part of the names of the weights that they add."""
+"""Arguments of model classes that transformers does not save, each with a substring of the names of the weights it adds."""
 
 
 class SwappedConfig(SwappedClass):
-    """Base of transformers configurations with a record of the swap. Their parent classes reject the saved file."""
+    """Base class of the configurations of swapped transformers models. Their parent classes reject the saved file."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -61,7 +61,7 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the configuration as transformers does, and restore the values that make other classes reject it."""
+        """Read a saved configuration as transformers does, and undo the changes that make other classes reject it."""
         config, rest = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
@@ -105,7 +105,7 @@ class SwappedConfig(SwappedClass):
 
 
 class SwappedTransformersModel(SwappedClass):
-    """Base of transformers models that are built with the attention recorded in their configuration."""
+    """Base class of swapped transformers models, which build the new attention that their configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -124,7 +124,7 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False: the modules are transformers', so its renaming of weights saved by older versions applies."""
+        """Return False, so that transformers renames weights saved by its older versions, as for its own classes."""
         return False
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -160,7 +160,7 @@ class SwappedTransformersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as transformers does, and remove weights of an earlier save that would be read instead."""
+        """Save the model as transformers does, and remove weights of an earlier save that would be loaded in their place."""
         given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
         super().save_pretrained(*args, **options)  # type: ignore[misc]
         if given.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
@@ -168,7 +168,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the swapped class of a name, for the modules and pipelines that refer to it."""
+    """Return the swapped subclass of a transformers model or configuration class, so that saved modules can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers

@@ -18,7 +18,7 @@ HIDDEN = -1000.0
 
 
 GIVEN = "given_mask"
-"""Keyword argument that passes an attention module the mask that the model was called with, as a tuple of one."""
+"""Name of the keyword argument that passes the model's original mask to an attention module, as a tuple of one."""
 
 
 def check_values(condition: Callable[[], Tensor], message: str) -> None:
@@ -112,10 +112,10 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
 
 
 def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
-    """Return where documents begin in a causal mask of packed documents.
+    """Find the first tokens of packed documents in a causal mask that keeps documents apart.
 
     Returns:
-        ``[B, N - 1]`` bool, whether token ``i + 1`` does not see token ``i``; None for any different mask.
+        ``[B, N - 1]`` bool, true at ``i`` if token ``i + 1`` does not see token ``i``; None for a mask of a different form.
     """
     if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or _has_no_values(attention_mask)):
         return None
@@ -132,11 +132,11 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
 
 
 _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Results of :func:`_counts_up` with the version of the tensor, by tensor; all layers of a model get the same tensor."""
+"""Cached results of :func:`_counts_up` by tensor, each with the version of the tensor; all layers share one tensor."""
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Return whether every position is one more than the one before it; True for tensors whose values cannot be read."""
+    """Return whether every position is one more than the previous one. True for tensors whose values cannot be read."""
     if _has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
@@ -148,7 +148,7 @@ def _counts_up(position_ids: Tensor) -> bool:
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return ``[B, N]`` bool, whether the mask lets each token see itself; None without a mask.
+    """Return ``[B, N]`` bool, true for tokens that the mask allows to attend to themselves; None without a mask.
 
     Args:
         attention_mask: mask as for :func:`documents`.
