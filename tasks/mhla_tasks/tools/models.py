@@ -24,7 +24,7 @@ def export(parser: ArgumentParser) -> Run:
     ``lightning_mhla.load_swapped`` or, if no layer was replaced, by diffusers' own ``from_pretrained``, and a language model by
     ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts a training
     run from it. Its model card, ``README.md``, states data, configuration, metrics, versions, how to load the model, and the
-    licence. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they
+    license. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they
     adapt.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint file, or folder of a run")

@@ -1,6 +1,6 @@
-"""Tools that convert data to shards: the commands of ``lightning prepare``.
+"""Command-line tools that convert data to shards: ``lightning prepare images``, ``text`` and others.
 
-The module is long because it contains all of these commands, each a function with its options.
+Longer than other modules: it contains all of these commands, each a function with its options.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ def _caption_key(parser: ArgumentParser) -> None:
 
 
 def _captioned_folder(parser: ArgumentParser, what: str, per_shard: int) -> None:
-    """Options of a command that packs a folder of files with captions."""
+    """Add the options of a command that packs a folder of files with captions to a parser.
+
+    Args:
+        parser: parser of the command.
+        what: plural name of the files, for the help.
+        per_shard: default number of samples in a shard.
+    """
     parser.add_argument("source", type=Path, help=f"folder of {what} and captions")
     parser.add_argument("target", type=Path, help="folder for the shards")
     _shards(parser, what, per_shard)
@@ -66,10 +72,10 @@ def _packing(args: Namespace) -> Packing:
 
 
 def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
-    """Print the number of samples in the shards that exist.
+    """Print the number of samples in the shards that are complete.
 
     Args:
-        paths: all shards, including those of other processes.
+        paths: paths of all shards, including those of other processes.
         what: plural name of the samples.
         skipped: number of samples that this process skipped.
         share: rank and number of the processes that share the shards.
@@ -196,7 +202,7 @@ def tokenizer(parser: ArgumentParser) -> Run:
 
 
 def text(parser: ArgumentParser) -> Run:
-    """Tokenise text once into shards for training with any sequence length.
+    """Tokenize text once into shards for training with any sequence length.
 
         lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
         lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
@@ -205,7 +211,7 @@ def text(parser: ArgumentParser) -> Run:
     column --column), any of these compressed (.gz, .bz2, .xz, .zst), folders of them, or hub:NAME[:CONFIG[:SPLIT]], which is
     streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line of output reports what is skipped: rows
     without a text and, in folders, hidden and binary files, tables without the column, and files in a different encoding. All
-    cores tokenise. A shard receives its name when it is complete, so the same command resumes after a stop. The tokenizer is
+    cores tokenize. A shard receives its name when it is complete, so the same command resumes after a stop. The tokenizer is
     saved in the folder tokenizer/ below the target.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")
