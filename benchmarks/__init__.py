@@ -1,4 +1,4 @@
-"""Benchmarks. ``lightning bench NAME`` prints a table and writes JSON with the machine and the versions."""
+"""Benchmarks, each a module. ``lightning bench NAME`` prints a table and writes JSON with the machine and the versions."""
 
 BENCHMARKS = {
     "architectures": "VLT and DiG: time of a step for each kind of attention and each size of image.",
@@ -22,4 +22,4 @@ BENCHMARKS = {
     "throughput": "Training steps of the shipped configurations on this device: samples per second and MFU.",
     "wan": "Wan2.1-1.3B: parameters, operations, memory of a training step, times on a GPU.",
 }
-"""Names of the modules with a ``main``, each with a summary; ``python -m benchmarks`` lists and runs them."""
+"""Summaries of the benchmarks by module name. Each module has a function ``main``, which ``python -m benchmarks`` runs."""

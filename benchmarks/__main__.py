@@ -11,7 +11,7 @@ from benchmarks import BENCHMARKS
 
 
 def main() -> int | None:
-    """List the benchmarks, or run the one that the first argument names, and return the exit status."""
+    """List all benchmarks, or run the one that the first argument names, and return its exit status."""
     name, *options = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         width = max(map(len, BENCHMARKS))

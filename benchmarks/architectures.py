@@ -53,7 +53,7 @@ def network(model: str, kind: str, pixels: int) -> nn.Module:
 
 
 def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw random inputs for a model of :func:`network`."""
+    """Draw random inputs for a model that :func:`network` has built."""
     if model.startswith("VLT"):
         return (torch.randn(images, 3, pixels, pixels, device=device),)
     times, labels = (torch.zeros(images, device=device, dtype=dtype) for dtype in (torch.float32, torch.int64))
@@ -61,7 +61,7 @@ def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[
 
 
 def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass."""
+    """Return a function that runs a forward and backward pass of a model on the given inputs."""
 
     def once() -> None:
         module(*given).square().mean().backward()
@@ -71,7 +71,7 @@ def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
 
 
 def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
-    """Count the parameters, and the multiply-adds of a forward pass for one image, in billions."""
+    """Count a model's parameters, and the billions of multiply-adds in its forward pass for one image."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         module = network(model, kind, pixels).eval()
         module(*inputs(model, pixels, 1, torch.device("meta")))
@@ -81,7 +81,7 @@ def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
 
 
 def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure a forward and backward pass, in milliseconds per image."""
+    """Measure the milliseconds per image of a forward and backward pass of one model."""
     torch.manual_seed(0)
     module = network(model, kind, pixels).to(device)
     taken = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
@@ -89,7 +89,7 @@ def measure(model: str, kind: str, pixels: int, images: int, device: torch.devic
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format rows as Markdown: a line for each kind, a column for each size, and the growth per pixel."""
+    """Format the results as a Markdown table: a line for each kind, a column for each size, and the growth per pixel."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
@@ -113,13 +113,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Format the time, if measured, and billions of multiply-adds."""
+    """Format a cell of the table: the time, if measured, and billions of multiply-adds."""
     time = f"{row['milliseconds']:.0f} ms, " if "milliseconds" in row else ""
     return f"{time}{row['gmacs']:.2f}G"
 
 
 GROWTHS = {"milliseconds": "time over pixels", "gmacs": "operations over pixels"}
-"""Figures whose growth with the image size is shown, each with the title of its column."""
+"""Names of the figures whose growth with the image size is shown, each with the title of its column."""
 
 
 def growth(found: dict[int, dict[str, Any]], name: str) -> str:
@@ -129,7 +129,7 @@ def growth(found: dict[int, dict[str, Any]], name: str) -> str:
 
 
 def main() -> None:
-    """Measure or count every combination, print a table, and write JSON."""
+    """Measure every combination of model, image size and kind of attention, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["VLT-T", "DiG-S/2"])

@@ -41,11 +41,14 @@ TERMS = 4
 """Number of terms of the exponential mixing that is measured."""
 
 LONGEST_LOOP = 128
-"""Largest number of blocks for which Python loops are measured on a GPU; their time grows with its square."""
+"""Largest number of blocks for which Python loops are measured on a GPU. Their time grows with the square of this number."""
 
 
 def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Path | None) -> dict[str, Method]:
-    """Return the methods by name, each as a call and the tensors by which it is differentiated."""
+    """Return the implementations of attention to compare, by name.
+
+    Each is a function without arguments, together with the tensors for which the backward pass computes gradients.
+    """
     q, k, v, mixing = inputs(shape, device, dtype)
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": shape.normalized}
     leaves = [q, k, v, mixing]
@@ -82,7 +85,11 @@ def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Pa
 def measure(
     shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float, rates: Rates, checkout: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure every method on one shape: milliseconds, floors, rates and memory, or the error of a method that fails."""
+    """Measure every implementation of attention on one shape.
+
+    Returns:
+        A row for each implementation: milliseconds, minimal milliseconds (floors), rates and memory, or the error if it fails.
+    """
     rows = []
     for name, (call, wanted) in methods(shape, device, dtype, checkout).items():
         row: dict[str, Any] = {**asdict(shape), "normalize": shape.normalized, "method": name}
@@ -126,7 +133,7 @@ def _against_floor(shape: Shape, row: dict[str, Any], rates: Rates, terms: int |
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each shape and method; ratios are the time of the peer over that of the row."""
+    """Print a row for each shape and implementation. Ratios are the time of the peer over the time of the row."""
     table = Table(title="milliseconds (median), forward | forward + backward; ratio: the peer's time over this row's")
     peers = [peer for peer in PEERS if any(row["method"] == peer for row in rows)]
     titles = ["shape", "method", "ms", "x floor", "GB/s", "TFLOP/s", *(f"{peer} /" for peer in peers), "peak MB"]
@@ -161,7 +168,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw the time per token against N, for the causal shapes with the shortest blocks."""
+    """Plot the time per token over the number of tokens N, for the causal shapes with the shortest blocks."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     wanted = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
     for axis, key, label in zip(axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True):

@@ -32,7 +32,7 @@ from benchmarks.throughput import SMALL, measure_or_halve
 from lightning_mhla.system.files import write_whole
 
 LEARNING_RATE = 0.1
-"""Factor on the learning rate of a configuration."""
+"""Factor by which the learning rate of a configuration is multiplied."""
 
 
 def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
 
 
 def step_times(config: str, runs: int) -> dict[str, Any]:
-    """Measure ``runs`` runs: milliseconds of a step, and seconds of the first step, both sorted."""
+    """Measure milliseconds per step, and seconds of the first step, in several runs of a configuration. Both are sorted."""
     found: dict[str, Any] = {}
     for compiled in (False, True):
         rows = [measure_or_halve(config, SMALL.get(config, 16), compiled, 12) for _ in range(runs)]

@@ -40,7 +40,7 @@ IMAGES = [
 
 
 def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> float:
-    """Measure the median milliseconds of forward + backward, in bfloat16 on a GPU and float32 on a CPU."""
+    """Measure the median milliseconds of a form's forward and backward pass, in bfloat16 on a GPU and float32 on a CPU."""
     q, k, v, mixing = inputs(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     cotangent = torch.ones_like(v)
 
@@ -61,7 +61,7 @@ def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> fl
 
 
 def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, console: Console) -> Table:
-    """Tabulate the times of both forms, the form that ``auto`` chooses, and the time lost by that choice."""
+    """Tabulate, for each shape, the times of both forms, the choice of ``form="auto"``, and the time that it loses."""
     table = Table(title="forward + backward, milliseconds (median)")
     for title in ("shape", "parallel", "chunked", "auto picks", "loses"):
         table.add_column(title, justify="left" if title == "shape" else "right")
@@ -81,7 +81,7 @@ def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, con
 
 
 def compare_tiles(seconds: float, console: Console) -> Table:
-    """Tabulate the time of the chunked form in PyTorch by the size of its tile."""
+    """Tabulate the time of the chunked form in PyTorch for different tile sizes."""
     table = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
     for title in ("tile", "C=256", "C=1024", "C=4096"):
         table.add_column(title, justify="right")

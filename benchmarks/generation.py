@@ -2,8 +2,8 @@
 
     lightning bench generation --out benchmarks/results
 
-For each kind of attention, a model with random weights, on which the time does not depend, reads a context and then generates
-greedily. Dense mixing covers the longest context from the start.
+For each kind of attention, a model with random weights reads a context and then generates greedily. The time does not depend
+on the weights. Dense mixing covers the longest context from the start.
 """
 
 from __future__ import annotations
@@ -44,10 +44,17 @@ def build(kind: str, context: int) -> MHLAForCausalLM:
 
 @torch.inference_mode()
 def measure(kind: str, contexts: list[int], steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Measure one kind: milliseconds per token, bytes of the state, and seconds to read the context, for each context.
+    """Measure generation with one kind of attention after contexts of several lengths.
 
-    ``steps`` tokens are generated at each length. It should be a multiple of the block size, so that the cost of opening
-    blocks is counted in proportion.
+    Args:
+        kind: kind of attention.
+        contexts: lengths of the contexts in tokens.
+        steps: number of tokens to generate after each context. It should be a multiple of the block size, so that the cost
+            of opening a block is counted in proportion.
+        device: device of the model.
+
+    Returns:
+        A row for each context: milliseconds per token, bytes of the state, and seconds to read the context.
     """
     model = build(kind, max(contexts) + BLOCK + steps).to(device)
     rows = []
@@ -87,7 +94,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw time per token and memory of the state against the context, in two panels."""
+    """Plot time per token and memory of the state over the length of the context, in two panels."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = {"milliseconds_per_token": "ms per token", "state_bytes": "MiB of state"}
     for axis, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):

@@ -38,10 +38,10 @@ GOAL = 2.0
 
 @dataclass(frozen=True)
 class Part:
-    """A program to run.
+    """Program that needs a GPU: a check, a benchmark or a test.
 
     Attributes:
-        command: arguments of ``python`` if the first one is an option, else a complete command.
+        command: arguments for ``python`` if the first one is an option, otherwise a complete command.
         minutes: time limit in minutes.
         keeps: name of the file in the folder of results that receives the standard output; None for no file.
         environment: additional environment variables, as pairs of name and value.
@@ -54,7 +54,7 @@ class Part:
 
 
 def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
-    """Return the parts by name, quick ones first.
+    """Return the programs to run by name, the fastest first.
 
     Args:
         out: folder of the results.
@@ -103,13 +103,23 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
 
 
 def folder_of(device: torch.device) -> str:
-    """Return the name of the device, in a form that suits a folder."""
+    """Return the name of a device in a form that is a valid folder name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
-    """Run a part to its end or its time limit, and return exit status, seconds, date and command."""
+    """Run a program to its end or its time limit.
+
+    Args:
+        name: name of the part.
+        part: program and its limits.
+        out: folder of the results.
+        console: console for progress messages.
+
+    Returns:
+        Exit status, duration in seconds, date and command.
+    """
     words = list(part.command) if not part.command[0].startswith("-") else [sys.executable, *part.command]
     console.print(f"[bold]{name}[/]: {' '.join(words)}", highlight=False, soft_wrap=True)
     start = time.perf_counter()
@@ -172,7 +182,7 @@ PEERS = ("softmax", "fla", "loop", "authors")
 
 
 def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each shape."""
+    """Print a table that compares the operator's times with their goals, with a row for each shape."""
     table = Table(
         title=f"the operator against its floors (goal: at most {GOAL:g} times) and its peers, forward and backward"
     )
@@ -189,7 +199,7 @@ def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Run the missing parts, and exit with status 1 if one failed."""
+    """Run all programs without a result, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="lightning bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

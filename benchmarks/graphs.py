@@ -34,11 +34,11 @@ SIZES = 2
 
 
 class Model(NamedTuple):
-    """A model to compile.
+    """Model of a host library that is compiled with its original and with replaced attention.
 
     Attributes:
         build: function that builds the model.
-        inputs: function from the index of a size, 0 or 1, to keyword arguments of the model.
+        inputs: function that returns keyword arguments of the model for an input size with index 0 or 1.
         attention: configuration of the attention that replaces the original one.
     """
 
@@ -187,7 +187,7 @@ def _built(model: Model, swapped: bool) -> nn.Module:
 
 
 def traced(model: Model, swapped: bool) -> dict[str, Any]:
-    """Count graph breaks, and with ``fullgraph=True`` count graphs and compare outputs at each size."""
+    """Count graph breaks of a compiled model, and with ``fullgraph=True`` count graphs and compare outputs at each size."""
     from torch._dynamo.utils import counters
 
     row: dict[str, Any] = {"graphs": [], "difference": 0.0, "error": None}
@@ -229,7 +229,12 @@ def timed(model: Model, swapped: bool, seconds: float) -> dict[str, float | None
 
 
 def measure(names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Measure each model, original and swapped; without times if ``seconds`` is 0."""
+    """Measure each model with its original and with replaced attention.
+
+    Args:
+        names: names of the models.
+        seconds: duration of each timing in seconds; 0 to measure no times.
+    """
     rows = []
     for name in names:
         for swapped in (False, True):
@@ -244,7 +249,7 @@ def _commit(folder: Path) -> str:
 
 
 def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Run this program with the packages of a different checkout, and return its rows."""
+    """Run this benchmark with the packages of an older checkout, and return its rows."""
     program = Path(__file__).resolve()
     code = f"import runpy, sys; sys.argv = {[str(program), '--rows', ','.join(names), '--seconds', str(seconds)]!r}; "
     code += f"runpy.run_path({str(program)!r}, run_name='__main__')"
@@ -257,7 +262,13 @@ def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[st
 
 
 def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each model; ``before`` holds the rows of an older checkout."""
+    """Print a row for each model, with columns for the results of an older checkout.
+
+    Args:
+        rows: results of this checkout.
+        before: results of the older checkout; empty without one.
+        console: console to print to.
+    """
     table = Table(title="graph breaks, graphs after one and two sizes with fullgraph, ms of a step")
     for title in ("model", "breaks", "before", "fullgraph", "before", "eager", "before", "inductor", "before"):
         table.add_column(title, justify="left" if title == "model" else "right")

@@ -38,13 +38,13 @@ CONFIGS = {
     "video/digits_pretrain": None,
     "video/digits_finetune": "video/digits_pretrain",
 }
-"""Configurations, each with the configuration whose weights it starts from, or None."""
+"""Configurations to train, each with the configuration from whose weights it starts; None for new weights."""
 
 
 def first_losses(
     config: str, steps: int, folder: Path, start: Path | None, options: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Train a configuration in a separate process.
+    """Train a configuration for a few steps in a separate process, and return its losses.
 
     Args:
         config: path of the configuration below ``configs``, without extension.
@@ -95,7 +95,7 @@ def first_losses(
 
 
 def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
-    """Return a line for each configuration whose losses differ, with the first step at which they do."""
+    """Return a line for each configuration whose losses differ from the reference, with the first step that differs."""
     lines = []
     for config, losses in found.items():
         known = reference.get(config)
@@ -112,7 +112,7 @@ def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> lis
 
 
 def main() -> None:
-    """Train, then compare losses with the reference or write it; exit with status 1 if losses differ."""
+    """Train all configurations, and compare their losses with the reference or write it. Exit with status 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each configuration (default: %(default)s)")
     parser.add_argument("--only", default="", help="configurations whose path contains this")

@@ -42,11 +42,11 @@ GPU_IMAGES = {
     ("XL/2", 512): 8,
     ("XL/2", 1024): 2,
 }
-"""Batch size on a GPU with 80 GB by model and pixels; the number of tokens is the same for all sizes of a model."""
+"""Batch size for a GPU with 80 GB by model and image size in pixels. All batches of a model have the same number of tokens."""
 
 
 def training_step(model: str, pixels: int, kind: str, images: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass on a batch of random latents."""
+    """Return a function that runs a forward and backward pass of a diffusion transformer on random latents."""
     torch.manual_seed(0)
     attention = AttentionConfig(kind=kind, block_grid=[4, 4])
     size: Any = MODELS[model]
@@ -66,9 +66,9 @@ def training_step(model: str, pixels: int, kind: str, images: int, device: torch
 
 
 def measure(model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the median seconds of a step, images per second, and peak memory in bytes.
+    """Measure the median seconds of a training step, images per second, and peak memory in bytes.
 
-    Steps after the first are measured for about ``seconds``. A step of more than a minute is run once.
+    Steps after the first are measured for about ``seconds`` seconds. A step of more than a minute is run once.
     """
     step = training_step(model, pixels, kind, images, device)
 
@@ -107,7 +107,7 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
 def measure_apart(
     model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """Run :func:`measure` in a separate process; the row has an error instead of figures if the process fails."""
+    """Run :func:`measure` in a separate process. If the process fails, the result has its error instead of figures."""
     case = json.dumps([model, pixels, kind, images, str(device), seconds])
     command = [sys.executable, "-m", "benchmarks.models", "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
@@ -119,7 +119,10 @@ def measure_apart(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format rows as Markdown: a line for each model and size, a column for each kind, and the ratio of mhla to softmax."""
+    """Format the results as a Markdown table.
+
+    It has a line for each model and image size, a column for each kind of attention, and the ratio of mhla to softmax.
+    """
     lines = [
         "| model | pixels | tokens | images at once | softmax | linear | mhla | mhla / softmax |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -147,7 +150,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Measure the missing rows, write JSON after each, and print a table."""
+    """Measure the combinations without a result, write JSON after each, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

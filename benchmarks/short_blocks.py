@@ -29,14 +29,24 @@ HEADS, WIDTH, TERMS = 8, 64, 4
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute bidirectional linear attention of ``[B, N, H, D]``, which mixing extends."""
+    """Compute bidirectional linear attention, which the operator extends. All tensors are ``[B, N, H, D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(-2, keepdim=True).transpose(-1, -2) + eps)
     return out.transpose(1, 2).contiguous()
 
 
 def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds: float) -> dict[str, list[float]]:
-    """Measure the forward pass, and forward and backward: sorted milliseconds of ``runs`` runs of ``seconds`` each."""
+    """Measure the forward pass, and both passes together, of a function.
+
+    Args:
+        call: function of the tensors.
+        leaves: tensors that require gradients.
+        runs: number of runs.
+        seconds: duration of a run in seconds.
+
+    Returns:
+        Milliseconds of a call in each run, sorted, for ``forward`` and for ``both``.
+    """
     device, cotangent = leaves[0].device, torch.ones_like(leaves[2])
 
     def forward() -> object:
@@ -55,7 +65,7 @@ def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds:
 def measure(
     tokens: list[int], forms: list[str], runs: int, seconds: float, device: torch.device, console: Console
 ) -> list[dict[str, Any]]:
-    """Measure linear attention at each length, and mixing at each length, block size, direction and form."""
+    """Measure linear attention at each length, and MHLA at each length, block size, direction and form."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     cases = [(n, causal, block) for n in tokens for causal in (True, False) for block in (0, *BLOCKS)]
@@ -84,7 +94,7 @@ def measure(
 
 
 def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> ChosenForm:
-    """Return the form that ``form="auto"`` chooses."""
+    """Return the form that ``form="auto"`` chooses for a number of tokens and a block size."""
     mixing = ExponentialMixing(torch.rand(HEADS, TERMS), torch.rand(HEADS, TERMS))
     x = torch.empty(1, 1, 1, WIDTH, device=device)
     backend = choose_backend("auto", x, x, x, "auto")
@@ -95,7 +105,7 @@ def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> Chose
 
 
 def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.device, console: Console) -> None:
-    """Print the medians of the runs, with minimum and maximum."""
+    """Print a table with the median, minimum and maximum of the runs."""
 
     def text(values: list[float]) -> str:
         return f"{values[len(values) // 2]:.1f} ({values[0]:.1f} .. {values[-1]:.1f})"

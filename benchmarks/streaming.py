@@ -1,4 +1,4 @@
-"""Samples per second from shards on a server, with a cache for a tenth of them, against the same shards on a local disk.
+"""Samples per second from shards on a server, with a cache for a tenth of them, and from the same shards on a local disk.
 
     lightning bench streaming --out benchmarks/results
 
@@ -35,7 +35,7 @@ SIDE, BATCH, WINDOW = 320, 64, 4
 
 
 def main() -> None:
-    """Write the shards, read them in both ways, and print and write the rates."""
+    """Write shards, read them from a server and from the disk, and print and write the samples per second."""
     parser = argparse.ArgumentParser(
         prog="lightning bench streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,7 +106,7 @@ def _wait_for(port: int) -> None:
 
 
 def _rate(where: str, cache: Path, limit: int | None, workers: int) -> float:
-    """Measure the samples per second over an epoch, without its first batch.
+    """Measure the samples per second of reading shards for an epoch, without its first batch.
 
     Args:
         where: folder or URL pattern of the shards.

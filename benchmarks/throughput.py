@@ -65,12 +65,20 @@ SMALL = {
 """Configurations for a CPU, each with its batch size."""
 
 LEFT_OUT = ("pretrained", "vae", "distillation")
-"""Options that would download files or run a second model."""
+"""Options of a model that are removed, because they would download files or run a second model."""
 STEPS, WARM_UP = 12, 4
 
 
 def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
-    """Build the model of a configuration file, without parts that need a download, and return it with the configuration."""
+    """Build the model of a configuration file, without the options in :data:`LEFT_OUT`.
+
+    Args:
+        path: path of the configuration.
+        compiled: whether to compile the model.
+
+    Returns:
+        The model and its configuration.
+    """
     config = yaml.safe_load(path.read_text())
     model = config["model"]
     options = model["init_args"]
@@ -89,7 +97,16 @@ def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
 
 
 def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[str, Tensor], int]:
-    """Draw a random batch in the form of the configuration's data, and return it with the number of tokens per sample."""
+    """Draw a random batch with the shapes of the configuration's data.
+
+    Args:
+        module: module of the configuration.
+        config: the configuration.
+        samples: number of samples in the batch.
+
+    Returns:
+        The batch, and the number of tokens per sample.
+    """
     options, kind = config["model"]["init_args"], type(module).__name__
     if kind == "ImageClassifier":
         size, patch = options["image_size"], options["patch_size"]
@@ -113,7 +130,7 @@ def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[
 
 
 class Clock(Callback):
-    """Measure the seconds of every step, and count the floating-point operations of one."""
+    """Callback that measures the duration of every training step, and counts the floating-point operations of one step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -121,7 +138,7 @@ class Clock(Callback):
         self._start = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the operations before the first step, and start the timer."""
+        """Start the timer of a step. Before the first step, count its floating-point operations."""
         if batch_idx == 0:
             counter = FlopCounterMode(display=False)
             with (
@@ -139,7 +156,7 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the seconds of the step, including the optimizer."""
+        """Record the duration of the step in seconds, including that of the optimizer."""
         _wait(pl_module.device)
         self.seconds.append(time.perf_counter() - self._start)
 
@@ -150,7 +167,14 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Train a configuration for ``steps`` steps of ``samples`` samples, and return its times, operations and memory."""
+    """Train a configuration on random batches, and return the times, operations and memory of its steps.
+
+    Args:
+        name: name of the configuration.
+        samples: number of samples in a batch.
+        compiled: whether to compile the model.
+        steps: number of training steps.
+    """
     for quiet in ("lightning.pytorch", "lightning_mhla"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -185,7 +209,7 @@ def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, An
 
 
 def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Call :func:`measure` with the largest batch that fits, halving ``samples``; on failure, return a row with the error."""
+    """Call :func:`measure`, halving the batch until it fits in memory. A row with the error is returned on other failures."""
     while True:
         try:
             return measure(name, samples, compiled, steps)
@@ -237,7 +261,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure the missing rows, write JSON after each, and exit with status 1 if one failed."""
+    """Measure the configurations without a result, write JSON after each, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(prog="lightning bench throughput", description=__doc__.splitlines()[0])
     parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
     parser.add_argument("--compile", choices=("both", "on", "off"), default="both")

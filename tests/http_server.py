@@ -1,4 +1,4 @@
-"""A local HTTP server of a folder for tests: knows ranges, counts requests, and drops connections when asked to."""
+"""Local HTTP server of a folder, for tests. It supports ranges, records requests, and can drop connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``folder``; see :func:`served`."""
+    """HTTP server of the files in a folder on a free local port; see :func:`served`.
+
+    Attributes:
+        requests: paths of all requests, in order.
+        failing: whether to answer all requests with status 503.
+    """
 
     daemon_threads = True
 
@@ -27,7 +32,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that went away is nothing to report."""
+        """Do not report clients that have closed their connection."""
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -73,12 +78,12 @@ class _Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path, drop_every: int | None = None, ranges: bool = True) -> Iterator[Server]:
-    """Serve a folder.
+    """Serve the files in a folder by HTTP inside a ``with`` block.
 
     Args:
-        folder: its files.
-        drop_every: of so many requests, one is answered by half and its connection closed.
-        ranges: whether parts of files are given.
+        folder: folder of the files.
+        drop_every: n if the server closes the connection of every n-th request halfway through the answer; None for never.
+        ranges: whether the server supports requests for parts of files.
     """
     with Server(folder, drop_every, ranges) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,13 +1,12 @@
-"""Mutation testing by hand-picked mutations: each breaks the product in one place, and its tests have to fail.
+"""Mutation testing with hand-picked mutations: each breaks the product in one place, and its tests have to fail.
 
-    python tests/mutate.py                 all of tests/mutations.yaml, two at a time; results of equal code are kept
-    python tests/mutate.py ID ..           only these
-    python tests/mutate.py --report        what is known so far
+    python tests/mutate.py                 all of tests/mutations.yaml, two at a time; results of unchanged code are reused
+    python tests/mutate.py ID ..           only the mutations with these ids
+    python tests/mutate.py --report        results so far
 
-A mutation names a file, a text that occurs there once, what it becomes, what a user would suffer, and the tests that ought to
-notice. Each runs in a copy of the tree. It counts as noticed when those tests fail, and as broken when they pass without the
-mutation no more. The results lie in .mutations/, by the hash of everything that they depend on, so that a stopped run
-resumes.
+A mutation names a file, a text that occurs there once, its replacement, the consequence for a user, and the tests that have to
+notice it. They run in a copy of the tree. The mutation counts as noticed if a test fails, and as broken if the tests cannot run.
+Results are stored in .mutations/ under a hash of everything that they depend on, so a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ NOTICED, PASSED, BROKEN = "noticed", "not noticed", "broken"
 
 
 def read_mutations() -> list[dict[str, Any]]:
-    """All mutations; each text must occur once.
+    """Read all mutations, and check that each replaced text occurs exactly once in its file.
 
     Raises:
-        ValueError: naming the mutation that does not fit the code any more.
+        ValueError: if a mutation no longer matches the code. The message names it.
     """
     mutations: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/mutations.yaml").read_text())
     for mutation in mutations:
@@ -58,7 +57,7 @@ def read_mutations() -> list[dict[str, Any]]:
 
 
 def key_of(mutation: dict[str, Any]) -> str:
-    """Hash of the mutation, the file and the tests."""
+    """Return a hash of a mutation, its file and its tests, under which its result is stored."""
     parts = [json.dumps(mutation, sort_keys=True), (ROOT / mutation["file"]).read_text()]
     files = sorted({argument.split("::")[0] for argument in mutation["tests"] if argument.startswith("tests/")})
     parts += [(ROOT / file).read_text() for file in files if (ROOT / file).is_file()]
@@ -99,7 +98,11 @@ def run(mutation: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Command line; status 1 where less than nine in ten are noticed, or one is broken."""
+    """Run the mutations that the command line names.
+
+    Returns:
+        The exit status: 1 if fewer than 90% of the mutations are noticed or one is broken, otherwise 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ids", nargs="*", help="mutations to run (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="at once (default: 2)")

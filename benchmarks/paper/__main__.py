@@ -1,4 +1,4 @@
-"""Command line of the report."""
+"""Command line of ``lightning paper``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks/results/paper"
 
 
 def main() -> None:
-    """Train the missing rows, and write the page after each."""
+    """Train all variants without results, and write the results page after each."""
     parser = argparse.ArgumentParser(
         prog="lightning paper",
         description=description.__doc__,

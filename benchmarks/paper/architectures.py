@@ -24,7 +24,7 @@ from lightning_mhla.training.loading import load_module
 
 @torch.no_grad()
 def measure_vlt(checkpoint: Path) -> Row:
-    """Measure accuracy and loss on the held-out digits, and count parameters."""
+    """Measure accuracy and loss of a trained VLT on the held-out digits, and count its parameters."""
     module = load_module(ImageClassifier, checkpoint)
     found = validated(module, Mnist(**remembered(checkpoint)))
     parameters = sum(parameter.numel() for parameter in module.network.parameters())
@@ -32,7 +32,12 @@ def measure_vlt(checkpoint: Path) -> Row:
 
 
 def vlt_section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the VLT study as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     lines = [
         [
             f"`{name}`",
@@ -47,7 +52,7 @@ def vlt_section(rows: list[Row], folder: Path) -> str:
 
 
 def dig(**options: str) -> list[str]:
-    """Return options of the DiG as arguments of ``lightning fit``."""
+    """Return options of the model DiG as arguments of ``lightning fit``."""
     return [f"--model.init_args.dig.{name}={value}" for name, value in options.items()]
 
 

@@ -1,4 +1,4 @@
-"""Study of language modeling: perplexity on Python's standard library for all kinds, in total and by position."""
+"""Study of language modeling: perplexity on Python's standard library for each kind of attention, overall and by position."""
 
 from __future__ import annotations
 
@@ -38,14 +38,22 @@ KINDS: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
 }
 LONG, WINDOWS, BINS = 4096, 8, 16
-"""Number of tokens of a longer window, number of such windows, and number of points of a curve."""
+"""Number of tokens in a long window of text, number of such windows, and number of points of a plotted curve."""
 
 GENERATION = ROOT / "benchmarks/results/generation-cpu.json"
 
 
 @torch.no_grad()
 def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Tensor:
-    """Compute the mean loss in nats at each position, ``[N]``, over windows of tokens ``[N + 1]``."""
+    """Compute the mean loss at each position over windows of text.
+
+    Args:
+        model: language model.
+        windows: tokens ``[N + 1]`` of each window.
+
+    Returns:
+        Loss in nats at each position, ``[N]``.
+    """
     network = model.network
     network.extend(len(windows[0]) - 1)
     losses = [
@@ -55,7 +63,7 @@ def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Ten
 
 
 def measure(checkpoint: Path) -> Row:
-    """Measure held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
+    """Measure a trained language model: held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
     model = load_checkpoint(checkpoint)
     memory = remembered(checkpoint)
     found = validated(model, PythonSource(**memory))
@@ -74,7 +82,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw perplexity by position, averaged over seeds, with a curve for each kind."""
+    """Plot perplexity by position, averaged over seeds, with a curve for each kind of attention."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
     for number, (name, each) in enumerate(by_variant(rows).items()):
@@ -89,7 +97,11 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def generated(folder: Path) -> str:
-    """Write time per token and size of the state as Markdown, from the results of ``benchmarks.generation``."""
+    """Return time per token and size of the state as Markdown, from the results of ``benchmarks.generation``.
+
+    Args:
+        folder: folder of the results page and its pictures.
+    """
     content = json.loads(GENERATION.read_text())
     kinds = list(dict.fromkeys(row["kind"] for row in content["rows"]))
     contexts = sorted({row["context"] for row in content["rows"]})
@@ -118,7 +130,12 @@ def generated(folder: Path) -> str:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write a table of the rows and a picture of perplexity by position as Markdown."""
+    """Return the results of the language study as Markdown, and draw a picture of perplexity by position.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     keys = {"bits_per_byte": 3, "perplexity": 2, "perplexity_trained": 2, "perplexity_again": 2, "perplexity_last": 2}
     header = ["attention", "bits per byte", "perplexity", "tokens 1 to 512 of 4,096", "513 to 1,024", "3,073 to 4,096"]
     lines = [

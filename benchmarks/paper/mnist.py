@@ -29,13 +29,13 @@ KINDS = {
     "mhla, frozen": attention(kind="mhla", mixing_trainable="false"),
     **{kind: attention(kind=kind, options="{direction: alternate}") for kind in ("retention", "gla", "gated_deltanet")},
 }
-"""Options of ``lightning fit`` by variant. The recurrent kinds read forward and backward in alternating layers."""
+"""Options of ``lightning fit`` by variant. The recurrent kinds read tokens forward and backward in alternating layers."""
 FEW = ("softmax", "linear", "mhla", "mhla, exponential")
 
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure accuracy on the 1,000 held-out images, and rank and entropy of each layer's attention matrix."""
+    """Measure a trained classifier: accuracy on the held-out images, and rank and entropy of each layer's attention matrix."""
     model = load_module(ImageClassifier, checkpoint)
     images, labels = load_mnist(False)
     scores = torch.cat([model.network(part) for part in images.split(100)])
@@ -63,7 +63,12 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write accuracy, rank and entropy as a Markdown table."""
+    """Return accuracy, rank and entropy of each variant as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     found = by_variant(rows)
     names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
     columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in found for name in names)]
@@ -83,7 +88,7 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw the accuracy of each kind, with a point for every seed."""
+    """Plot the accuracy of each kind of attention, with a point for every seed."""
     found = by_variant(rows)
     names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
@@ -101,7 +106,12 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def with_picture(rows: list[Row], folder: Path) -> str:
-    """Write the section with its picture."""
+    """Return the MNIST section as Markdown, and draw its picture.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     draw(rows, folder / "pictures" / "results-mnist.png")
     picture = "![Held-out accuracy on MNIST by attention, each seed a point](pictures/results-mnist.png)"
     return f"{section(rows, folder)}\n\n{picture}"

@@ -1,4 +1,4 @@
-"""Page ``docs/results.md``, written from the rows of all studies."""
+"""Writing of the page ``docs/results.md`` from the results of all studies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ library are older: they are of the validation that was best on the held-out data
 
 
 SEEDS = 3
-"""Number of runs of each variant, if a study does not name its seeds."""
+"""Number of runs of each variant, with different seeds, unless a study names its seeds."""
 
 
 def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
-    """Write the page and its pictures, without studies that have no rows.
+    """Write the results page and its pictures. Studies without results are omitted.
 
     Args:
         studies: studies in the order of the page.
-        results: folder of the rows.
-        folder: folder of the page.
+        results: folder of the results.
+        folder: folder to write the page to.
 
     Returns:
         Path of the page.

@@ -1,4 +1,4 @@
-"""Studies of recall: MQAR against the size of the state, and a needle in contexts longer than in training."""
+"""Studies of recall: MQAR by the size of the state, and a needle in contexts that are longer than in training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTHS = (16, 32)
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure accuracy by group, and bytes of the state after the longest training sequence."""
+    """Measure a trained model: accuracy for each group of samples, and bytes of the state after the longest sequence."""
     model, memory = load_checkpoint(checkpoint), remembered(checkpoint)
     found = validated(model, (Needle if "lengths" in memory else AssociativeRecall)(**memory))
     tokens = torch.zeros(1, model.context, dtype=torch.long)
@@ -44,7 +44,12 @@ def measure(checkpoint: Path) -> Row:
 
 
 def mqar_section(rows: list[Row], folder: Path) -> str:
-    """Write accuracy by number of pairs and width as Markdown, and draw it against the size of the state."""
+    """Return accuracy by number of pairs and model width as Markdown, and plot it over the size of the state.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     found = by_variant(rows)
     groups = sorted(
         {name for row in rows for name in row if name.startswith("accuracy_pairs")}, key=lambda n: int(n[14:])
@@ -73,7 +78,12 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
 
 
 def needle_section(rows: list[Row], folder: Path) -> str:
-    """Write accuracy by length as Markdown, and draw it."""
+    """Return accuracy by context length as Markdown, and plot it.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     found = by_variant(rows)
     lengths = sorted(
         {int(name[15:]) for row in rows for name in row if name.startswith("accuracy_tokens") and "_depth" not in name}

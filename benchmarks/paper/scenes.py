@@ -1,4 +1,4 @@
-"""Study of text-to-image: a small SANA on scenes of colored digits whose attention is replaced and fine-tuned; N / Dk = 16.
+"""Study of text-to-image: a small SANA for scenes of colored digits, whose attention is replaced and fine-tuned; N / Dk = 16.
 
 In addition to the held-out loss, images are drawn for 400 held-out captions and scored: digits, colors, count and relation,
 and the Fréchet distance of their features from those of real scenes.
@@ -31,11 +31,11 @@ from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.training.loading import load_module
 
 DRAWN, REAL = 400, 4000
-"""Number of images drawn for held-out captions, and of real scenes that they are compared with."""
+"""Number of images to draw for held-out captions, and of real scenes to compare them with."""
 
 
 def fid(drawn: Tensor) -> float:
-    """Compute the Fréchet distance of images ``[N, 3, H, W]``, uint8, from training scenes in random features."""
+    """Compute the Fréchet distance between images ``[N, 3, H, W]`` uint8 and training scenes, in random features."""
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
     real = torch.stack([to_pixels(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]
@@ -47,7 +47,7 @@ def fid(drawn: Tensor) -> float:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure the held-out loss of the averaged weights, and score drawn images."""
+    """Measure a text-to-image model with averaged weights: the held-out loss, and the scores of drawn images."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(TextToImage, checkpoint)
@@ -66,7 +66,12 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the text-to-image study as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     lines = [
         [
             f"`{name}`",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """Process as described by /proc: its id, its parent's id, command line, and initial environment variables."""
+    """Process as described by ``/proc``: its id, its parent's id, command line, and initial environment variables."""
 
     pid: int
     parent: int
@@ -45,7 +45,12 @@ def _parent_and_state(entry: Path) -> tuple[int, str]:
 
 
 def with_descendants(roots: set[int], processes: dict[int, Process]) -> list[int]:
-    """Return the ids `roots` and those of all their descendants, each parent before its children."""
+    """Return the ids of processes and of all their descendants, each parent before its children.
+
+    Args:
+        roots: ids of the processes.
+        processes: all processes of the machine by id.
+    """
     family = {pid: _depth(pid, processes) for pid in roots if pid in processes}
     while grown := {p.pid for p in processes.values() if p.parent in family and p.pid not in family}:
         family.update((pid, _depth(pid, processes)) for pid in grown)
