@@ -5,7 +5,7 @@
     python tests/mutate.py --report        results so far
 
 A mutation names a file, a text that occurs there once, its replacement, the consequence for a user, and the tests that have to
-notice it. They run in a copy of the tree. The mutation counts as noticed if a test fails, and as broken if the tests cannot run.
+notice it. They run in a copy of the tree. The mutation counts as noticed if a test fails, as broken if the tests cannot run.
 Results are stored in .mutations/ under a hash of everything that they depend on, so a stopped run resumes.
 """
 
