@@ -67,19 +67,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("runs/example"), help="where all files go")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
-    seed_everything(asked.seed)
+    seed_everything(arguments.seed)
     data = Digits(batch_size=64)
-    model = make_model(asked.attention)
+    model = make_model(arguments.attention)
     best = ModelCheckpoint(monitor="val/accuracy", mode="max", save_last=True, filename="best")
-    trainer = make_trainer(asked.folder, asked.epochs, best)
+    trainer = make_trainer(arguments.folder, arguments.epochs, best)
     trainer.fit(model, data)
 
     (results,) = trainer.test(model, data, ckpt_path=best.best_model_path)
     print(f"accuracy on held-out digits: {results['test/accuracy']:.3f}")
 
-    exported = asked.folder / "exported"
+    exported = arguments.folder / "exported"
     write_export(Path(best.best_model_path), exported, live=False, options={})
     print(f"exported to {exported}")
 

@@ -223,9 +223,9 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
         gathered: Any = module.all_gather(values)
         return gathered.reshape(-1, *values.shape[1:])
 
-    kept = everyone(valid).nonzero()[:, 0]
-    kept = kept[everyone(indices)[kept].argsort()]
-    return [everyone(column)[kept] for column in (pixels, indices, *columns)]
+    order = everyone(valid).nonzero()[:, 0]
+    order = order[everyone(indices)[order].argsort()]
+    return [everyone(column)[order] for column in (pixels, indices, *columns)]
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:

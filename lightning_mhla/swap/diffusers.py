@@ -209,8 +209,8 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     Raises:
         ValueError: if the model's class, the processor of a layer or one of its options is not supported.
     """
-    known = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
-    if known is None:
+    supported_class = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
+    if supported_class is None:
         raise ValueError(
             f"{type(model).__name__} calls its attention in ways that swapped attention does not know (text among the "
             f"tokens, other rotary angles, other inputs); it can be swapped in {', '.join(PROCESSORS)} and classes derived "
@@ -221,10 +221,10 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
             f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not know"
         )
     for index, host in hosts.items():
-        if (processor := type(host.processor).__name__) != PROCESSORS[known]:
+        if (processor := type(host.processor).__name__) != PROCESSORS[supported_class]:
             raise ValueError(
-                f"attn1 of block {index} has processor {processor}, not {PROCESSORS[known]}, whose place swapped attention "
-                "takes; set that one first"
+                f"attn1 of block {index} has processor {processor}, not {PROCESSORS[supported_class]}, whose place "
+                "swapped attention takes; set that one first"
             )
         for name, plain in UNSUPPORTED.items():
             if (value := getattr(host, name, plain)) not in (plain, None):

@@ -44,14 +44,14 @@ class SwappedDiffusersModel(SwappedClass):
         """Return the swapped class for a diffusers model class, or ``host`` if it is one already."""
         if issubclass(host, cls):
             return host
-        kept = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
-        return derive(cls, host, host.__name__, _keep_in_fp32_modules=kept)
+        float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
+        return derive(cls, host, host.__name__, _keep_in_fp32_modules=float32_modules)
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
         """Load a saved configuration as diffusers does, and undo the changes that make other classes reject it."""
-        found = super().load_config(*args, **options)  # type: ignore[misc]
-        return (restored(found[0]), *found[1:]) if isinstance(found, tuple) else restored(found)
+        loaded = super().load_config(*args, **options)  # type: ignore[misc]
+        return (restored(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else restored(loaded)
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **options: Any) -> Any:
@@ -110,11 +110,12 @@ class SwappedDiffusersModel(SwappedClass):
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
         """Save the model as diffusers does, and remove weights of an earlier save that would be loaded in their place."""
-        given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
+        signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
+        arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
-        if given.get("is_main_process", True) and not given.get("use_flashpack"):
-            suffix = "safetensors" if given.get("safe_serialization", True) else "bin"
-            remove_stale(given["save_directory"], "diffusion_pytorch_model", given.get("variant"), suffix)
+        if arguments.get("is_main_process", True) and not arguments.get("use_flashpack"):
+            suffix = "safetensors" if arguments.get("safe_serialization", True) else "bin"
+            remove_stale(arguments["save_directory"], "diffusion_pytorch_model", arguments.get("variant"), suffix)
 
 
 def __getattr__(name: str) -> Any:

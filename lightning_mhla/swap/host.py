@@ -99,12 +99,12 @@ class HostLibrary(ABC):
         Raises:
             ValueError: if :meth:`check` rejects the swap.
         """
-        attention, found = AttentionConfig(**record["attention"]), self.layers(model)
-        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(found)}
+        attention, all_layers = AttentionConfig(**record["attention"]), self.layers(model)
+        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(all_layers)}
         configs = {index: attention.with_kind(kind).at_layer(index) for index, kind in kinds.items()}
-        chosen = {index: found[index] for index in configs}
-        self.check(model, chosen, configs)
-        return self.replace(model, chosen, configs)
+        replaced_layers = {index: all_layers[index] for index in configs}
+        self.check(model, replaced_layers, configs)
+        return self.replace(model, replaced_layers, configs)
 
     def swapped(self, model: Any) -> dict[int, Attention]:
         """Return the attention modules that :meth:`replace` inserted, by layer number."""
@@ -286,8 +286,11 @@ class TokenGrid:
         if torch.compiler.is_compiling() or not in_backward():
             return present
         self.recomputed = True
-        known = {*self.recent, present}  # attention transfer runs without gradients first, which adds nothing to recent
-        fitting = sorted(shape for shape in known if self.prefix_tokens + math.prod(shape) == tokens)
+        candidates = {
+            *self.recent,
+            present,
+        }  # attention transfer runs without gradients first, which adds nothing to recent
+        fitting = sorted(shape for shape in candidates if self.prefix_tokens + math.prod(shape) == tokens)
         if len(fitting) > 1:
             raise ValueError(
                 f"a layer that is computed again does not know whether its {tokens} tokens are of a grid of "

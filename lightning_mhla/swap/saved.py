@@ -48,8 +48,8 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
         attributes: class attributes of the derived class.
     """
     if (mixin, host) not in _derived:
-        own = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
-        _derived[mixin, host] = type(name, (mixin, host), {**own, **attributes})
+        base_attributes = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
+        _derived[mixin, host] = type(name, (mixin, host), {**base_attributes, **attributes})
     return _derived[mixin, host]
 
 
@@ -111,9 +111,9 @@ def restored(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(record, Mapping) or ORIGINAL not in record:
         return dict(config)
     original = record[ORIGINAL]
-    kept = {name: value for name, value in config.items() if name not in original["names"]}
+    unchanged = {name: value for name, value in config.items() if name not in original["names"]}
     record = {name: value for name, value in record.items() if name != ORIGINAL}
-    return {**kept, **original["values"], SAVED: record}
+    return {**unchanged, **original["values"], SAVED: record}
 
 
 def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str) -> None:

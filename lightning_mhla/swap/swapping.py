@@ -48,10 +48,10 @@ def host_of(model: nn.Module) -> HostLibrary:
     for host in HOSTS:
         if host.claims(model):
             return host
-    *others, last = (host.package for host in HOSTS)
+    *first_packages, last_package = (host.package for host in HOSTS)
     raise ValueError(
-        f"{type(model).__name__} is no model of {', '.join(others)} or {last}; for your own model use lightning_mhla.MHLA in "
-        "place of its attention"
+        f"{type(model).__name__} is no model of {', '.join(first_packages)} or {last_package}; for your own model "
+        "use lightning_mhla.MHLA in place of its attention"
     )
 
 
@@ -78,10 +78,10 @@ def swap_attention(
             attention is swapped already.
     """
     host = host_of(model)
-    found = host.layers(model)
+    all_layers = host.layers(model)
     if host.record(model) is not None:
         raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
-    kinds = kinds_of_layers(attention, len(found), layers, layer_kinds)
+    kinds = kinds_of_layers(attention, len(all_layers), layers, layer_kinds)
     record = {
         "attention": asdict(attention),
         "layers": {str(index): kind for index, kind in enumerate(kinds) if kind != KEEP},
@@ -183,9 +183,11 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
         from huggingface_hub import hf_hub_download
 
         names = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-        chosen = {name: options[name] for name in names if name in options}
+        hub_options = {name: options[name] for name in names if name in options}
         try:
-            return read_json(Path(hf_hub_download(str(folder), "config.json", subfolder=subfolder or None, **chosen)))
+            return read_json(
+                Path(hf_hub_download(str(folder), "config.json", subfolder=subfolder or None, **hub_options))
+            )
         except OSError as error:
             raise FileNotFoundError(f"{folder} is neither a folder nor a model on the hub ({reason(error)})") from error
     path = local / subfolder / "config.json"

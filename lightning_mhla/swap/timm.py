@@ -52,16 +52,18 @@ class TimmHost(HostLibrary):
     @override
     def layers(self, model: Any) -> list[Any]:
         transformer = vision_transformer(model)
-        found = [module for module in transformer.modules() if _is_known(module)]
-        known = [any(map(_is_known, block.modules())) for block in transformer.blocks]
-        if found and not all(known):
-            raise ValueError(f"the attention of block {known.index(False)} is not known here, unlike that of others")
-        if not found:
+        supported = [module for module in transformer.modules() if _is_known(module)]
+        blocks_supported = [any(map(_is_known, block.modules())) for block in transformer.blocks]
+        if supported and not all(blocks_supported):
+            raise ValueError(
+                f"the attention of block {blocks_supported.index(False)} is not known here, unlike that of others"
+            )
+        if not supported:
             raise ValueError(
                 f"{type(model).__name__} has no attention that is known here (its blocks, relative positions, or product are "
                 "others); for your own model use lightning_mhla.MHLA in place of its attention"
             )
-        return found
+        return supported
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
@@ -109,13 +111,13 @@ def vision_transformer(model: Any) -> Any:
     import timm.models
 
     kinds = tuple(getattr(timm.models, name) for name in MODELS)
-    found = [module for module in model.modules() if isinstance(module, kinds)]
-    if not found:
+    transformers = [module for module in model.modules() if isinstance(module, kinds)]
+    if not transformers:
         raise ValueError(
             f"{type(model).__name__} is no vision transformer with global attention; attention can be swapped in timm's "
             f"{' and '.join(MODELS)} and those derived from them; for your own model use lightning_mhla.MHLA"
         )
-    return found[0]
+    return transformers[0]
 
 
 def _is_known(module: nn.Module) -> bool:

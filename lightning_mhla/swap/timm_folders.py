@@ -121,9 +121,9 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         state: saved weights by name.
         model: model that the weights belong to; its parameters have the original shapes.
     """
-    own = model.state_dict()
+    model_state = model.state_dict()
     return {
-        name: tensor[0] if name in own and tensor.shape == (1, *own[name].shape) else tensor
+        name: tensor[0] if name in model_state and tensor.shape == (1, *model_state[name].shape) else tensor
         for name, tensor in state.items()
     }
 

@@ -64,26 +64,28 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
         NotImplementedError: if the model's library does not keep the original attention (diffusers).
     """
     every = set(swapped_layers(model))
-    found = {}
+    alone = {}
     with original_attention(model):
         original = measure()
     for index in sorted(every):
         with original_attention(model, every - {index}):
-            found[index] = measure()
-    return LayerCosts(original, measure(), found)
+            alone[index] = measure()
+    return LayerCosts(original, measure(), alone)
 
 
 @contextmanager
 def only_new_trained(model: nn.Module) -> Iterator[None]:
     """Return a context in which only the parameters that the swap added require gradients."""
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new]
-    for parameter in others:
+    original_parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
+    ]
+    for parameter in original_parameters:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in others:
+        for parameter in original_parameters:
             parameter.requires_grad_(True)
 
 
@@ -192,5 +194,5 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
 
 def _first(output: Any) -> Tensor:
     """Return the output of an attention module, without the attention weights that may follow it in a tuple."""
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first

@@ -83,18 +83,18 @@ class TransformersHost(HostLibrary):
     def layers(self, model: Any) -> list[Any]:
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model, whose cross-attention has no blocks")
-        found = [module for module in model.modules() if _is_known(module)]
-        if model.config.get_text_config() is not model.config and not _of_images_alone(model, found):
+        supported = [module for module in model.modules() if _is_known(module)]
+        if model.config.get_text_config() is not model.config and not _of_images_alone(model, supported):
             raise ValueError(
                 f"{type(model).__name__} is a model of text and more, which is not supported; swap a model of text alone or of "
                 "images alone"
             )
-        if not found:
+        if not supported:
             raise ValueError(
                 f"{type(model).__name__} {_reason(model.config)}; attention can be swapped in {', '.join(FAMILIES)}; for "
                 "your own model use lightning_mhla.MHLA in place of its attention"
             )
-        return found
+        return supported
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
@@ -140,8 +140,8 @@ class TransformersHost(HostLibrary):
             model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
             if grid is None:
                 inner = _inner_model(model)
-                place = list(inspect.signature(inner.forward).parameters).index("attention_mask")
-                inner.register_forward_pre_hook(partial(_hand_on_mask, place), with_kwargs=True)
+                position = list(inspect.signature(inner.forward).parameters).index("attention_mask")
+                inner.register_forward_pre_hook(partial(_hand_on_mask, position), with_kwargs=True)
         return built
 
     @override
@@ -164,15 +164,17 @@ def _is_known(module: nn.Module) -> bool:
         ValueError: if its class is derived from a supported one, since it may compute something different.
     """
     kind = type(module)
-    known = next((base for base in kind.__mro__ if _named(base)), kind)
-    if known is not kind:
-        raise ValueError(f"{kind.__name__} is derived from {known.__name__}, and what it changes is not known here")
+    supported_class = next((base for base in kind.__mro__ if _named(base)), kind)
+    if supported_class is not kind:
+        raise ValueError(
+            f"{kind.__name__} is derived from {supported_class.__name__}, and what it changes is not known here"
+        )
     return _named(kind)
 
 
 def _named(kind: type) -> bool:
-    known = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
-    return known and kind.__module__.startswith("transformers.models.")
+    supported_name = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
+    return supported_name and kind.__module__.startswith("transformers.models.")
 
 
 def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
@@ -183,8 +185,8 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
     """
     from lightning_mhla.swap.transformers_attention import NAME
 
-    asked = options.get("output_attentions")
-    if not (asked or (asked is None and getattr(model.config, "output_attentions", False))):
+    requested = options.get("output_attentions")
+    if not (requested or (requested is None and getattr(model.config, "output_attentions", False))):
         return
     if any(hasattr(module, "swapped") and module.config._attn_implementation == NAME for module in model.modules()):
         raise ValueError("output_attentions: replaced layers have no attention weights to return")
@@ -201,11 +203,13 @@ def _inner_model(model: Any) -> Any:
     return inner
 
 
-def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _hand_on_mask(
+    position: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Pass the model's own ``attention_mask`` to its attention modules too, under :data:`GIVEN`. A forward pre-hook.
 
     Args:
-        place: position of ``attention_mask`` among the arguments of the model's forward pass.
+        position: index of ``attention_mask`` among the arguments of the model's forward pass.
         model: model that is called.
         args: positional arguments of the call.
         options: keyword arguments of the call.
@@ -215,7 +219,7 @@ def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[s
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
-    mask = args[place] if len(args) > place else options.get("attention_mask")
+    mask = args[position] if len(args) > position else options.get("attention_mask")
     return args, {**options, GIVEN: (mask,)}
 
 
@@ -243,8 +247,8 @@ def _prefix_tokens(layer: Any) -> int:
 
 def _patches(model: Any) -> nn.Conv2d | None:
     """Return the patch convolution of an image encoder; None in a text model."""
-    named = model.named_modules()
-    return next((module for name, module in named if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
+    modules = model.named_modules()
+    return next((module for name, module in modules if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 
 
 def _check_layer(index: int, layer: Any, model: Any) -> None:
@@ -298,8 +302,8 @@ def _floating(layer: Any) -> Tensor:
         if weight.is_floating_point():
             return weight
     dtype = layer.config.dtype or torch.float32
-    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # saving a model turns it into a name
-    return torch.empty(0, dtype=named, device=weights[0].device)
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # saving a model turns it into a name
+    return torch.empty(0, dtype=torch_dtype, device=weights[0].device)
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
@@ -310,22 +314,22 @@ def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | No
         config: configuration of the new attention.
         grid: token grid of the current image; None for text.
     """
-    own = layer.config
+    layer_config = layer.config
     if grid is not None:
         blocks = blocks_along(2, config)
         layout = BlockLayout(blocks, blocks, prefix_tokens=grid.prefix_tokens)  # replaced by that of each image
     else:
-        tokens = own.max_position_embeddings
+        tokens = layer_config.max_position_embeddings
         size = config.block_size if Attention.kinds[config.kind].uses_blocks else None
         layout = BlockLayout((tokens,), block_size=size or tokens)
     width = layer.head_dim if hasattr(layer, "head_dim") else layer.attention_head_size
     return build_beside(
         _floating(layer),
         replace(config, rotary=False),
-        own.hidden_size,
-        own.num_attention_heads,
+        layer_config.hidden_size,
+        layer_config.num_attention_heads,
         layout,
-        key_value_heads=getattr(own, "num_key_value_heads", None),
+        key_value_heads=getattr(layer_config, "num_key_value_heads", None),
         key_width=width,
         value_width=width,
         causal=_family(layer) in DECODERS,

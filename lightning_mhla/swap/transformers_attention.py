@@ -237,12 +237,12 @@ def swapped_attention(
     if not attention.causal:
         return _of_a_whole_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN))), None
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
-    positions, given = options.get("position_ids"), options.get(GIVEN)
+    positions, original_mask = options.get("position_ids"), options.get(GIVEN)
     by_positions = "flash" in module.host_config._attn_implementation
     bounds = documents(attention_mask, x, options.get("position_ids") if by_positions else None)
     if cache is not None and cache.unread is not None:
         cache.state, cache.unread = _state_of(attention, cache.unread), None
-    real = real_of_decoder(attention_mask, x, cache, given, positions) if bounds is None else None
+    real = real_of_decoder(attention_mask, x, cache, original_mask, positions) if bounds is None else None
     # nothing continues after training or packed documents, so that no state is computed for them
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
@@ -354,16 +354,16 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), visible, counts, inverse)
 
 
-def _encoder_mask(attention_mask: Any, given: tuple[Any] | None) -> Any:
+def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
     """Return the attention mask of an encoder in its original form if it is known, else in the form passed to attention.
 
     Args:
         attention_mask: mask that transformers passes to the attention module.
-        given: tuple of the mask that the model was called with; None if it is not known.
+        original_mask: tuple of the mask that the model was called with; None if it is not known.
     """
-    if given is None or (given[0] is not None and given[0].dim() != 2):
+    if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask
-    return given[0]
+    return original_mask[0]
 
 
 def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:

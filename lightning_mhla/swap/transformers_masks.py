@@ -127,8 +127,8 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
         return None
     # these are documents only if the mask shows every token all earlier ones of its document, and nothing else
     document = F.pad(starts.cumsum(1), (1, 0))
-    wanted = (document[:, :, None] == document[:, None]).tril()[:, None]
-    return starts if bool((visible == wanted).all()) else None
+    expected = (document[:, :, None] == document[:, None]).tril()[:, None]
+    return starts if bool((visible == expected).all()) else None
 
 
 _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -140,11 +140,11 @@ def _counts_up(position_ids: Tensor) -> bool:
     if _has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
-    known = _counting.get(position_ids)
-    if known is None or known[0] != version:
-        known = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
-        _counting[position_ids] = known
-    return bool(known[1])
+    cached = _counting.get(position_ids)
+    if cached is None or cached[0] != version:
+        cached = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
+        _counting[position_ids] = cached
+    return bool(cached[1])
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
@@ -211,19 +211,19 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         visible = _visible(attention_mask)
         last = visible[:, 0, -1]  # the last token sees all tokens but padding
         position = torch.arange(visible.shape[-1], device=x.device)
-        wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
+        expected = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
         # rows of padding may see all tokens or none; transformers fills them in either way
         padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
         check_values(
-            lambda: (visible == wanted) | padding,
+            lambda: (visible == expected) | padding,
             "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks",
         )
     if cache is not None and cache.state is not None and last.shape[1] > tokens and not _has_no_values(last):
-        seen = tuple(last[:, :-tokens].sum(1).tolist())
-        if last.shape[1] == cache.columns and seen != tuple(cache.state.lengths):
+        real_counts = tuple(last[:, :-tokens].sum(1).tolist())
+        if last.shape[1] == cache.columns and real_counts != tuple(cache.state.lengths):
             raise ValueError(
-                f"the attention mask has {list(seen)} real tokens before these, but the state holds {cache.state.lengths}: "
-                "tokens that were read cannot be hidden"
+                f"the attention mask has {list(real_counts)} real tokens before these, but the state holds "
+                f"{cache.state.lengths}: tokens that were read cannot be hidden"
             )
     return last[:, -tokens:].expand(x.shape[0], -1)
 

@@ -150,12 +150,12 @@ def _in_words(text: str, numbers: Container[int]) -> str | None:
 
 
 def _line(number: int, path: str | None) -> str:
-    what, remedy = MEANINGS[number]
+    cause, remedy = MEANINGS[number]
     if number == errno.EMFILE:
-        what, path = f"{what}: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}", None
+        cause, path = f"{cause}: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}", None
     if number == errno.ENOSPC and path is None and (places := full_places()):
         path = ", ".join(places)
-    return f"{f'{path}: ' if path else ''}{what}; {remedy}"
+    return f"{f'{path}: ' if path else ''}{cause}; {remedy}"
 
 
 def _path_of(error: OSError) -> str | None:
@@ -175,9 +175,9 @@ def full_places(free: int = 1 << 20) -> list[str]:
     Returns:
         Up to two paths on full disks.
     """
-    named = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
+    argument_paths = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
     places: list[str] = []
-    for name in [*named, os.curdir, tempfile.gettempdir()]:
+    for name in [*argument_paths, os.curdir, tempfile.gettempdir()]:
         path = next((part for part in (Path(name), *Path(name).parents) if name and os.path.lexists(part)), None)
         try:
             full = path is not None and os.access(path, os.W_OK) and shutil.disk_usage(path).free < free

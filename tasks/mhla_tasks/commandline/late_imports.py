@@ -64,12 +64,12 @@ class LatePackage(ModuleType):
         return getattr(self, name)
 
 
-def _plot(*given: Any, **named: Any) -> Any:
+def _plot(*arguments: Any, **options: Any) -> Any:
     """Stand in for ``plot_single_or_multi_val`` of torchmetrics: import its module on the first call, and call it."""
     module = sys.modules[PLOT]
     if module.__dict__["plot_single_or_multi_val"] is _plot:
         del module.__dict__["plot_single_or_multi_val"]
-    return module.plot_single_or_multi_val(*given, **named)
+    return module.plot_single_or_multi_val(*arguments, **options)
 
 
 def _import_first(package: str) -> None:

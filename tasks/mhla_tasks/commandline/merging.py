@@ -152,19 +152,19 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
     if isinstance(old, list) and old and classes:
         return [*old[:-1], _put(old[-1], path, value, classes)]
     options = _as_options(old, classes)
-    key, *rest = path
+    key, *remaining = path
     if not classes:
-        _put_argument(options, key, rest, value, {})
+        _put_argument(options, key, remaining, value, {})
         return options
-    if key == "class_path" and not rest:
+    if key == "class_path" and not remaining:
         return _with_class(options, str(value), classes)
     if "class_path" in options and key not in CLASS_OPTIONS:
-        key, rest = "init_args", [key, *rest]
+        key, remaining = "init_args", [key, *remaining]
     if key == "init_args":
         arguments = dict(options.get("init_args") or {})
-        value = value.at(classes) if isinstance(value, _Typed) and not rest else value
-        if rest:
-            _put_argument(arguments, rest[0], rest[1:], value, _below(options, classes))
+        value = value.at(classes) if isinstance(value, _Typed) and not remaining else value
+        if remaining:
+            _put_argument(arguments, remaining[0], remaining[1:], value, _below(options, classes))
         elif isinstance(value, dict):
             for name, item in _in_order(value):
                 _put_argument(arguments, name, [], item, _below(options, classes))
@@ -172,9 +172,9 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
             raise UsageError(f"init_args takes options by name (KEY: VALUE), got {str(value)[:100]}")
         return {**options, "init_args": arguments}
     if key in CLASS_OPTIONS:
-        options[key] = _put(options.get(key), rest, value, ())
+        options[key] = _put(options.get(key), remaining, value, ())
         return options
-    _put_argument(options, key, rest, value, _below(options, classes))
+    _put_argument(options, key, remaining, value, _below(options, classes))
     return options
 
 
@@ -253,6 +253,6 @@ def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
         options: options of an object; their ``class_path`` names the class.
         classes: base classes of the object.
     """
-    named = subclass_named(options["class_path"], classes) if "class_path" in options else None
-    kinds = (named,) if named is not None else classes if "class_path" not in options else ()
+    named_class = subclass_named(options["class_path"], classes) if "class_path" in options else None
+    kinds = (named_class,) if named_class is not None else classes if "class_path" not in options else ()
     return {name: bases for kind in kinds for name, bases in option_classes(kind).items()}

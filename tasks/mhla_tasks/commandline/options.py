@@ -30,15 +30,15 @@ def use_run_folder(options: Any) -> RunFolder:
     path = Path(options.run_dir)
     folder = RunFolder(path)
     options.trainer.default_root_dir = str(path)
-    place = {"save_dir": str(path), "name": "", "version": ""}
+    logger_options = {"save_dir": str(path), "name": "", "version": ""}
     if options.trainer.logger in (None, True):
         options.trainer.logger = [
-            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(place))
+            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(logger_options))
         ]
     loggers = options.trainer.logger or []
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
-            logger.init_args.update(Namespace(place))
+            logger.init_args.update(Namespace(logger_options))
             if folder.taken and logger.class_path.endswith("CSVLogger"):
                 folder.keep("metrics.csv")  # otherwise Lightning deletes the table of an earlier start
         elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others default to the working folder

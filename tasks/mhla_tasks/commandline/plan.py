@@ -123,8 +123,8 @@ def _replaced(
         up_to_file = merge([*remembered, *sources[: index + 1]])
         changed = _completed(merge([*remembered, *sources, source]))
         for root in ("model", "data"):
-            named = _class_of(up_to_file.get(root))
-            if named is not None and named != _class_of(configuration.get(root)):
+            class_path = _class_of(up_to_file.get(root))
+            if class_path is not None and class_path != _class_of(configuration.get(root)):
                 changed[root] = configuration[root]
         if changed != configuration:
             yield changed

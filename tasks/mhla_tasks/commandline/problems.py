@@ -105,11 +105,11 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
         commands: names of all commands.
     """
     for source in sources:
-        others = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
-        if others and not source.typed:
+        other_commands = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
+        if other_commands and not source.typed:
             return (
-                f"{source.origin} holds options of `lightning {others[0]}`, and this is `lightning {command}`; run that "
-                f"command, or take the options out from under `{others[0]}:`"
+                f"{source.origin} holds options of `lightning {other_commands[0]}`, and this is `lightning {command}`; "
+                f"run that command, or take the options out from under `{other_commands[0]}:`"
             )
     return None
 
@@ -240,8 +240,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     places = [
         (source, path) for source in reversed(sources) for path in _located(source.values, keys[-1].split("."), ())
     ]
-    got = re.search(r", got (.*)$", text)
-    wrong = [(source, path) for source, path in places if got and got[1] in _spellings(_value_at(source.values, path))]
+    rejected_value = re.search(r", got (.*)$", text)
+    wrong = [
+        (source, path)
+        for source, path in places
+        if rejected_value and rejected_value[1] in _spellings(_value_at(source.values, path))
+    ]
     if unfit:  # the message quotes no value; the wrong one is most likely a text
         wrong = [(source, path) for source, path in places if isinstance(_value_at(source.values, path), str)]
     for source, path in wrong or places:  # a stronger source may have the same key with a valid value

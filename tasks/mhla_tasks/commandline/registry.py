@@ -105,8 +105,8 @@ def families() -> set[str]:
 
 def function_of(name: str) -> Callable[..., object]:
     """Import and return the function of a tool."""
-    (place,) = (tools[name] for tools in TOOLS.values() if name in tools)
-    module, _, function = place.partition(":")
+    (location,) = (tools[name] for tools in TOOLS.values() if name in tools)
+    module, _, function = location.partition(":")
     return getattr(import_module(f"mhla_tasks.tools.{module}"), function)
 
 

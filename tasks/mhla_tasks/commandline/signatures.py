@@ -89,8 +89,10 @@ def takes_options_alone(kind: type, name: str) -> bool:
     """
     hint = parameter_hints(kind).get(name)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    others = [member for member in kinds if member is not types.NoneType]
-    return bool(others) and all(isinstance(member, type) and dataclasses.is_dataclass(member) for member in others)
+    option_kinds = [member for member in kinds if member is not types.NoneType]
+    return bool(option_kinds) and all(
+        isinstance(member, type) and dataclasses.is_dataclass(member) for member in option_kinds
+    )
 
 
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:

@@ -131,7 +131,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> Source:
         return Source(str(path), {}, problem=f"{path}: {reason(error)}")
     for key in reversed(keys):
         values = {key: values}
-    return Source(str(path), values, {(*keys, *place): line for place, line in lines.items()})
+    return Source(str(path), values, {(*keys, *key_path): line for key_path, line in lines.items()})
 
 
 def _missing(path: str) -> str:
@@ -189,22 +189,22 @@ def _note_lines(node: yaml.Node, path: tuple[str | int, ...], lines: dict[tuple[
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
-        place, line = (*path, str(key.value)), key.start_mark.line + 1
-        if lines.setdefault(place, line) != line and key.value != "<<":
+        key_path, line = (*path, str(key.value)), key.start_mark.line + 1
+        if lines.setdefault(key_path, line) != line and key.value != "<<":
             raise ValueError(
-                f"{'.'.join(map(str, place))} is given twice, in line {lines[place]} and in line {line}; remove one"
+                f"{'.'.join(map(str, key_path))} is given twice, in line {lines[key_path]} and in line {line}; remove one"
             )
-        _note_lines(value, place, lines)
+        _note_lines(value, key_path, lines)
 
 
 def _where(error: yaml.YAMLError) -> str:
     """Describe a YAML error in one line, with its line and column in the file."""
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or reason(error)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or reason(error)
     if mark is None:
-        return f"is not YAML ({what})"
+        return f"is not YAML ({problem})"
     context = getattr(error, "context", None)
-    return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}: ' if context else ''}{what}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}: ' if context else ''}{problem}"
 
 
 def _tab_hint(path: Path) -> str:
@@ -244,18 +244,18 @@ def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Sou
 def _split(
     values: dict[str, Any], folder: Path, keys: tuple[str, ...]
 ) -> tuple[dict[str, Any], list[tuple[tuple[str, ...], Path]]]:
-    rest: dict[str, Any] = {}
+    plain_values: dict[str, Any] = {}
     named_files: list[tuple[tuple[str, ...], Path]] = []
     for name, value in values.items():
         key = str(name)
         if isinstance(value, dict):
-            rest[name], inner = _split(value, folder, (*keys, key))
+            plain_values[name], inner = _split(value, folder, (*keys, key))
             named_files += inner
         elif isinstance(value, str) and _names_a_file(key, value, folder):
             named_files.append(((*keys, key), folder / value))
         else:
-            rest[name] = value
-    return rest, named_files
+            plain_values[name] = value
+    return plain_values, named_files
 
 
 def _names_a_file(key: str, value: str, folder: Path) -> bool:

@@ -134,7 +134,9 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
     except ImportError as error:
         raise AllowError(f"cannot import {module} ({error})") from error
     if kind is None:
-        close = get_close_matches(name, [other for other, item in names.items() if isinstance(item, type)], 1, 0.5)
+        close = get_close_matches(
+            name, [item_name for item_name, item in names.items() if isinstance(item, type)], 1, 0.5
+        )
         raise AllowError(f"there is no such class{f'; did you mean {close[0]}?' if close else ''}")
     if not isinstance(kind, type):
         raise AllowError("is not a class")
@@ -196,10 +198,10 @@ class _Check:
                 if key in value and (key == "class_path" or bases):
                     self._named_class(source, path, value[key], bases)
             if "class_path" not in value:  # the parser then uses the base itself as the class
-                named = [
+                named_classes = [
                     base for base in bases if dataclasses.is_dataclass(base) and refusal(next(_paths(base))) is None
                 ]
-                self.found |= {name for base in named for name in _paths(base)}
+                self.found |= {name for base in named_classes for name in _paths(base)}
             kinds = self._named.get(path) or list(bases)
             inner = value.get("init_args") if "class_path" in value or "init_args" in value else None
             self.arguments(source, path, inner, kinds)
@@ -326,8 +328,10 @@ def _is_installed(class_path: str) -> bool:
         spec = find_spec(class_path.split(".")[0])
     except (ImportError, ValueError):
         return False
-    places = [Path(place) for place in (spec.submodule_search_locations or [spec.origin or ""] if spec else [])]
-    return spec is not None and all(place.parent.resolve() != Path.cwd().resolve() for place in places)
+    locations = [
+        Path(location) for location in (spec.submodule_search_locations or [spec.origin or ""] if spec else [])
+    ]
+    return spec is not None and all(location.parent.resolve() != Path.cwd().resolve() for location in locations)
 
 
 def _is_file(text: str) -> bool:

@@ -91,8 +91,8 @@ def _attention(memory: Mapping[str, Any]) -> str:
     options = memory.get("init_args", memory)
     kind = (options.get("attention") or {}).get("kind")
     kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
-    named = ", ".join(_code(kind) for kind in kinds if kind)
-    return f"; attention: {named}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if named else ""
+    kind_list = ", ".join(_code(kind) for kind in kinds if kind)
+    return f"; attention: {kind_list}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if kind_list else ""
 
 
 def _report(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,8 +152,8 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     for run, folder in zip(runs, _folders(runs), strict=True):
         cells = [folder, *(_text(run.options.get(key)) for key in names)]
         cells += [_figure(run.final(name)) for name in metrics]
-        chosen = run.record["best"]
-        cells += [_figure(chosen["value"] if chosen.get("metric") == metric else None) for metric in best]
+        best_point = run.record["best"]
+        cells += [_figure(best_point["value"] if best_point.get("metric") == metric else None) for metric in best]
         steps = f"{run.record['steps']:,}" + ("" if run.record["finished"] else ", unfinished")
         rows.append([*cells, steps, duration(run.record["seconds"]), f"{run.record['parameters']:,}"])
     return header, rows

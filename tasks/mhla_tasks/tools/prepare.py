@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from lightning_mhla.data.pack import Packing
 
 
-def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
+def _shards(parser: ArgumentParser, samples: str, per_shard: int) -> None:
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
-    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} per shard (default: {per_shard})")
+    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{samples} per shard (default: {per_shard})")
     _forced(parser)
 
 
@@ -31,14 +31,14 @@ def _forced(parser: ArgumentParser) -> None:
     )
 
 
-def _shuffled(parser: ArgumentParser, what: str) -> None:
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of the order of the {what} (default: 0)")
-    _skipping(parser, what)
+def _shuffled(parser: ArgumentParser, samples: str) -> None:
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the order of the {samples} (default: 0)")
+    _skipping(parser, samples)
 
 
-def _skipping(parser: ArgumentParser, what: str) -> None:
+def _skipping(parser: ArgumentParser, samples: str) -> None:
     parser.add_argument(
-        "--max_skipped", type=int, default=100, help=f"broken {what} to skip before the command fails (default: 100)"
+        "--max_skipped", type=int, default=100, help=f"broken {samples} to skip before the command fails (default: 100)"
     )
 
 
@@ -50,19 +50,19 @@ def _caption_key(parser: ArgumentParser) -> None:
     )
 
 
-def _captioned_folder(parser: ArgumentParser, what: str, per_shard: int) -> None:
+def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> None:
     """Add the options of a command that packs a folder of files with captions to a parser.
 
     Args:
         parser: parser of the command.
-        what: plural name of the files, for the help.
+        samples: plural name of the files, for the help.
         per_shard: default number of samples in a shard.
     """
-    parser.add_argument("source", type=Path, help=f"folder of {what} and captions")
+    parser.add_argument("source", type=Path, help=f"folder of {samples} and captions")
     parser.add_argument("target", type=Path, help="folder for the shards")
-    _shards(parser, what, per_shard)
+    _shards(parser, samples, per_shard)
     _caption_key(parser)
-    _shuffled(parser, what)
+    _shuffled(parser, samples)
 
 
 def _packing(args: Namespace) -> Packing:
@@ -71,12 +71,12 @@ def _packing(args: Namespace) -> Packing:
     return Packing(args.target, args.prefix, args.per_shard, args.seed, args.max_skipped, args.force)
 
 
-def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
+def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
     """Print the number of samples in the shards that are complete.
 
     Args:
         paths: paths of all shards, including those of other processes.
-        what: plural name of the samples.
+        samples: plural name of the samples.
         skipped: number of samples that this process skipped.
         share: rank and number of the processes that share the shards.
     """
@@ -85,8 +85,8 @@ def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, in
     rank, world = share
     written = [path for path in paths if path.exists()]
     part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
-    left_out = f"; {skipped} {what} skipped (to add them once repaired: --force)" if skipped else ""
-    _say(f"{len(ShardReader(written))} {what} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
+    left_out = f"; {skipped} {samples} skipped (to add them once repaired: --force)" if skipped else ""
+    _say(f"{len(ShardReader(written))} {samples} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
 
 
 def _say(text: str) -> None:

@@ -80,11 +80,11 @@ class Sweep:
     def runs(self) -> list[tuple[Path, CommandLine]]:
         """Return the folder and the command line of each run, one run for each combination of values."""
         combinations = []
-        for chosen in itertools.product(*self.values.values()):
+        for combination in itertools.product(*self.values.values()):
             options = [
-                Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, chosen, strict=True)
+                Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, combination, strict=True)
             ]
-            folder = self.folder / name_of(dict(zip(self.values, chosen, strict=True)))
+            folder = self.folder / name_of(dict(zip(self.values, combination, strict=True)))
             combinations.append((folder, replace(self.line, options=(*self.line.options, *options))))
         return combinations
 
@@ -175,8 +175,10 @@ def read_sweep(line: CommandLine) -> Sweep:
         if len(set(several)) < len(several):
             raise UsageError(f"--sweep {key} has a value twice")
     sbatch = line.last("sweep_sbatch")
-    rest = line.without("sweep", "sweep_sbatch", "run_dir")
-    return Sweep(rest, values, Path(line.last("run_dir") or DEFAULT), None if sbatch is None else shlex.split(sbatch))
+    shared_options = line.without("sweep", "sweep_sbatch", "run_dir")
+    return Sweep(
+        shared_options, values, Path(line.last("run_dir") or DEFAULT), None if sbatch is None else shlex.split(sbatch)
+    )
 
 
 def name_of(chosen: dict[str, str]) -> str:
@@ -258,20 +260,20 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
     return f"{duration(seconds)}{metric}"
 
 
-def _state(own: Path, line: CommandLine, queues: bool) -> str:
+def _state(folder: Path, line: CommandLine, queues: bool) -> str:
     """Return the reason why a run need not be started now, such as that it has finished; empty if it has to be started.
 
     Args:
-        own: folder of the run.
+        folder: folder of the run.
         line: options of the run.
         queues: whether runs are submitted to SLURM.
     """
-    if _finished(own, line):
+    if _finished(folder, line):
         return "finished before"
-    if in_use(own):
+    if in_use(folder):
         return "in use by another process"
-    if queues and (own / JOB).exists():
-        number = (own / JOB).read_text().strip()
+    if queues and (folder / JOB).exists():
+        number = (folder / JOB).read_text().strip()
         query = subprocess.run(
             ["squeue", "--noheader", f"--jobs={number}", "--format=%T"], capture_output=True, text=True
         )
@@ -280,11 +282,11 @@ def _state(own: Path, line: CommandLine, queues: bool) -> str:
     return ""
 
 
-def _submit(own: Path, words: Sequence[str], progress: SweepProgress) -> int:
+def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
     """Submit a run to SLURM, and store the number of its job.
 
     Args:
-        own: folder of the run.
+        folder: folder of the run.
         words: arguments for ``sbatch``: its options, the script and the options of the run.
         progress: progress report of the sweep.
 
@@ -292,16 +294,16 @@ def _submit(own: Path, words: Sequence[str], progress: SweepProgress) -> int:
         The exit status of ``sbatch``.
     """
     # The script reads RUN_DIR from the environment, which SBATCH_EXPORT=NONE would drop without --export=ALL.
-    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={own.name}", *words]
+    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={folder.name}", *words]
     try:
-        done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(own)}, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(folder)}, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
         sys.stderr.write("error: there is no program sbatch here\n")
         return 2
     if done.returncode == 0:
         number = done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
-        write_whole(own / JOB, f"{number}\n")
-        progress.end(own, f"submitted as job {number}")
+        write_whole(folder / JOB, f"{number}\n")
+        progress.end(folder, f"submitted as job {number}")
     return done.returncode
 
 
