@@ -16,8 +16,8 @@ def main() -> int | None:
     if name in ("-h", "--help"):
         width = max(map(len, BENCHMARKS))
         print("usage: lightning bench NAME [options]\n")
-        for known, summary in BENCHMARKS.items():
-            print(f"  {known:<{width}}  {summary}")
+        for benchmark, summary in BENCHMARKS.items():
+            print(f"  {benchmark:<{width}}  {summary}")
         return 0
     if name not in BENCHMARKS:
         sys.stderr.write(

@@ -60,11 +60,11 @@ def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[
     return torch.randn(images, 4, pixels // 8, pixels // 8, device=device), times, labels
 
 
-def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
+def step(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
     """Return a function that runs a forward and backward pass of a model on the given inputs."""
 
     def once() -> None:
-        module(*given).square().mean().backward()
+        module(*tensors).square().mean().backward()
         module.zero_grad(set_to_none=False)
 
     return once
@@ -84,27 +84,27 @@ def measure(model: str, kind: str, pixels: int, images: int, device: torch.devic
     """Measure the milliseconds per image of a forward and backward pass of one model."""
     torch.manual_seed(0)
     module = network(model, kind, pixels).to(device)
-    taken = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
-    return {"images": images, "milliseconds": taken / images}
+    elapsed = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
+    return {"images": images, "milliseconds": elapsed / images}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the results as a Markdown table: a line for each kind, a column for each size, and the growth per pixel."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        sizes = sorted({row["pixels"] for row in own})
-        growths = {name: title for name, title in GROWTHS.items() if len(sizes) > 1 and name in own[0]}
+        model_rows = [row for row in rows if row["model"] == model]
+        sizes = sorted({row["pixels"] for row in model_rows})
+        growths = {name: title for name, title in GROWTHS.items() if len(sizes) > 1 and name in model_rows[0]}
         lines = []
-        for kind in dict.fromkeys(row["kind"] for row in own):
-            found = {row["pixels"]: row for row in own if row["kind"] == kind}
-            parameters = f"{found[sizes[0]]['parameters'] / 1e6:.2f}M"
+        for kind in dict.fromkeys(row["kind"] for row in model_rows):
+            row_by_size = {row["pixels"]: row for row in model_rows if row["kind"] == kind}
+            parameters = f"{row_by_size[sizes[0]]['parameters'] / 1e6:.2f}M"
             lines.append(
                 [
                     f"`{kind}`",
                     parameters,
-                    *(cell(found[size]) for size in sizes),
-                    *(growth(found, name) for name in growths),
+                    *(cell(row_by_size[size]) for size in sizes),
+                    *(growth(row_by_size, name) for name in growths),
                 ]
             )
         header = [model, "parameters", *(f"{size:,} pixels" for size in sizes), *growths.values()]
@@ -122,10 +122,10 @@ GROWTHS = {"milliseconds": "time over pixels", "gmacs": "operations over pixels"
 """Names of the figures whose growth with the image size is shown, each with the title of its column."""
 
 
-def growth(found: dict[int, dict[str, Any]], name: str) -> str:
+def growth(row_by_size: dict[int, dict[str, Any]], name: str) -> str:
     """Format the ratio of a figure per pixel at the largest size to that at the smallest."""
-    small, large = min(found), max(found)
-    return f"{found[large][name] / found[small][name] / (large / small) ** 2:.2f}"
+    small, large = min(row_by_size), max(row_by_size)
+    return f"{row_by_size[large][name] / row_by_size[small][name] / (large / small) ** 2:.2f}"
 
 
 def main() -> None:

@@ -56,30 +56,30 @@ def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Pa
     def ours(form: str) -> Callable[[], Tensor]:
         return lambda: mhla_attention(q, k, v, mixing, form=form, **options)  # type: ignore[arg-type]
 
-    found: dict[str, Method] = {"auto": (ours("auto"), leaves), "chunked": (ours("chunked"), leaves)}
+    methods_by_name: dict[str, Method] = {"auto": (ours("auto"), leaves), "chunked": (ours("chunked"), leaves)}
     if shape.tokens <= 4096:
-        found["parallel"] = (ours("parallel"), leaves)
+        methods_by_name["parallel"] = (ours("parallel"), leaves)
     if shape.causal:
         amplitude, decay = (torch.rand(TERMS, device=device).requires_grad_() for _ in range(2))
         exponential = ExponentialMixing(amplitude, decay)
-        found["exponential"] = (
+        methods_by_name["exponential"] = (
             lambda: mhla_attention(q, k, v, exponential, form="chunked", **options),
             [q, k, v, exponential.amplitude, exponential.decay],
         )
         linear = flash_linear_attention() if device.type == "cuda" else None
         if linear is not None:
-            found["fla"] = (lambda: linear(q, k, v), leaves[:3])
+            methods_by_name["fla"] = (lambda: linear(q, k, v), leaves[:3])
         if device.type == "cpu" or shape.blocks <= LONGEST_LOOP:
-            found["loop"] = (lambda: loop_over_blocks(q, k, v, mixing, shape.block), leaves)
+            methods_by_name["loop"] = (lambda: loop_over_blocks(q, k, v, mixing, shape.block), leaves)
             if checkout is not None:
                 run = authors(checkout)
-                found["authors"] = (lambda: run(q, k, v, mixing, shape.block), leaves)
+                methods_by_name["authors"] = (lambda: run(q, k, v, mixing, shape.block), leaves)
     heads = shape.heads * shape.value_width // shape.key_width
     size = (shape.batch, heads, shape.tokens, shape.key_width)
     soft = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     backend = softmax_backend(device)
-    found["softmax"] = (lambda: softmax(soft[0], soft[1], soft[2], shape.causal, backend), soft)
-    return found
+    methods_by_name["softmax"] = (lambda: softmax(soft[0], soft[1], soft[2], shape.causal, backend), soft)
+    return methods_by_name
 
 
 def measure(
@@ -91,12 +91,12 @@ def measure(
         A row for each implementation: milliseconds, minimal milliseconds (floors), rates and memory, or the error if it fails.
     """
     rows = []
-    for name, (call, wanted) in methods(shape, device, dtype, checkout).items():
+    for name, (call, leaves) in methods(shape, device, dtype, checkout).items():
         row: dict[str, Any] = {**asdict(shape), "normalize": shape.normalized, "method": name}
         if name == "softmax":
             row["backend"] = getattr(softmax_backend(device), "name", "chosen by torch")
         try:
-            row |= _times(call, wanted, device, seconds)
+            row |= _times(call, leaves, device, seconds)
         except Exception as error:  # the other methods are measured whatever the error
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if name in OURS and device.type == "cuda" and dtype == torch.bfloat16 and "error" not in row:
@@ -106,14 +106,14 @@ def measure(
 
 
 def _times(
-    call: Callable[[], Tensor], wanted: list[Tensor], device: torch.device, seconds: float
+    call: Callable[[], Tensor], leaves: list[Tensor], device: torch.device, seconds: float
 ) -> dict[str, float | int | None]:
     with torch.no_grad():
         forward = milliseconds(call, device, seconds)
         cotangent = torch.randn_like(call())
 
     def both() -> object:
-        return torch.autograd.grad(call(), wanted, cotangent)
+        return torch.autograd.grad(call(), leaves, cotangent)
 
     return {
         "forward_ms": forward,
@@ -123,13 +123,13 @@ def _times(
 
 
 def _against_floor(shape: Shape, row: dict[str, Any], rates: Rates, terms: int | None) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for key, backward in (("forward", False), ("both", True)):
         cost, time = least_cost(shape, rates, backward, terms), row[f"{key}_ms"]
         floor = cost.milliseconds(rates)
-        found |= {f"{key}_floor_ms": floor, f"{key}_over_floor": time / floor}
-        found |= {f"{key}_GBps": cost.bytes / time / 1e6, f"{key}_TFLOPs": cost.operations / time / 1e9}
-    return found
+        figures |= {f"{key}_floor_ms": floor, f"{key}_over_floor": time / floor}
+        figures |= {f"{key}_GBps": cost.bytes / time / 1e6, f"{key}_TFLOPs": cost.operations / time / 1e9}
+    return figures
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
@@ -170,19 +170,19 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Plot the time per token over the number of tokens N, for the causal shapes with the shortest blocks."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    wanted = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
+    shown = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
     for axis, key, label in zip(axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True):
         for method in ("loop", "authors", "softmax", "fla", "parallel", "chunked", "exponential", "auto"):
             points = [
                 (row["tokens"], 1e3 * row[key] / (row["batch"] * row["tokens"]))
-                for row in wanted
+                for row in shown
                 if row["method"] == method and "error" not in row
             ]
             if points:
                 style = "--" if method == "auto" else "-"
                 axis.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, label=method)
         axis.set(xscale="log", yscale="log", xlabel="tokens N", title=label)
-        axis.set_xticks(sorted({row["tokens"] for row in wanted}))
+        axis.set_xticks(sorted({row["tokens"] for row in shown}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)

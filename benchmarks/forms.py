@@ -85,12 +85,12 @@ def compare_tiles(seconds: float, console: Console) -> Table:
     table = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
     for title in ("tile", "C=256", "C=1024", "C=4096"):
         table.add_column(title, justify="right")
-    kept, cpu = chunked.TILE, torch.device("cpu")
+    original_tile, cpu = chunked.TILE, torch.device("cpu")
     for tile in track((32, 64, 128, 256), "measuring tiles", console=console, transient=True):
         chunked.TILE = tile
         times = [both_ms(Shape("", 1, 4, 4096, c, 128, 256, True), "chunked", cpu, seconds) for c in (256, 1024, 4096)]
         table.add_row(str(tile), *(f"{time:.0f}" for time in times))
-    chunked.TILE = kept
+    chunked.TILE = original_tile
     return table
 
 
@@ -100,13 +100,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=0.25, help="for each time, roughly (default: 0.25)")
     parser.add_argument("--longest", type=int, default=8192, help="most tokens of a shape (default: 8192)")
-    asked = parser.parse_args()
-    device, console = torch.device(asked.device), Console(width=110)
+    args = parser.parse_args()
+    device, console = torch.device(args.device), Console(width=110)
     shapes = MODELS + LENGTHS if device.type == "cuda" else LANGUAGE + IMAGES
-    shapes = [shape for shape in shapes if shape.tokens <= asked.longest]
-    console.print(compare_forms(shapes, device, asked.seconds, console))
-    if device.type == "cpu" and asked.longest >= 4096:
-        console.print(compare_tiles(asked.seconds, console))
+    shapes = [shape for shape in shapes if shape.tokens <= args.longest]
+    console.print(compare_forms(shapes, device, args.seconds, console))
+    if device.type == "cpu" and args.longest >= 4096:
+        console.print(compare_tiles(args.seconds, console))
     console.print(", ".join(f"{key} {value}" for key, value in describe(device).items()))
 
 

@@ -68,12 +68,12 @@ def track(case: FullSize, kinds: list[str], layers: int) -> int:
         model = case.build(kinds, layers).train()
         model.enable_gradient_checkpointing()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        given = case.inputs("cpu")
+        sample = case.inputs("cpu")
         tracker = MemTracker()
-        tracker.track_external(model, optimizer, *given)
+        tracker.track_external(model, optimizer, *sample)
         with tracker:
             for _ in range(2):  # the state of the optimizer exists from the second step on
-                training_step(case, model, given, "cpu")
+                training_step(case, model, sample, "cpu")
                 optimizer.step()
                 optimizer.zero_grad()
                 tracker.reset_mod_stats()
@@ -101,10 +101,10 @@ def peak_memory(case: FullSize, kinds: list[str]) -> Row:
     }
 
 
-def training_step(case: FullSize, model: Any, given: tuple[Tensor, ...], device: str) -> None:
+def training_step(case: FullSize, model: Any, sample: tuple[Tensor, ...], device: str) -> None:
     """Run a forward and backward pass of a model in bfloat16 autocast on a type of device."""
     with torch.autocast(device, dtype=torch.bfloat16):
-        out = case.call(model, *given)
+        out = case.call(model, *sample)
     out.float().square().mean().backward()
 
 
@@ -112,21 +112,21 @@ def measure(case: FullSize, kinds: list[str]) -> Row:
     """Measure a model on the GPU: milliseconds of the last layer's attention, a forward pass, and a training step."""
     with torch.device("cuda"):
         model = case.build(kinds, case.layers)
-    given = case.inputs("cuda")
-    layer, seen = case.layer(model), []
-    hook = layer.register_forward_pre_hook(lambda module, args: seen.append(args))
+    sample = case.inputs("cuda")
+    layer, recorded = case.layer(model), []
+    hook = layer.register_forward_pre_hook(lambda module, args: recorded.append(args))
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        case.call(model, *given)
+        case.call(model, *sample)
         hook.remove()
-        arguments = seen[0]
+        arguments = recorded[0]
         row = {
             "layer_ms": milliseconds(lambda: layer(*arguments)),
-            "forward_ms": milliseconds(lambda: case.call(model, *given)),
+            "forward_ms": milliseconds(lambda: case.call(model, *sample)),
         }
     model.enable_gradient_checkpointing()
 
     def step() -> None:
-        training_step(case, model, given, "cuda")
+        training_step(case, model, sample, "cuda")
         model.zero_grad(set_to_none=True)
 
     torch.cuda.reset_peak_memory_stats()

@@ -78,18 +78,18 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
             token.item()
             times.append((time.perf_counter() - begin) * 1e3)
         read += steps
-        each, size = sum(times) / len(times), cache.bytes
+        average, size = sum(times) / len(times), cache.bytes
         rows.append(
             {
                 "kind": kind,
                 "context": context,
-                "milliseconds_per_token": each,
+                "milliseconds_per_token": average,
                 "median_milliseconds": median(times),
                 "state_bytes": size,
                 "read_seconds": spent,
             }
         )
-        print(f"| {kind} | {context:,} | {each:.2f} | {size / 2**20:.2f} |", flush=True)
+        print(f"| {kind} | {context:,} | {average:.2f} | {size / 2**20:.2f} |", flush=True)
     return rows
 
 

@@ -81,25 +81,25 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
                 5,
             ),
         }  # fmt: skip
-    found = {"doctor": Part(doctor, 4, "doctor.json"), "native": Part(("-m", "benchmarks.native", *to), 8)}
+    parts_by_name = {"doctor": Part(doctor, 4, "doctor.json"), "native": Part(("-m", "benchmarks.native", *to), 8)}
     tests = ("-m", "pytest", "-q", "-n", "4", "--timeout", "0", "tests/kernels")
-    found["tests"] = Part(tests, 12, "tests.txt")
+    parts_by_name["tests"] = Part(tests, 12, "tests.txt")
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer:
         for form in ("parallel", "chunked", "spanning"):
             command = (sanitizer, "--error-exitcode", "1", sys.executable, "-m", "benchmarks.native", "--case", form)
-            found[f"sanitizer {form}"] = Part(
+            parts_by_name[f"sanitizer {form}"] = Part(
                 command, 4, f"sanitizer-{form}.txt", (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
             )
-    found["forms"] = Part(("-m", "benchmarks.forms"), 8, "forms.txt")
+    parts_by_name["forms"] = Part(("-m", "benchmarks.forms"), 8, "forms.txt")
     peers = () if authors is None else ("--authors", str(authors.resolve()))
-    found["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
-    found["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)
-    found["throughput"] = Part(("-m", "benchmarks.throughput", *to), 15)
-    found["generation"] = Part(("-m", "benchmarks.generation", *to), 8)
-    found["models"] = Part(("-m", "benchmarks.models", "--seconds", "3", *to), 12)
-    found["wan"] = Part(("-m", "benchmarks.wan", *to), 10)
-    return found
+    parts_by_name["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
+    parts_by_name["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)
+    parts_by_name["throughput"] = Part(("-m", "benchmarks.throughput", *to), 15)
+    parts_by_name["generation"] = Part(("-m", "benchmarks.generation", *to), 8)
+    parts_by_name["models"] = Part(("-m", "benchmarks.models", "--seconds", "3", *to), 12)
+    parts_by_name["wan"] = Part(("-m", "benchmarks.wan", *to), 10)
+    return parts_by_name
 
 
 def folder_of(device: torch.device) -> str:
@@ -125,11 +125,11 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
     start = time.perf_counter()
     log = out / f"{name.replace(' ', '-')}.log"
     environment = {**os.environ, **dict(part.environment)}
-    with log.open("w") as said:
-        stream: Any = subprocess.PIPE if part.keeps else said
+    with log.open("w") as log_file:
+        stream: Any = subprocess.PIPE if part.keeps else log_file
         try:
             done = subprocess.run(
-                words, stdout=stream, stderr=said, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
+                words, stdout=stream, stderr=log_file, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
                 check=False,
             )  # fmt: skip
             status, printed = done.returncode, done.stdout or ""
@@ -158,24 +158,24 @@ def goals(out: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = json.loads(path.read_text())["rows"]
-    found = []
+    goal_rows = []
     for name in dict.fromkeys(row["name"] for row in rows):
         group = {row["method"]: row for row in rows if row["name"] == name and "error" not in row}
         if "both_over_floor" not in group.get("auto", {}):
             continue
-        own = group["auto"]
-        peers = {method: group[method]["both_ms"] / own["both_ms"] for method in group if method in PEERS}
-        found.append(
+        auto = group["auto"]
+        peers = {method: group[method]["both_ms"] / auto["both_ms"] for method in group if method in PEERS}
+        goal_rows.append(
             {
                 "shape": name,
-                **{key: own[key] for key in ("forward_ms", "forward_floor_ms", "both_ms", "both_floor_ms")},
-                "forward_over_floor": own["forward_over_floor"],
-                "both_over_floor": own["both_over_floor"],
-                "met": max(own["forward_over_floor"], own["both_over_floor"]) <= GOAL,
+                **{key: auto[key] for key in ("forward_ms", "forward_floor_ms", "both_ms", "both_floor_ms")},
+                "forward_over_floor": auto["forward_over_floor"],
+                "both_over_floor": auto["both_over_floor"],
+                "met": max(auto["forward_over_floor"], auto["both_over_floor"]) <= GOAL,
                 "times_faster_than": peers,
             }
         )
-    return found
+    return goal_rows
 
 
 PEERS = ("softmax", "fla", "loop", "authors")
@@ -221,9 +221,9 @@ def main() -> None:
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(all_parts)}")
     path, machine = out / "parts.json", describe(device)
-    known = json.loads(path.read_text()) if path.exists() else {}
+    previous = json.loads(path.read_text()) if path.exists() else {}
     versions = {**machine, "date": None}
-    done = known.get("parts", {}) if {**known.get("machine", {}), "date": None} == versions else {}
+    done = previous.get("parts", {}) if {**previous.get("machine", {}), "date": None} == versions else {}
     for name in args.only or all_parts:
         if done.get(name, {}).get("status") == 0 and not args.again:
             console.print(f"{name}: done on {done[name]['date']}", highlight=False)

@@ -261,7 +261,7 @@ def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[st
     return rows
 
 
-def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], console: Console) -> None:
+def print_table(rows: list[dict[str, Any]], older: list[dict[str, Any]], console: Console) -> None:
     """Print a row for each model, with columns for the results of an older checkout.
 
     Args:
@@ -280,7 +280,7 @@ def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], consol
         times = (row.get(name) for name in ("eager_ms", "compiled_ms"))
         return (str(row["breaks"]), graphs, *("" if ms is None else f"{ms:.1f}" for ms in times))  # type: ignore[return-value]
 
-    old = {(row["model"], row["swapped"]): row for row in before}
+    old = {(row["model"], row["swapped"]): row for row in older}
     for row in rows:
         pairs = zip(one(row), one(old.get((row["model"], row["swapped"]))), strict=True)
         table.add_row(
@@ -306,14 +306,14 @@ def main() -> None:
         return
     names = [name for name in MODELS if args.only in name]
     load = os.getloadavg()[0]
-    rows, before = measure(names, args.seconds), []
+    rows, older = measure(names, args.seconds), []
     content: dict[str, Any] = {"machine": describe(torch.device("cpu")), "commit": _commit(Path(__file__).parent)}
     content |= {"load_average": [load, os.getloadavg()[0]], "rows": rows}
     if args.before is not None:
-        before = older_rows(args.before, names, args.seconds)
-        content["before"] = {"commit": _commit(args.before), "rows": before}
+        older = older_rows(args.before, names, args.seconds)
+        content["before"] = {"commit": _commit(args.before), "rows": older}
     write_whole(args.out / "graphs-cpu.json", json.dumps(content, indent=1) + "\n")
-    print_table(rows, before, Console(width=150))
+    print_table(rows, older, Console(width=150))
 
 
 if __name__ == "__main__":

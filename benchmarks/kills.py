@@ -253,10 +253,9 @@ def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, 
     if process.wait() != 0:
         raise SystemExit(f"error: {folder / 'whole'}: the run failed, see output.txt")
     alone = time.monotonic() - begun
-    wanted = domain.kills if kills is None else kills
-    done = train_killed(
-        config, folder / "killed", wanted, random.Random(f"{seed} {name}"), 0.6 * max(5.0, alone - 10) / wanted
-    )
+    number_of_kills = domain.kills if kills is None else kills
+    spread = 0.6 * max(5.0, alone - 10) / number_of_kills
+    done = train_killed(config, folder / "killed", number_of_kills, random.Random(f"{seed} {name}"), spread)
     row = {"config": domain.config, "kills": len(done), **{kind: done.count(kind) for kind in sorted(set(done))}}
     return {
         **row,

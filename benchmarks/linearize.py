@@ -83,15 +83,15 @@ def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], No
         tokens: number of tokens of the sequence.
     """
     with FakeTensorMode():
-        model, given = build(layers, part), (torch.ones(1, tokens, dtype=torch.long),)
+        model, inputs = build(layers, part), (torch.ones(1, tokens, dtype=torch.long),)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True) if trained else None
         storages = Storages()
-        for tensor in (*model.parameters(), *model.buffers(), *given):
+        for tensor in (*model.parameters(), *model.buffers(), *inputs):
             storages.add(tensor)
         with storages:
             for _ in range(2):
-                step(model, given)
+                step(model, inputs)
                 if optimizer is not None:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -118,22 +118,22 @@ def build(layers: int, train: Any) -> Any:
     return model
 
 
-def transfer(model: Any, given: tuple[Tensor, ...]) -> None:
+def transfer(model: Any, inputs: tuple[Tensor, ...]) -> None:
     """Run a forward and backward pass of attention transfer, which trains new layers to match the original ones."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        transfer_loss(model, lambda: model.base_model(given[0], use_cache=False)).backward()
+        transfer_loss(model, lambda: model.base_model(inputs[0], use_cache=False)).backward()
 
 
-def train(model: Any, given: tuple[Tensor, ...]) -> None:
+def train(model: Any, inputs: tuple[Tensor, ...]) -> None:
     """Run a forward and backward pass of training on text."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(given[0], labels=given[0], use_cache=False).loss.backward()
+        model(inputs[0], labels=inputs[0], use_cache=False).loss.backward()
 
 
-def generate(model: Any, given: tuple[Tensor, ...]) -> None:
+def generate(model: Any, inputs: tuple[Tensor, ...]) -> None:
     """Run a forward pass of the original model, for comparison."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        model.base_model(given[0], use_cache=False)
+        model.base_model(inputs[0], use_cache=False)
 
 
 STEPS: dict[str, tuple[str, Callable[[Any, tuple[Tensor, ...]], None]]] = {

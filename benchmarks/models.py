@@ -91,15 +91,15 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
         if device.type == "cuda"
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    each = median(times)
+    step_seconds = median(times)
     return {
         "model": model,
         "pixels": pixels,
         "tokens": (pixels // 16) ** 2,
         "kind": kind,
         "images": images,
-        "seconds": each,
-        "images_per_second": images / each,
+        "seconds": step_seconds,
+        "images_per_second": images / step_seconds,
         "peak_bytes": peak,
     }
 
@@ -129,11 +129,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     cases = {(row["model"], row["pixels"], row["images"]): (row["pixels"] // 16) ** 2 for row in rows}
     for (model, pixels, images), tokens in cases.items():
-        found = {
+        row_by_kind = {
             row["kind"]: row for row in rows if (row["model"], row["pixels"], row["images"]) == (model, pixels, images)
         }
-        cells = [_cell(found.get(kind)) for kind in KINDS]
-        speed = {kind: row["images_per_second"] for kind, row in found.items() if "seconds" in row}
+        cells = [_cell(row_by_kind.get(kind)) for kind in KINDS]
+        speed = {kind: row["images_per_second"] for kind, row in row_by_kind.items() if "seconds" in row}
         ratio = f"{speed['mhla'] / speed['softmax']:.2f}" if {"mhla", "softmax"} <= set(speed) else ""
         lines.append(f"| {' | '.join([f'DiT-{model}', f'{pixels:,}', f'{tokens:,}', str(images), *cells, ratio])} |")
     return "\n".join(lines)
@@ -144,8 +144,8 @@ def _cell(row: dict[str, Any] | None) -> str:
         return ""
     if "failed" in row:
         return f"failed: {row['failed']}"
-    each, memory = row["seconds"] / row["images"], row["peak_bytes"] / 2**30
-    speed = f"{1 / each:.3g} images/s" if each < 0.1 else f"{each:.3g} s an image"
+    seconds, memory = row["seconds"] / row["images"], row["peak_bytes"] / 2**30
+    speed = f"{1 / seconds:.3g} images/s" if seconds < 0.1 else f"{seconds:.3g} s an image"
     return f"{speed}, {memory:.1f} GiB"
 
 
@@ -169,9 +169,9 @@ def main() -> None:
     device = torch.device(args.device)
     path = None if args.out is None else args.out / f"models-{device.type}.json"
     machine = describe(device)
-    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    undated, before = ({**facts, "date": None} for facts in (machine, known.get("machine", {})))
-    rows = [row for row in known["rows"] if "seconds" in row] if before == undated else []
+    previous = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    undated, previous_machine = ({**facts, "date": None} for facts in (machine, previous.get("machine", {})))
+    rows = [row for row in previous["rows"] if "seconds" in row] if previous_machine == undated else []
     done = {(row["model"], row["pixels"], row["kind"], row["images"]) for row in rows}
     for model in args.models:
         for pixels in args.pixels:

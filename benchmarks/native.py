@@ -115,9 +115,9 @@ def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
         leaves = case.make(device)
         exact = [x.detach().double().requires_grad_() for x in leaves]
         cotangent = torch.randn(1, tokens, 2, value, device=device).bfloat16()
-        want = case.both(exact, cotangent, form="reference", backend="torch")
-        got = case.both(leaves, cotangent)
-        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+        expected = case.both(exact, cotangent, form="reference", backend="torch")
+        actual = case.both(leaves, cotangent)
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)]
         bound, gradient_bound = BOUNDS[dtype]
         worst = max(errors[1:])
         if not (errors[0] <= bound and worst <= gradient_bound):
@@ -162,7 +162,7 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
     """Check a CUDA graph of a forward and backward pass that is replayed with new values after other calls."""
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 777, 16)
-        leaves, other = case.make(device), case.make(device, seed=1)
+        leaves, new_leaves = case.make(device), case.make(device, seed=1)
         cotangent = torch.randn(1, 777, 2, 64, device=device)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -175,13 +175,13 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
         for size in range(100):  # more tables than the cache keeps
             tokens = torch.rand(1, 900 + size, 1, 64, device=device, dtype=torch.bfloat16)
             mhla_attention(tokens, tokens, tokens, torch.rand(64, 64, device=device), block_size=16, causal=True)
-        want = case.both(other, cotangent)
+        expected = case.both(new_leaves, cotangent)
         with torch.no_grad():
-            for a, b in zip(leaves, other, strict=True):
+            for a, b in zip(leaves, new_leaves, strict=True):
                 a.copy_(b)
         graph.replay()
         torch.cuda.synchronize()
-        if not all(torch.equal(a, b) for a, b in zip(captured, want, strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True)):
             raise AssertionError(f"{case}: a replayed graph computes something else")
         yield str(case), "replayed"
 
@@ -229,8 +229,8 @@ def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
             continue
         start = time.perf_counter()
         try:
-            for case, found in function(device):
-                rows.append({"check": name, "case": case, "passed": True, "found": found})
+            for case, result in function(device):
+                rows.append({"check": name, "case": case, "passed": True, "found": result})
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:300]}"
             rows.append({"check": name, "case": "", "passed": False, "found": text})
@@ -252,8 +252,8 @@ def main() -> None:
     if args.case:
         case = small_case(args.case)
         leaves = case.make(device)
-        found = case.both(leaves, torch.ones(1, case.tokens, 2, 64, device=device))
-        sys.exit(0 if all(bool(torch.isfinite(x).all()) for x in found) else 1)
+        tensors = case.both(leaves, torch.ones(1, case.tokens, 2, 64, device=device))
+        sys.exit(0 if all(bool(torch.isfinite(x).all()) for x in tensors) else 1)
     rows = check(device, Console(width=150))
     args.out.mkdir(parents=True, exist_ok=True)
     content = {"machine": describe(device), "rows": rows}

@@ -93,15 +93,15 @@ def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: 
     """Measure a recurrence: the errors of outputs and gradients on 512 tokens, and the times on all tokens."""
     short = [x[:, :512].clone().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in short]
-    want, out = definition(name, *exact), ours(*short)
+    expected, out = definition(name, *exact), ours(*short)
     weight = torch.randn_like(out)
-    slopes = torch.autograd.grad((want * weight).sum(), exact)
-    found = torch.autograd.grad((out * weight).sum(), short)
+    slopes = torch.autograd.grad((expected * weight).sum(), exact)
+    gradients = torch.autograd.grad((out * weight).sum(), short)
     leaves = [x.requires_grad_() for x in inputs]
     row: dict[str, Any] = {
         "operator": name,
-        "error": error(out, want),
-        "gradient_error": max(error(a, b) for a, b in zip(found, slopes, strict=True)),
+        "error": error(out, expected),
+        "gradient_error": max(error(a, b) for a, b in zip(gradients, slopes, strict=True)),
         "difference_from_theirs": error(ours(*inputs).detach(), theirs(*inputs).detach().double()),
     }
     for who, call in (("ours", ours), ("theirs", theirs)):

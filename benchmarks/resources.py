@@ -239,7 +239,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)
-    found = []
+    launches = []
     for function, arguments, options in recorded:
         names = [parameter.name for parameter in function.params if not parameter.is_constexpr]
         unspecialized = {parameter.name: parameter.do_not_specialize for parameter in function.params}
@@ -263,7 +263,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
             f"{variant.form} {'causal' if variant.causal else 'bidirectional'} "
             f"{'normalized' if variant.normalize else 'plain'} {'unusual ' if variant.unusual else ''}{mode}"
         )
-        found.append(
+        launches.append(
             Launch(
                 function.fn.__name__,
                 function.fn.__module__,
@@ -279,7 +279,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 label.strip(),
             )
         )
-    return found
+    return launches
 
 
 def compile_launch(launch: Launch) -> Usage:
@@ -389,13 +389,13 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
         console: console for the progress bar.
         sample: number of kernels to compile, evenly chosen; None for all.
     """
-    seen: dict[tuple[object, ...], Launch] = {}
+    distinct: dict[tuple[object, ...], Launch] = {}
     for chip, variant in product(chips, chosen):
         for launch in launches_of(variant, chip):
             key = (chip, launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
-            if key not in seen or launch.spills_allowed < seen[key].spills_allowed:
-                seen[key] = launch
-    launches = list(seen.values())
+            if key not in distinct or launch.spills_allowed < distinct[key].spills_allowed:
+                distinct[key] = launch
+    launches = list(distinct.values())
     if sample is not None:
         launches = [launches[index * len(launches) // sample] for index in range(min(sample, len(launches)))]
     with ProcessPoolExecutor() as pool, Progress(console=console, transient=True) as progress:

@@ -88,8 +88,8 @@ def measure(
                 return mhla_attention(q, k, v, mixed, block_size=block, causal=causal, form=form)
 
             run = partial(call, form=form, block=block, causal=causal)
-            found = times(run, leaves, runs, seconds)
-            rows.append({"tokens": n, "method": form, "block": block, "causal": causal, **found})
+            milliseconds = times(run, leaves, runs, seconds)
+            rows.append({"tokens": n, "method": form, "block": block, "causal": causal, **milliseconds})
     return rows
 
 
@@ -115,12 +115,14 @@ def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.devi
     for title in ("tokens", "direction", "C", *titles, "auto"):
         table.add_column(title, justify="left" if title in ("direction", "auto") else "right")
     for n in dict.fromkeys(row["tokens"] for row in rows):
-        own = [row for row in rows if row["tokens"] == n]
-        cells = [text(own[0][name]) for name in ("forward_ms", "both_ms")]
+        length_rows = [row for row in rows if row["tokens"] == n]
+        cells = [text(length_rows[0][name]) for name in ("forward_ms", "both_ms")]
         table.add_row(str(n), "linear attention", "", *cells, *[""] * (len(titles) - 2), "")
-        for causal, block in dict.fromkeys((row["causal"], row["block"]) for row in own[1:]):
-            found = {row["method"]: row for row in own[1:] if (row["causal"], row["block"]) == (causal, block)}
-            cells = [text(found[form][name]) for form in forms for name in ("forward_ms", "both_ms")]
+        for causal, block in dict.fromkeys((row["causal"], row["block"]) for row in length_rows[1:]):
+            row_by_method = {
+                row["method"]: row for row in length_rows[1:] if (row["causal"], row["block"]) == (causal, block)
+            }
+            cells = [text(row_by_method[form][name]) for form in forms for name in ("forward_ms", "both_ms")]
             direction = "causal" if causal else "both ways"
             table.add_row(str(n), direction, str(block), *cells, chosen(n, block, causal, device))
     console.print(table)

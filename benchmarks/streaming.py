@@ -75,14 +75,14 @@ def main() -> None:
         finally:
             server.kill()
             server.wait()
-    found: dict[str, Any] = {name: round(median(values), 1) for name, values in rates.items()}
-    found["ratio"] = round(found["streamed"] / found["local"], 3)
-    result = {**vars(args), "bytes": total, "cache_bytes": total // 10, "samples_a_second": rates, **found}
+    medians: dict[str, Any] = {name: round(median(values), 1) for name, values in rates.items()}
+    medians["ratio"] = round(medians["streamed"] / medians["local"], 3)
+    result = {**vars(args), "bytes": total, "cache_bytes": total // 10, "samples_a_second": rates, **medians}
     result.pop("out")
     result["machine"] = describe(torch.device("cpu"))
     print(
-        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {found['local']:,} samples a second from the "
-        f"disk, {found['streamed']:,} from a server with cache_bytes={total // 10} ({100 * found['ratio']:.1f}%)"
+        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {medians['local']:,} samples a second from the "
+        f"disk, {medians['streamed']:,} from a server with cache_bytes={total // 10} ({100 * medians['ratio']:.1f}%)"
     )
     if args.out is not None:
         write_whole(args.out / "streaming-cpu.json", json.dumps(result, indent=1) + "\n")

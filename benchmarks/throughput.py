@@ -193,18 +193,18 @@ def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader([batch] * steps, batch_size=None))  # type: ignore[arg-type]
-    each = median(clock.seconds[min(WARM_UP, steps - 1) :])
+    step_seconds = median(clock.seconds[min(WARM_UP, steps - 1) :])
     row: dict[str, Any] = {
         "config": name, "compile": compiled, "samples": samples, "tokens": tokens, "precision": precision,
-        "seconds": each, "first_step_seconds": clock.seconds[0], "samples_per_second": samples / each,
-        "tokens_per_second": samples * tokens / each, "operations": clock.operations,
-        "TFLOPs": clock.operations / each / 1e12,
+        "seconds": step_seconds, "first_step_seconds": clock.seconds[0], "samples_per_second": samples / step_seconds,
+        "tokens_per_second": samples * tokens / step_seconds, "operations": clock.operations,
+        "TFLOPs": clock.operations / step_seconds / 1e12,
     }  # fmt: skip
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         dtype = torch.bfloat16 if str(precision).startswith("bf16") else torch.float32
         peak = get_available_flops(torch.device("cuda", 0), dtype)
-        row["mfu"] = None if peak is None else clock.operations / each / peak
+        row["mfu"] = None if peak is None else clock.operations / step_seconds / peak
     return row
 
 
@@ -271,17 +271,17 @@ def main() -> None:
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     machine, path = describe(torch.device("cuda" if gpu else "cpu")), args.out / "throughput.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    same = {**known.get("machine", {}), "date": None} == {**machine, "date": None}
-    rows = [row for row in known["rows"] if "failed" not in row] if same else []
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    same = {**previous.get("machine", {}), "date": None} == {**machine, "date": None}
+    rows = [row for row in previous["rows"] if "failed" not in row] if same else []
     done = {(row["config"], row["compile"], row["asked"], row["steps"]) for row in rows}
     sizes = CONFIGS if gpu else SMALL
     for name in args.configs or list(sizes):
         for compiled in {"both": (False, True), "on": (True,), "off": (False,)}[args.compile]:
-            asked = args.samples or sizes.get(name, 1)
-            if (name, compiled, asked, args.steps) not in done:
-                found = measure_or_halve(name, asked, compiled, args.steps)
-                rows.append({**found, "asked": asked, "steps": args.steps})
+            batch_size = args.samples or sizes.get(name, 1)
+            if (name, compiled, batch_size, args.steps) not in done:
+                result = measure_or_halve(name, batch_size, compiled, args.steps)
+                rows.append({**result, "asked": batch_size, "steps": args.steps})
                 write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     print_table(rows, Console(width=150))
     sys.exit(1 if any("failed" in row for row in rows) else 0)

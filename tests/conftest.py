@@ -120,10 +120,12 @@ def _with_processes(path: Path) -> set[str]:
         }
         for function in functions
     }
-    found: set[str] = set()
-    while more := {name for name, used in names.items() if name not in found and used & (STARTS_PROCESSES | found)}:
-        found |= more
-    return found
+    starting: set[str] = set()
+    while more := {
+        name for name, used in names.items() if name not in starting and used & (STARTS_PROCESSES | starting)
+    }:
+        starting |= more
+    return starting
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -160,9 +162,9 @@ def _signals() -> Iterator[None]:
 
     A run that a signal has stopped ignores further signals, and processes that later tests start would inherit this.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 

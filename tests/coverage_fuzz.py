@@ -139,15 +139,15 @@ def tokens(data: bytes) -> None:
 def _with_checksums(data: bytes) -> bytes:
     """Return a zip file with corrected checksums (CRC-32) of the records, at the positions in its directory."""
     changed = bytearray(data)
-    at = changed.find(b"PK\x01\x02")
-    while at >= 0 and at + 46 <= len(changed):
-        size, name, extra, comment = struct.unpack_from("<I4xHHH", changed, at + 20)
-        (where,) = struct.unpack_from("<I", changed, at + 42)
+    entry = changed.find(b"PK\x01\x02")
+    while entry >= 0 and entry + 46 <= len(changed):
+        size, name, extra, comment = struct.unpack_from("<I4xHHH", changed, entry + 20)
+        (where,) = struct.unpack_from("<I", changed, entry + 42)
         if where + 30 <= len(changed):
-            before, more = struct.unpack_from("<HH", changed, where + 26)
-            start = where + 30 + before + more
-            struct.pack_into("<I", changed, at + 16, zlib.crc32(bytes(changed[start : start + size])))
-        at = changed.find(b"PK\x01\x02", at + 46 + name + extra + comment)
+            name_length, extra_length = struct.unpack_from("<HH", changed, where + 26)
+            start = where + 30 + name_length + extra_length
+            struct.pack_into("<I", changed, entry + 16, zlib.crc32(bytes(changed[start : start + size])))
+        entry = changed.find(b"PK\x01\x02", entry + 46 + name + extra + comment)
     return bytes(changed)
 
 

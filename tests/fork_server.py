@@ -110,16 +110,16 @@ class ForkServer:
         Returns:
             The exit status, that of the first failure if there are several processes; and the output.
         """
-        place = output or Path(tempfile.gettempdir()) / f"output-of-{self._process.pid}"
-        place.write_bytes(b"")
-        asked = {
-            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(place),
+        output_file = output or Path(tempfile.gettempdir()) / f"output-of-{self._process.pid}"
+        output_file.write_bytes(b"")
+        request = {
+            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output_file),
             "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
         }  # fmt: skip
-        status = self._ask(asked)
-        text = place.read_text(errors="replace")
+        status = self._ask(request)
+        text = output_file.read_text(errors="replace")
         if output is None:
-            place.unlink()
+            output_file.unlink()
         return status, text
 
     def program(self, code: str, *arguments: str | Path, **options: Any) -> tuple[int, str]:
@@ -138,19 +138,19 @@ class ForkServer:
             folder: working folder; None for the current one.
             environment: additional environment variables.
         """
-        asked = {
+        request = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
             "environment": environment, "kill_at": None, "kill_after_save": None, "processes": 0,
         }  # fmt: skip
         output.touch()
-        return Child(self, self._ask(asked))
+        return Child(self, self._ask(request))
 
-    def _ask(self, asked: dict[str, Any]) -> Any:
+    def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
             try:
-                self._process.stdin.write(json.dumps(asked) + "\n")
+                self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
                 return json.loads(self._process.stdout.readline())
             except BaseException:  # the test timed out: the next test needs a parent that answers no earlier request
@@ -193,26 +193,26 @@ def _kill_after_save(step: int) -> None:
     WholeCheckpointIO.save_checkpoint = wrapped  # type: ignore[method-assign]
 
 
-def _child(asked: dict[str, Any]) -> None:
-    stream = os.open(asked["output"], os.O_WRONLY | os.O_APPEND)
+def _child(request: dict[str, Any]) -> None:
+    stream = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(stream, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore SIGINT
-    os.chdir(asked["folder"])
-    os.environ.update(asked["environment"])
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
     sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []
     import numpy as np
     import torch
 
     np.random.seed()
     torch.set_num_threads(1)
-    if asked["kill_at"] is not None:
-        _kill_after(asked["kill_at"])
-    if asked["kill_after_save"] is not None:
-        _kill_after_save(asked["kill_after_save"])
+    if request["kill_at"] is not None:
+        _kill_after(request["kill_at"])
+    if request["kill_after_save"] is not None:
+        _kill_after_save(request["kill_after_save"])
     sys.path[:0] = [str(Path.cwd())]
-    module, arguments = asked["module"], asked["arguments"]
+    module, arguments = request["module"], request["arguments"]
     status = 1
     try:
         if module == "-c":
@@ -253,13 +253,13 @@ def _places(processes: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _start(asked: dict[str, Any], place: dict[str, str]) -> int:
+def _start(request: dict[str, Any], variables: dict[str, str]) -> int:
     child = os.fork()
-    if not asked["processes"]:
+    if not request["processes"]:
         with contextlib.suppress(PermissionError):  # the other of parent and child has already done it
             os.setpgid(child, child)  # so that it can be killed with its own children
     if child == 0:
-        _child({**asked, "environment": {**asked["environment"], **place}})
+        _child({**request, "environment": {**request["environment"], **variables}})
     return child
 
 
@@ -268,7 +268,7 @@ def preload() -> None:
     for package, folder in FLOORS.items():
         for path in sorted((folder / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
                 modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
                 for module in modules if names else ():
                     if module.split(".")[0] not in FLOORS:
@@ -289,21 +289,21 @@ def main() -> None:
 
     def status_of(child: int, options: int = 0) -> int | None:
         while child not in ended:
-            found, status = os.waitpid(-1, options)
-            if not found:
+            ended_child, status = os.waitpid(-1, options)
+            if not ended_child:
                 return None
-            ended[found] = os.waitstatus_to_exitcode(status)
+            ended[ended_child] = os.waitstatus_to_exitcode(status)
         return ended[child]
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "pid" in asked:
-            answer = status_of(asked["pid"], os.WNOHANG)
+        request = json.loads(line)
+        if "pid" in request:
+            answer = status_of(request["pid"], os.WNOHANG)
         else:
-            children = [_start(asked, place) for place in _places(asked["processes"])]
+            children = [_start(request, variables) for variables in _places(request["processes"])]
             for child in children:
                 ended.pop(child, None)  # status of an earlier process with the same id
-            answer = _first_failure(children, ended) if asked["processes"] else children[0]
+            answer = _first_failure(children, ended) if request["processes"] else children[0]
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
 

@@ -55,12 +55,12 @@ class _Handler(SimpleHTTPRequestHandler):
             return
         data = path.read_bytes()
         start, end = 0, len(data)
-        asked = self.headers.get("Range") if self.server.ranges else None
-        if asked:
-            first, _, last = asked.removeprefix("bytes=").partition("-")
+        range_header = self.headers.get("Range") if self.server.ranges else None
+        if range_header:
+            first, _, last = range_header.removeprefix("bytes=").partition("-")
             start, end = int(first), min(len(data), int(last) + 1 if last else len(data))
-        self.send_response(206 if asked else 200)
-        if asked:
+        self.send_response(206 if range_header else 200)
+        if range_header:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         if self.server.ranges:
             self.send_header("Accept-Ranges", "bytes")

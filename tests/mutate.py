@@ -50,9 +50,9 @@ def read_mutations() -> list[dict[str, Any]]:
     """
     mutations: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/mutations.yaml").read_text())
     for mutation in mutations:
-        found = (ROOT / mutation["file"]).read_text().count(mutation["old"])
-        if found != 1:
-            raise ValueError(f"{mutation['id']}: its text occurs {found} times in {mutation['file']}")
+        occurrences = (ROOT / mutation["file"]).read_text().count(mutation["old"])
+        if occurrences != 1:
+            raise ValueError(f"{mutation['id']}: its text occurs {occurrences} times in {mutation['file']}")
     return mutations
 
 
@@ -66,9 +66,9 @@ def key_of(mutation: dict[str, Any]) -> str:
 
 def run(mutation: dict[str, Any]) -> dict[str, str]:
     """Apply a mutation to a copy of the tree and run its tests there."""
-    place = RESULTS / f"{mutation['id']}-{key_of(mutation)}.json"
-    if place.exists():
-        result: dict[str, str] = json.loads(place.read_text())
+    result_file = RESULTS / f"{mutation['id']}-{key_of(mutation)}.json"
+    if result_file.exists():
+        result: dict[str, str] = json.loads(result_file.read_text())
         return result
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -93,7 +93,7 @@ def run(mutation: dict[str, Any]) -> dict[str, str]:
             outcome, tail = NOTICED, "the tests did not end"
     result = {"id": mutation["id"], "outcome": outcome, "tail": tail}
     RESULTS.mkdir(exist_ok=True)
-    place.write_text(json.dumps(result) + "\n")
+    result_file.write_text(json.dumps(result) + "\n")
     return result
 
 
@@ -110,9 +110,9 @@ def main() -> int:
     args = parser.parse_args()
     mutations = [m for m in read_mutations() if not args.ids or m["id"] in args.ids]
     if args.report:
-        known = [m for m in mutations if (RESULTS / f"{m['id']}-{key_of(m)}.json").exists()]
-        sys.stdout.write(f"{len(known)} of {len(mutations)} are known\n")
-        mutations = known
+        finished = [m for m in mutations if (RESULTS / f"{m['id']}-{key_of(m)}.json").exists()]
+        sys.stdout.write(f"{len(finished)} of {len(mutations)} are known\n")
+        mutations = finished
     results = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for result in pool.map(run, mutations):

@@ -46,14 +46,14 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write docs/results.md from the results, and train nothing")
     parser.add_argument("--list", action="store_true", help="list studies and variants, and how many rows are there")
     args = parser.parse_args()
-    chosen = [STUDIES[name] for name in args.only]
+    studies = [STUDIES[name] for name in args.only]
     if args.list:
-        for study in chosen:
+        for study in studies:
             print(f"{study.name}: {study.title}")
             for variant in study.variants:
                 print(f"  {variant}: {sum(row['variant'] == variant for row in study.rows(args.results))} rows")
         return
-    if unknown := set(args.variants or ()) - {name for study in chosen for name in study.variants}:
+    if unknown := set(args.variants or ()) - {name for study in studies for name in study.variants}:
         parser.error(f"--variants: {', '.join(sorted(unknown))} unknown; --list names them")
     if args.jobs < 1:
         parser.error(f"--jobs: {args.jobs} must be at least 1")
@@ -61,7 +61,7 @@ def main() -> None:
         jobs = [
             Job(study, variant, seed)
             for seed in args.seeds
-            for study in chosen
+            for study in studies
             if study.seeds is None or seed in study.seeds
             for variant in study.variants
             if args.variants is None or variant in args.variants

@@ -26,9 +26,9 @@ from lightning_mhla.training.loading import load_module
 def measure_vlt(checkpoint: Path) -> Row:
     """Measure accuracy and loss of a trained VLT on the held-out digits, and count its parameters."""
     module = load_module(ImageClassifier, checkpoint)
-    found = validated(module, Mnist(**remembered(checkpoint)))
+    metrics = validated(module, Mnist(**remembered(checkpoint)))
     parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    return {"accuracy": found["accuracy"], "loss": found["loss"], "parameters": parameters}
+    return {"accuracy": metrics["accuracy"], "loss": metrics["loss"], "parameters": parameters}
 
 
 def vlt_section(rows: list[Row], folder: Path) -> str:
@@ -41,11 +41,11 @@ def vlt_section(rows: list[Row], folder: Path) -> str:
     lines = [
         [
             f"`{name}`",
-            spread([row["accuracy"] for row in each], 1, 100),
-            spread([row["loss"] for row in each], 3),
-            f"{each[0]['parameters']:,}",
+            spread([row["accuracy"] for row in runs], 1, 100),
+            spread([row["loss"] for row in runs], 3),
+            f"{runs[0]['parameters']:,}",
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     header = ["attention of both stages", "accuracy, %", "held-out loss", "parameters"]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"

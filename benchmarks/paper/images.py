@@ -70,10 +70,10 @@ def section(rows: list[Row], folder: Path) -> str:
     lines = [
         [
             f"`{name}`",
-            spread([row["fid"] for row in each], 2),
-            *(spread([row[key] for row in each], 1, 100) for key in ("precision", "recall", "guided_label_accuracy")),
+            spread([row["fid"] for row in runs], 2),
+            *(spread([row[key] for row in runs], 1, 100) for key in ("precision", "recall", "guided_label_accuracy")),
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 

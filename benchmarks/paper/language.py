@@ -66,15 +66,15 @@ def measure(checkpoint: Path) -> Row:
     """Measure a trained language model: held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
     model = load_checkpoint(checkpoint)
     memory = remembered(checkpoint)
-    found = validated(model, PythonSource(**memory))
+    metrics = validated(model, PythonSource(**memory))
     trained = model.context
     source = PythonSource(**{**memory, "context": LONG}).windows("validate")
     windows = [source[index]["tokens"] for index in range(min(WINDOWS, len(source)))]
     losses = losses_by_position(model, windows)
     parts = {"trained": losses[:trained], "again": losses[trained : 2 * trained], "last": losses[-LONG // 4 :]}
     return {
-        "bits_per_byte": found["bits_per_byte"],
-        "perplexity": found["perplexity"],
+        "bits_per_byte": metrics["bits_per_byte"],
+        "perplexity": metrics["perplexity"],
         **{f"perplexity_{name}": math.exp(float(part.mean())) for name, part in parts.items()},
         "perplexity_by_position": [math.exp(float(part.mean())) for part in losses.chunk(BINS)],
         "parameters": sum(p.numel() for p in model.network.parameters()),
@@ -85,8 +85,8 @@ def draw(rows: list[Row], path: Path) -> None:
     """Plot perplexity by position, averaged over seeds, with a curve for each kind of attention."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
-    for number, (name, each) in enumerate(by_variant(rows).items()):
-        means = [sum(point) / len(each) for point in zip(*(row["perplexity_by_position"] for row in each), strict=True)]
+    for number, (name, runs) in enumerate(by_variant(rows).items()):
+        means = [sum(point) / len(runs) for point in zip(*(row["perplexity_by_position"] for row in runs), strict=True)]
         positions = [(index + 0.5) * LONG / len(means) for index in range(len(means))]
         axis.plot(positions, means, label=name, linewidth=1.3, linestyle="--" if number > 9 else "-")
     axis.set(xlabel="position, tokens (trained on 512)", ylabel="perplexity per token", yscale="log")
@@ -106,12 +106,12 @@ def generated(folder: Path) -> str:
     kinds = list(dict.fromkeys(row["kind"] for row in content["rows"]))
     contexts = sorted({row["context"] for row in content["rows"]})
     shown = [contexts[0], contexts[len(contexts) // 2], contexts[-1]]
-    found = {(row["kind"], row["context"]): row for row in content["rows"]}
+    row_of = {(row["kind"], row["context"]): row for row in content["rows"]}
     lines = [
         [
             f"`{kind}`",
             *(
-                f"{found[kind, n]['milliseconds_per_token']:.1f} ms, {found[kind, n]['state_bytes'] / 2**20:.1f} MiB"
+                f"{row_of[kind, n]['milliseconds_per_token']:.1f} ms, {row_of[kind, n]['state_bytes'] / 2**20:.1f} MiB"
                 for n in shown
             ),
         ]
@@ -139,8 +139,8 @@ def section(rows: list[Row], folder: Path) -> str:
     keys = {"bits_per_byte": 3, "perplexity": 2, "perplexity_trained": 2, "perplexity_again": 2, "perplexity_last": 2}
     header = ["attention", "bits per byte", "perplexity", "tokens 1 to 512 of 4,096", "513 to 1,024", "3,073 to 4,096"]
     lines = [
-        [f"`{name}`", *(spread([row[key] for row in each], digits) for key, digits in keys.items())]
-        for name, each in by_variant(rows).items()
+        [f"`{name}`", *(spread([row[key] for row in runs], digits) for key, digits in keys.items())]
+        for name, runs in by_variant(rows).items()
     ]
     draw(rows, folder / "pictures" / "results-stdlib.png")
     picture = "![Perplexity by position, up to 4,096 tokens, of models trained on 512](pictures/results-stdlib.png)"

@@ -93,20 +93,20 @@ def section(rows: list[Row], folder: Path) -> str:
     """
     header = ["model", "steps", "bits per byte", "more than the original, %", "swapped, untouched"]
     header += [f"state, ms a token at {context:,}" for context in CONTEXTS]
-    before, lines = _originals(rows, "bits_per_byte"), []
-    for name, each in by_variant(rows).items():
-        more = [] if name == "softmax" else [row["bits_per_byte"] / before[row["seed"]] - 1 for row in each]
+    originals, lines = _originals(rows, "bits_per_byte"), []
+    for name, runs in by_variant(rows).items():
+        increases = [] if name == "softmax" else [row["bits_per_byte"] / originals[row["seed"]] - 1 for row in runs]
         cells = [
             f"`{name}`",
-            str(each[0]["steps"]),
-            spread([row["bits_per_byte"] for row in each], 3),
-            spread(more, 2, 100),
-            spread([row["untouched"] for row in each if "untouched" in row], 3),
+            str(runs[0]["steps"]),
+            spread([row["bits_per_byte"] for row in runs], 3),
+            spread(increases, 2, 100),
+            spread([row["untouched"] for row in runs if "untouched" in row], 3),
         ]
         for context in map(str, CONTEXTS):
-            found = [row["generation"][context] for row in each]
-            spent = mean(one["milliseconds"] for one in found)
-            cells.append(f"{found[0]['bytes'] / 2**20:.2f} MiB, {spent:.1f} ms")
+            measurements = [row["generation"][context] for row in runs]
+            spent = mean(measurement["milliseconds"] for measurement in measurements)
+            cells.append(f"{measurements[0]['bytes'] / 2**20:.2f} MiB, {spent:.1f} ms")
         lines.append(cells)
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
@@ -169,11 +169,11 @@ def section_images(rows: list[Row], folder: Path) -> str:
         rows: results of the runs.
         folder: folder of the results page.
     """
-    before, lines = _originals(rows, "accuracy"), []
-    for name, each in by_variant(rows).items():
-        more = [] if name == "softmax" else [row["accuracy"] - before[row["seed"]] for row in each]
-        accuracy = spread([row["accuracy"] for row in each], 1, 100)
-        lines.append([f"`{name}`", str(each[0]["steps"]), accuracy, spread(more, 1, 100)])
+    originals, lines = _originals(rows, "accuracy"), []
+    for name, runs in by_variant(rows).items():
+        increases = [] if name == "softmax" else [row["accuracy"] - originals[row["seed"]] for row in runs]
+        accuracy = spread([row["accuracy"] for row in runs], 1, 100)
+        lines.append([f"`{name}`", str(runs[0]["steps"]), accuracy, spread(increases, 1, 100)])
     header = ["model", "steps", "accuracy, %", "points more than the original"]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 

@@ -44,7 +44,7 @@ def measure(checkpoint: Path) -> Row:
 
     def look(layer: Attention, inputs: tuple[torch.Tensor, ...]) -> None:
         weights = layer.attention_matrix(inputs[0])
-        ranks.append([attention_rank(each) for each in weights])
+        ranks.append([attention_rank(values) for values in weights])
         shares = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp(min=1e-12)
         entropies.append([float(-(share * share.clamp(min=1e-12).log()).sum(-1).mean()) for share in shares])
 
@@ -56,8 +56,8 @@ def measure(checkpoint: Path) -> Row:
     return {
         "accuracy": float((scores.argmax(-1) == labels).float().mean()),
         "loss": float(torch.nn.functional.cross_entropy(scores, labels)),
-        "rank": [sum(each) / len(each) for each in ranks],
-        "entropy": [sum(each) / len(each) for each in entropies],
+        "rank": [sum(values) / len(values) for values in ranks],
+        "entropy": [sum(values) / len(values) for values in entropies],
         "parameters": sum(p.numel() for p in model.network.parameters()),
     }
 
@@ -69,16 +69,16 @@ def section(rows: list[Row], folder: Path) -> str:
         rows: results of the runs.
         folder: folder of the results page.
     """
-    found = by_variant(rows)
-    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
-    columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in found for name in names)]
+    rows_by_variant = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in rows_by_variant))
+    columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in rows_by_variant for name in names)]
     header = ["attention", *("accuracy, %" + (" with lepe" if suffix else "") for suffix in columns)]
     lines = []
     for name in names:
         cells = [f"`{name}`"]
         for suffix in columns:
-            cells.append(spread([row["accuracy"] for row in found.get(name + suffix, [])], 1, 100))
-        plain = found.get(name) or found.get(f"{name}, lepe", [])
+            cells.append(spread([row["accuracy"] for row in rows_by_variant.get(name + suffix, [])], 1, 100))
+        plain = rows_by_variant.get(name) or rows_by_variant.get(f"{name}, lepe", [])
         for key, digits in (("rank", 0), ("entropy", 2)):
             layers = zip(*(row[key] for row in plain), strict=True)
             cells.append(", ".join(f"{sum(layer) / len(layer):.{digits}f}" for layer in layers))
@@ -89,12 +89,14 @@ def section(rows: list[Row], folder: Path) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Plot the accuracy of each kind of attention, with a point for every seed."""
-    found = by_variant(rows)
-    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
+    rows_by_variant = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in rows_by_variant))
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
     axis = figure.subplots()
     for suffix, mark in (("", "o"), (", lepe", "s")):
-        points = [(i, 100 * row["accuracy"]) for i, name in enumerate(names) for row in found.get(name + suffix, [])]
+        points = [
+            (i, 100 * row["accuracy"]) for i, name in enumerate(names) for row in rows_by_variant.get(name + suffix, [])
+        ]
         axis.plot(
             *zip(*points, strict=True), mark, alpha=0.7, label="with lepe" if suffix else "plain"
         ) if points else None

@@ -42,10 +42,10 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
         "on two from nothing.\n"
     )
     done = sum(len(study.rows(results)) for study in studies)
-    wanted = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
-    if done < wanted:
+    expected = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
+    if done < expected:
         missing = ", ".join(f"`{study.name}`" for study in studies if not study.rows(results))
-        parts.append(f"**{done} of {wanted} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
+        parts.append(f"**{done} of {expected} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
     for study in studies:
         if rows := study.rows(results):
             origins = study.needs[0].rows(results) if study.beside and study.needs is not None else []

@@ -47,14 +47,14 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
     """
     home = (folder / slug(name)).resolve()
     clock = home / "seconds.json"
-    asked = {
+    settings = {
         "options": options,
         "config_sha256": hashlib.sha256((ROOT / config).read_bytes()).hexdigest()[:16],
     }
-    spent: dict[str, Any] = {"seconds": 0.0, "done": False, **asked}
+    spent: dict[str, Any] = {"seconds": 0.0, "done": False, **settings}
     if clock.exists():
         spent = json.loads(clock.read_text())
-    for key, value in asked.items():
+    for key, value in settings.items():
         if spent.get(key, value) != value:
             raise SystemExit(
                 f"error: {home} was trained with {key} {spent[key]}, not {value}; choose another --runs, or delete it"

@@ -39,7 +39,7 @@ def fid(drawn: Tensor) -> float:
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
     real = torch.stack([to_pixels(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]
-    drawn_moments, real_moments = (each.moments("pooled") for each in sets)
+    drawn_moments, real_moments = (one_set.moments("pooled") for one_set in sets)
     assert drawn_moments is not None
     assert real_moments is not None
     return frechet_distance(drawn_moments, real_moments)
@@ -51,13 +51,13 @@ def measure(checkpoint: Path) -> Row:
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(TextToImage, checkpoint)
-    found = validated(module, DigitScenes(**remembered(checkpoint)))
+    metrics = validated(module, DigitScenes(**remembered(checkpoint)))
     held_out = SceneSamples(False)
     captions = [held_out[index]["caption"] for index in range(DRAWN)]
     drawn = torch.cat([module.draw_prompts(captions[start : start + 50], start) for start in range(0, DRAWN, 50)])
     parameters = sum(p.numel() for p in module.network.parameters())
     return {
-        "loss": found["loss"],
+        "loss": metrics["loss"],
         "fid": fid(drawn),
         **score_scenes(drawn, captions),
         "steps": steps,
@@ -75,11 +75,11 @@ def section(rows: list[Row], folder: Path) -> str:
     lines = [
         [
             f"`{name}`",
-            spread([row["loss"] for row in each], 4),
-            spread([row["fid"] for row in each], 2),
-            *(spread([row[key] for row in each], 1, 100) for key in CHECKS),
+            spread([row["loss"] for row in runs], 4),
+            spread([row["fid"] for row in runs], 2),
+            *(spread([row[key] for row in runs], 1, 100) for key in CHECKS),
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     header = ["attention", "held-out loss", "FID", *(f"{name}, %" for name in CHECKS)]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"

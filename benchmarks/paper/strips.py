@@ -34,7 +34,7 @@ def draw_strips(rows: list[Row], path: Path) -> None:
         rows: results of the runs, which contain the strips.
         path: path of the picture.
     """
-    strips = {name: each[0]["samples"] for name, each in by_variant(rows).items()}
+    strips = {name: runs[0]["samples"] for name, runs in by_variant(rows).items()}
     pictures = {name: np.asarray(open_image(base64.b64decode(text))) for name, text in strips.items()}
     height, width = next(iter(pictures.values())).shape
     figure = Figure(figsize=(9, (9 * height / width + 0.25) * len(pictures)), layout="constrained")

@@ -89,9 +89,12 @@ class Study:
             SystemExit: if existing results were obtained with different options.
         """
         file, rows = self._file(results), self.rows(results)
-        if rows and (asked := [*self.options, *more]) != (kept := json.loads(file.read_text())["options"]):
+        if rows and (shared_options := [*self.options, *more]) != (
+            earlier_options := json.loads(file.read_text())["options"]
+        ):
             raise SystemExit(
-                f"error: {file} has rows of options {kept}, not {asked}; choose another --results, or delete it"
+                f"error: {file} has rows of options {earlier_options}, not {shared_options}; "
+                f"choose another --results, or delete it"
             )
         if self.has(variant, seed, results):
             return
@@ -178,12 +181,12 @@ def newest(run: Path) -> Path:
     Raises:
         SystemExit: if the run has no checkpoint.
     """
-    found = newest_checkpoint(run)
-    if found is None:
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
         raise SystemExit(
             f"error: {run} holds no checkpoint; its row is in the results, but its run is gone: train it again"
         )
-    return found
+    return checkpoint
 
 
 def attention(**options: object) -> list[str]:
@@ -201,8 +204,8 @@ def remembered(checkpoint: Path) -> Row:
 def validated(module: LightningModule, data: LightningDataModule) -> dict[str, float]:
     """Validate a module and return its metrics by name, without the prefix ``val/``."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    (found,) = trainer.validate(module, data, verbose=False)
-    return {name.removeprefix("val/"): value for name, value in found.items()}
+    (metrics,) = trainer.validate(module, data, verbose=False)
+    return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
 
 def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str:
@@ -222,10 +225,10 @@ def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str
 
 def by_variant(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group the results of runs by variant."""
-    found: dict[str, list[Row]] = {}
+    rows_by_variant: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["variant"], []).append(row)
-    return found
+        rows_by_variant.setdefault(row["variant"], []).append(row)
+    return rows_by_variant
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

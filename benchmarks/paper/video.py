@@ -69,9 +69,9 @@ def moves_as_said(frames: Tensor, caption: str) -> bool:
     rows = (lit.sum(2) * torch.arange(lit.shape[1])).sum(1) / mass
     columns = (lit.sum(1) * torch.arange(lit.shape[2])).sum(1) / mass
     down, right = float(rows[-1] - rows[0]), float(columns[-1] - columns[0])
-    wanted = MOVES[caption.split()[-1]]
-    along = down * wanted[0] + right * wanted[1]
-    across = abs(right if wanted[0] else down)
+    direction = MOVES[caption.split()[-1]]
+    along = down * direction[0] + right * direction[1]
+    across = abs(right if direction[0] else down)
     return along >= 2 and along > 2 * across
 
 
@@ -125,11 +125,11 @@ def measure(checkpoint: Path) -> Row:
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(VideoDiffusion, checkpoint)
-    found = validated(module, MovingDigits(**remembered(checkpoint)))
+    metrics = validated(module, MovingDigits(**remembered(checkpoint)))
     captions = every_caption() * CLIPS_EACH
     clips = draw(module, captions)
     shown = torch.cat([clips[captions.index(caption), :, 0] for caption in SHOWN])
-    return {"loss": found["loss"], **judge(clips, captions), "steps": steps, "samples": strip(shown)}
+    return {"loss": metrics["loss"], **judge(clips, captions), "steps": steps, "samples": strip(shown)}
 
 
 def section(rows: list[Row], folder: Path) -> str:
@@ -142,12 +142,12 @@ def section(rows: list[Row], folder: Path) -> str:
     lines = [
         [
             f"`{name}`",
-            spread([row["loss"] for row in each], 4),
-            *(spread([row[key] for row in each], 0, 100) for key in ("moves_as_said", "shows_its_digit")),
-            spread([row["frames_alike"] for row in each], 3),
-            str(each[0]["steps"]),
+            spread([row["loss"] for row in runs], 4),
+            *(spread([row[key] for row in runs], 0, 100) for key in ("moves_as_said", "shows_its_digit")),
+            spread([row["frames_alike"] for row in runs], 3),
+            str(runs[0]["steps"]),
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     header = [
         "attention",

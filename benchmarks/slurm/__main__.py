@@ -137,8 +137,8 @@ def _wait_for_restart(job: Job) -> None:
 
 
 def _wait_for_steps(job: Job, count: int) -> None:
-    before = job.step()
-    while job.step() < before + count:
+    first = job.step()
+    while job.step() < first + count:
         time.sleep(0.1)
 
 
@@ -171,13 +171,13 @@ def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) ->
     begun = time.monotonic()
     job = happen(cluster, lambda **options: Job(cluster, folder / re.sub(r"\W+", "-", name), STEPS, **options))
     fields = job.finish(timeout=300)
-    found = job.curve()
-    wrong = [step for step in {*curve, *found} if curve.get(step) != found.get(step)]
+    losses = job.curve()
+    wrong = [step for step in {*curve, *losses} if curve.get(step) != losses.get(step)]
     return {
         "times": times,
         "state": fields["JobState"],
         "starts": job.starts(),
-        "steps": len(found),
+        "steps": len(losses),
         "steps_repeated": job.repeated(),
         "losses_that_differ": len(wrong),
         "seconds": round(time.monotonic() - begun),

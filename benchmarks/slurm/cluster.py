@@ -285,15 +285,15 @@ class Cluster:
         Raises:
             TimeoutError: if this takes more than `timeout` seconds. The message contains the fields of the job.
         """
-        seen: dict[str, str] = {}
+        fields: dict[str, str] = {}
 
         def reached() -> bool:
-            seen.update(self.show(job))
-            return seen["JobState"] in states
+            fields.update(self.show(job))
+            return fields["JobState"] in states
 
         if not _until(reached, timeout):
-            raise TimeoutError(f"Job {job} was none of {sorted(states)} within {timeout:g} s: {seen}")
-        return seen
+            raise TimeoutError(f"Job {job} was none of {sorted(states)} within {timeout:g} s: {fields}")
+        return fields
 
     def signal(self, job: int, name: str, to: Literal["batch", "steps", "all"] = "batch") -> None:
         """Send a signal to processes of a job.
@@ -343,9 +343,9 @@ class Cluster:
         mine = str(self._configuration)
         return {pid: p for pid, p in running_processes().items() if p.variables.get("SLURM_CONF") == mine}
 
-    def _kill_all(self, wanted: Callable[[Process], bool]) -> list[int]:
-        """Kill the cluster's processes for which `wanted` is true, with their descendants, and return their ids."""
-        mine = {pid for pid, process in self._mine().items() if wanted(process)}
+    def _kill_all(self, matches: Callable[[Process], bool]) -> list[int]:
+        """Kill the cluster's processes for which ``matches`` is true, with their descendants, and return their ids."""
+        mine = {pid for pid, process in self._mine().items() if matches(process)}
         victims = with_descendants(mine, running_processes())
         kill_together(victims)
         return victims

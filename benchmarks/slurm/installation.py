@@ -62,10 +62,10 @@ def find_or_unpack(cache: Path) -> Installation:
 
 def _installed() -> Installation | None:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-    found = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
-    if None in found:
+    programs = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
+    if None in programs:
         return None
-    controller, daemon, srun = (Path(str(program)) for program in found[:3])
+    controller, daemon, srun = (Path(str(program)) for program in programs[:3])
     return Installation(controller, daemon, stepd=None, commands=srun.parent)
 
 
@@ -145,6 +145,6 @@ def _apt(*command: str, folder: Path | None = None) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {error}.") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {said}")
+        message = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {message}")
     return done.stdout

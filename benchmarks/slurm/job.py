@@ -182,11 +182,11 @@ def curve(run: Path) -> dict[int, str]:
     Raises:
         AssertionError: if two starts logged different losses for one step.
     """
-    found: dict[int, str] = {}
+    losses: dict[int, str] = {}
     for path in sorted(run.glob("metrics*.csv")):
         for step, loss in _losses(path):
-            assert found.setdefault(step, loss) == loss, f"step {step} came twice, with {found[step]} and {loss}"
-    return found
+            assert losses.setdefault(step, loss) == loss, f"step {step} came twice, with {losses[step]} and {loss}"
+    return losses
 
 
 def _losses(path: Path) -> list[tuple[int, str]]:

@@ -21,7 +21,7 @@ class Process:
 
 def running_processes() -> dict[int, Process]:
     """Return the readable processes by id, except this one and those that end while they are read."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -35,8 +35,8 @@ def running_processes() -> dict[int, Process]:
             continue
         pairs = (item.partition("=") for item in block.decode(errors="replace").split("\0") if "=" in item)
         variables = {name: value for name, _, value in pairs}
-        found[int(entry.name)] = Process(int(entry.name), parent, command.decode(errors="replace"), variables)
-    return found
+        processes[int(entry.name)] = Process(int(entry.name), parent, command.decode(errors="replace"), variables)
+    return processes
 
 
 def _parent_and_state(entry: Path) -> tuple[int, str]:
