@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a classifier of digits.")
     parser.add_argument("--attention", default="mhla", help="kind of attention: mhla, linear, softmax and others")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path("runs/example"), help="where all files go")
+    parser.add_argument("--folder", type=Path, default=Path("runs/example"), help="folder for all files")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
@@ -87,7 +87,7 @@ def main() -> None:
     images, labels = load_digits(train=False)
     digit = Image.fromarray((images[0, 0] * 255).byte().numpy())
     ((name, probability),) = classifier.predict(digit, top=1).items()
-    print(f"a held-out digit {labels[0].item()} is taken for {name} with probability {probability:.2f}")
+    print(f"a held-out digit {labels[0].item()} is classified as {name} with probability {probability:.2f}")
 
 
 if __name__ == "__main__":

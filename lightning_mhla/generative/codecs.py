@@ -59,7 +59,7 @@ class FrozenVAE:
             except OSError as error:
                 failed = failed or error
         reason = str(failed).splitlines()[0]
-        raise FileNotFoundError(f"vae {self.path} is no folder and no name on the hub ({reason})") from failed
+        raise FileNotFoundError(f"vae {self.path} is neither a folder nor a model on the hub ({reason})") from failed
 
 
 class LatentCodec(FrozenVAE):
@@ -154,8 +154,8 @@ class ClipCodec(FrozenVAE):
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
         if frames % time != 1 or height % space or width % space:
             raise ValueError(
-                f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
-                f"sides that are multiples of {space}"
+                f"clips of {frames} frames of {height} x {width}: the VAE requires 1 frame more than a multiple of {time}, "
+                f"and sides that are multiples of {space}"
             )
         # The first frame has a latent frame of its own.
         return (frames - 1) // time + 1, height // space, width // space
@@ -215,7 +215,7 @@ class ImageCodec(FrozenVAE):
         step = 2 ** (len(config.encoder_block_out_channels) - 1)
         if height % step or width % step:
             raise ValueError(
-                f"images of {height} x {width}: the autoencoder wants multiples of {step}, such as "
+                f"images of {height} x {width}: the autoencoder requires multiples of {step}, such as "
                 f"{max(step, round(height / step) * step)} x {max(step, round(width / step) * step)}"
             )
         return height // step, width // step

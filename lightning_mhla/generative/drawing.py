@@ -112,7 +112,9 @@ class SampleGrid(PeriodicEvaluation):
         if samples < 1 or batch_size < 1:
             raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
         if not is_file_name(name):
-            raise ValueError(f"name={name[:60]!r} is the name of files and cannot have a slash or begin with a dot")
+            raise ValueError(
+                f"name={name[:60]!r} is used in file names and must not contain a slash or begin with a dot"
+            )
         self.samples, self.sampling = samples, sampling
         self.batch_size, self.seed, self.name = batch_size, seed, name
 
@@ -130,7 +132,7 @@ class SampleGrid(PeriodicEvaluation):
         """
         module = self._checked(pl_module)
         if module.num_conditions < 1:
-            raise ValueError(f"{type(self).__name__} has no conditions to draw samples of")
+            raise ValueError(f"{type(self).__name__} has no conditions to draw samples for")
         module.check_drawable(self._sampling(module))
         _rest(module)
 

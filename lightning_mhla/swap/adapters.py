@@ -52,7 +52,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
         return
     replaced = swapped_layers(model)
     if not replaced:
-        raise ValueError(f"train={part!r} trains replaced attention, and no layer is replaced; set train: all")
+        raise ValueError(f"train={part!r} trains replaced attention, but no layer is replaced; set train: all")
     model.requires_grad_(False)
     hosts = host_of(model).layers(model)
     for index, attention in replaced.items():

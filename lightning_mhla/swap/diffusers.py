@@ -80,8 +80,8 @@ class InputGrid(TokenGrid):
         patch = convolution.stride
         if args[0].dim() != len(patch) + 2:
             raise ValueError(
-                f"{self.name} is called with {list(args[0].shape)}; swapped attention wants batch, channels and the "
-                f"{len(patch)} axes of its patches"
+                f"{self.name} got an input of shape {list(args[0].shape)}; swapped attention requires batch, channels and "
+                f"the {len(patch)} axes of its patches"
             )
         self.enter(tuple(size // step for size, step in zip(args[0].shape[2:], patch, strict=True)))
 
@@ -118,7 +118,7 @@ class SwappedAttention(nn.Module):
         """
         if image_rotary_emb is not None:
             raise ValueError(
-                "the model's rotary angles (image_rotary_emb) have a form that swapped attention does not know"
+                "the model's rotary angles (image_rotary_emb) have a form that swapped attention does not support"
             )
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
@@ -147,7 +147,9 @@ class SwappedAttention(nn.Module):
             ValueError: if ``encoder_hidden_states`` or ``attention_mask`` is given.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
-            raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
+            raise ValueError(
+                "swapped attention is self-attention without a mask; encoder_hidden_states and attention_mask must be None"
+            )
         attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
         alone = fit(self, attention, layout, hidden_states.device)
         rotary = None
@@ -192,7 +194,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
     layers = [getattr(block, "attn1", None) for block in blocks]
     if not layers or any(not all(hasattr(layer, part) for part in HOST_PARTS) for layer in layers):
         raise ValueError(
-            f"{type(model).__name__} is no diffusers transformer with self-attention attn1 in each of its blocks, such as "
+            f"{type(model).__name__} is not a diffusers transformer with self-attention attn1 in each of its blocks, such as "
             "WanTransformer3DModel, DiTTransformer2DModel or SanaTransformer2DModel; for your own model use "
             "lightning_mhla.MHLA in place of its attention"
         )
@@ -212,28 +214,31 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     supported_class = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
     if supported_class is None:
         raise ValueError(
-            f"{type(model).__name__} calls its attention in ways that swapped attention does not know (text among the "
-            f"tokens, other rotary angles, other inputs); it can be swapped in {', '.join(PROCESSORS)} and classes derived "
-            "from them; for your own model use lightning_mhla.MHLA in place of its attention"
+            f"{type(model).__name__} calls its attention in ways that swapped attention does not support (text among the "
+            f"tokens, different rotary angles or inputs); supported are {', '.join(PROCESSORS)} and classes derived from "
+            "them; for your own model use lightning_mhla.MHLA in place of its attention"
         )
     if (frames := model.config.get("num_frame_per_block", 1)) != 1:
         raise ValueError(
-            f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not know"
+            f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not support"
         )
     for index, host in hosts.items():
         if (processor := type(host.processor).__name__) != PROCESSORS[supported_class]:
             raise ValueError(
-                f"attn1 of block {index} has processor {processor}, not {PROCESSORS[supported_class]}, whose place "
-                "swapped attention takes; set that one first"
+                f"attn1 of block {index} has processor {processor}, but swapped attention replaces "
+                f"{PROCESSORS[supported_class]}; set that processor first"
             )
         for name, plain in UNSUPPORTED.items():
             if (value := getattr(host, name, plain)) not in (plain, None):
-                raise ValueError(f"attn1 of block {index} has {name}={value!r}, which swapped attention does not know")
+                raise ValueError(
+                    f"attn1 of block {index} has {name}={value!r}, which swapped attention does not support"
+                )
         for name in ("norm_q", "norm_k"):
             norm = getattr(host, name)
             if norm is not None and getattr(norm, "weight", None) is None:
                 raise ValueError(
-                    f"attn1 of block {index} has {name}={norm!r} without weights, which swapped attention does not know"
+                    f"attn1 of block {index} has {name}={norm!r} without weights, which swapped attention does not "
+                    "support"
                 )
 
 
@@ -281,8 +286,8 @@ class DiffusersHost(HostLibrary):
         for config in configs.values():
             if _turns(model) and "rotary" not in Attention.kinds[config.kind].handles:
                 raise ValueError(
-                    f"{type(model).__name__} turns queries and keys by their positions, and attention kind "
-                    f"{config.kind!r} does not take rotary: handle inputs.rotary, and name it in handles"
+                    f"{type(model).__name__} rotates queries and keys by their positions, but attention kind "
+                    f"{config.kind!r} does not support rotary: handle inputs.rotary, and name it in handles"
                 )
 
     @override
@@ -318,7 +323,7 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
             return module
-    raise ValueError(f"{type(model).__name__} has no convolution {' or '.join(PATCHES)} that makes its patches")
+    raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")
 
 
 def _turns(model: nn.Module) -> bool:

@@ -63,7 +63,7 @@ class SwappedDiffusersModel(SwappedClass):
         record = config.get(SAVED)
         if record is None:
             raise ValueError(
-                f"the configuration does not say what was swapped; load diffusers.{cls.host.__name__}, and swap then"
+                f"the configuration has no record of a swap; load diffusers.{cls.host.__name__}, then swap its attention"
             )
         plain = {name: value for name, value in config.items() if name != SAVED}
         model, unused = super().from_config(plain, return_unused_kwargs=True, **options)  # type: ignore[misc]

@@ -261,7 +261,7 @@ class TokenGrid:
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
             raise ValueError(
-                f"{tokens} tokens for an input of {expected}: call the whole model, with all tokens of its input"
+                f"the layer got {tokens} tokens of an input of {expected}: call the complete model, with all tokens"
             )
         # min() of a symbolic size would be an expression that every later size contains; a comparison is only a guard
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
@@ -282,19 +282,17 @@ class TokenGrid:
 
     def _shape_of(self, tokens: int) -> tuple[int, ...]:
         present = tuple(_shapes[self.number].shape)
-        assert present != (0,), "call the whole model, not its layers: the size of the input is seen there"
+        assert present != (0,), "call the complete model, not its layers: the model records the size of the input"
         if torch.compiler.is_compiling() or not in_backward():
             return present
         self.recomputed = True
-        candidates = {
-            *self.recent,
-            present,
-        }  # attention transfer runs without gradients first, which adds nothing to recent
+        # attention transfer runs without gradients first, which adds nothing to recent
+        candidates = {*self.recent, present}
         fitting = sorted(shape for shape in candidates if self.prefix_tokens + math.prod(shape) == tokens)
         if len(fitting) > 1:
             raise ValueError(
-                f"a layer that is computed again does not know whether its {tokens} tokens are of a grid of "
-                f"{' or '.join(str(list(shape)) for shape in fitting)}; call backward after each, or train without "
+                f"a recomputed layer cannot tell whether its {tokens} tokens belong to a grid of "
+                f"{' or '.join(str(list(shape)) for shape in fitting)}; call backward after each input, or train without "
                 "activation checkpointing"
             )
         return fitting[0] if fitting else present

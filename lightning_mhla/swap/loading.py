@@ -28,7 +28,7 @@ def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied:
     adapted = {name.replace(".base_layer.", "."): name for name in model_state}
     if any(".lora_" in name for name in state) and not any(".lora_" in name for name in model_state):
         raise ValueError(
-            f"{path} holds LoRA adapters beside the weights; put them together first, and start from the folder: "
+            f"{path} contains LoRA adapters; merge them first, and start from the exported folder: "
             f"lightning export {path} FOLDER"
         )
     state = {adapted.get(name, name): tensor for name, tensor in state.items()}
@@ -41,6 +41,8 @@ def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied:
         if name in model_state and tensor.shape != model_state[name].shape
     ]
     if wrong:
-        raise ValueError(f"{path} is of another model or other attention: {'; '.join(wrong[:3])} ({len(wrong)} in all)")
+        raise ValueError(
+            f"{path} does not match the model or its attention: {'; '.join(wrong[:3])} ({len(wrong)} in all)"
+        )
     model.load_state_dict(state, strict=False)
-    log.info("started from %s: %d tensors taken, %d new", path, len(state), len(model_state) - len(state))
+    log.info("started from %s: %d tensors loaded, %d new", path, len(state), len(model_state) - len(state))

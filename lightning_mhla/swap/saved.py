@@ -162,6 +162,6 @@ def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights:
         wrong += [f"{key} is unknown" for key in sorted(info.get("unexpected_keys", ()))]
     if wrong:
         raise ValueError(
-            f"{source}: the weights are not those of the config.json beside them, for a {name}: "
+            f"{source}: the weights do not match the config.json next to them, of a {name}: "
             f"{', '.join(wrong[:3])} ({len(wrong)} in all)"
         )

@@ -50,7 +50,7 @@ def host_of(model: nn.Module) -> HostLibrary:
             return host
     *first_packages, last_package = (host.package for host in HOSTS)
     raise ValueError(
-        f"{type(model).__name__} is no model of {', '.join(first_packages)} or {last_package}; for your own model "
+        f"{type(model).__name__} is not a model of {', '.join(first_packages)} or {last_package}; for your own model "
         "use lightning_mhla.MHLA in place of its attention"
     )
 
@@ -80,7 +80,7 @@ def swap_attention(
     host = host_of(model)
     all_layers = host.layers(model)
     if host.record(model) is not None:
-        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
+        raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
     kinds = kinds_of_layers(attention, len(all_layers), layers, layer_kinds)
     record = {
         "attention": asdict(attention),
@@ -114,7 +114,7 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     mixed = [processor for processor in processors if isinstance(processor.attention, MHLA)]
     if not mixed or any(len(processor.blocks) != len(new) for processor in mixed):
         raise ValueError(
-            f"no blocks of a swapped attention can become {list(new)}: as many axes, and layers of kind mhla"
+            f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla with as many axes"
         )
     for processor in mixed:
         assert isinstance(processor.attention, MHLA)
@@ -156,7 +156,7 @@ def load_swapped(
         ValueError: if the model's attention was never swapped, weights do not fit, or an option is unknown.
     """
     if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
-        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one option; give one of them")
+        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of the same option; pass only one")
     config = _read_config(folder, options)
     host = next((host for host in HOSTS if host.wrote(config)), None)
     if SAVED not in config or host is None:
@@ -164,12 +164,13 @@ def load_swapped(
         raise ValueError(f"the attention of {folder} was never swapped; load it with {name}.from_pretrained")
     if unknown := sorted(set(options) - set(host.options)):
         raise ValueError(
-            f"load_swapped: {host.package} takes no option {unknown[0]!r} here; it takes dtype, {', '.join(host.options)}"
+            f"load_swapped has no option {unknown[0]!r} for models of {host.package}; its options are dtype, "
+            f"{', '.join(host.options)}"
         )
     try:
         return host.load(str(folder), restored(config), _dtype(torch_dtype if dtype is None else dtype), options).eval()
     except RuntimeError as error:
-        raise ValueError(f"{folder}: the weights are not those of the config.json beside them: {error}") from error
+        raise ValueError(f"{folder}: the weights do not match the config.json next to them: {error}") from error
 
 
 def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
             raise FileNotFoundError(f"{folder} is neither a folder nor a model on the hub ({reason(error)})") from error
     path = local / subfolder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no config.json; give a folder that save_pretrained wrote")
+        raise FileNotFoundError(f"{path.parent} has no config.json; pass a folder that save_pretrained wrote")
     return read_json(path)
 
 
@@ -222,6 +223,6 @@ def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
     """
     host = host_of(model)
     if host.record(model) is not None:
-        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
+        raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
     host.put_in(model, saved)
     host.remember(model, saved)

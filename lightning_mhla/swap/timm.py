@@ -56,12 +56,12 @@ class TimmHost(HostLibrary):
         blocks_supported = [any(map(_is_known, block.modules())) for block in transformer.blocks]
         if supported and not all(blocks_supported):
             raise ValueError(
-                f"the attention of block {blocks_supported.index(False)} is not known here, unlike that of others"
+                f"the attention of block {blocks_supported.index(False)} is not supported, unlike that of other blocks"
             )
         if not supported:
             raise ValueError(
-                f"{type(model).__name__} has no attention that is known here (its blocks, relative positions, or product are "
-                "others); for your own model use lightning_mhla.MHLA in place of its attention"
+                f"{type(model).__name__} has no supported attention (its blocks, relative positions or products differ); for "
+                "your own model use lightning_mhla.MHLA in place of its attention"
             )
         return supported
 
@@ -70,7 +70,9 @@ class TimmHost(HostLibrary):
         transformer = vision_transformer(model)
         drop = getattr(transformer, "patch_drop", None)
         if drop is not None and not isinstance(drop, nn.Identity):
-            raise ValueError("the model drops patches (patch_drop_rate), and blocks need all of them; build it without")
+            raise ValueError(
+                "the model drops patches (patch_drop_rate), but blocks need all of them; build it with patch_drop_rate=0"
+            )
         for index, layer in layers.items():
             if layer.attn_drop.p:
                 raise ValueError(
@@ -114,8 +116,8 @@ def vision_transformer(model: Any) -> Any:
     transformers = [module for module in model.modules() if isinstance(module, kinds)]
     if not transformers:
         raise ValueError(
-            f"{type(model).__name__} is no vision transformer with global attention; attention can be swapped in timm's "
-            f"{' and '.join(MODELS)} and those derived from them; for your own model use lightning_mhla.MHLA"
+            f"{type(model).__name__} is not a vision transformer with global attention; attention can be swapped in timm's "
+            f"{' and '.join(MODELS)} and classes derived from them; for your own model use lightning_mhla.MHLA"
         )
     return transformers[0]
 

@@ -48,7 +48,9 @@ class _Swapped:
             return out
         rope = options.pop("rope", None)
         if args or options.get("attn_mask") is not None or options.get("is_causal"):
-            raise ValueError("swapped attention sees all tokens of one image: no attn_mask, is_causal or packed images")
+            raise ValueError(
+                "swapped attention sees all tokens of one image; attn_mask, is_causal and packed images are not supported"
+            )
         layout = fit(self, self.swapped, self.grid.layout(self.blocks, x.shape[1]), x.device)
         host = Projections(
             lambda tokens: _split(self, tokens, rope),

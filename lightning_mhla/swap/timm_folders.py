@@ -91,7 +91,8 @@ def save_swapped(
         )
     if vision_transformer(model) is not model:
         raise ValueError(
-            f"timm cannot save a {type(model).__name__}; save the model without it (forward_intermediates gives features too)"
+            f"timm cannot save a {type(model).__name__}; save a model that is built without features_only "
+            "(its forward_intermediates returns features, too)"
         )
     options = {**(model_args or {}), HOST_MODEL: model.pretrained_cfg["architecture"], SAVED: record}
     config = {"architecture": ARCHITECTURE, SAVED: record, **({"label_names": label_names} if label_names else {})}

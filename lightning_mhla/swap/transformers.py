@@ -86,8 +86,8 @@ class TransformersHost(HostLibrary):
         supported = [module for module in model.modules() if _is_known(module)]
         if model.config.get_text_config() is not model.config and not _of_images_alone(model, supported):
             raise ValueError(
-                f"{type(model).__name__} is a model of text and more, which is not supported; swap a model of text alone or of "
-                "images alone"
+                f"{type(model).__name__} combines text with other inputs, which is not supported; swap a model of only text "
+                "or only images"
             )
         if not supported:
             raise ValueError(
@@ -103,7 +103,7 @@ class TransformersHost(HostLibrary):
             way = f"replace others: layers={full}" if full else "a model with full attention is needed"
             raise ValueError(
                 f"layer {windows[0]} attends within a window of {_window(layers[windows[0]])} tokens, which the new "
-                f"attention would not keep to; {way}"
+                f"attention would ignore; {way}"
             )
         for index, layer in layers.items():
             _check_layer(index, layer, model)
@@ -115,7 +115,7 @@ class TransformersHost(HostLibrary):
                 check_prefix(_prefix_tokens(layers[index]), blocks_along(2, config), tokens)
             elif Attention.kinds[config.kind].uses_blocks and config.block_size is None:
                 raise ValueError(
-                    f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block"
+                    f"layer {index}: attention kind {config.kind!r} needs block_size, the number of tokens in a block"
                     + (f", not block_grid={config.block_grid}" if config.block_grid else "")
                 )
             if _floating(layers[index]).dtype == torch.float16:
@@ -167,7 +167,7 @@ def _is_known(module: nn.Module) -> bool:
     supported_class = next((base for base in kind.__mro__ if _named(base)), kind)
     if supported_class is not kind:
         raise ValueError(
-            f"{kind.__name__} is derived from {supported_class.__name__}, and what it changes is not known here"
+            f"{kind.__name__} is derived from {supported_class.__name__} and may change its attention, so it is not supported"
         )
     return _named(kind)
 
@@ -276,7 +276,9 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
             f"layer {index} is causal (is_decoder, is_causal); of this family, only encoders can be swapped"
         )
     if _family(layer) not in TEXT_ENCODERS and _family(layer) not in DECODERS and _patches(model) is None:
-        raise ValueError(f"{type(model).__name__} has no patches of images, and of this family only those are known")
+        raise ValueError(
+            f"{type(model).__name__} has no image patches; of this family, only image encoders are supported"
+        )
     if any(p.is_meta for p in layer.parameters()) and any(hasattr(m, "_hf_hook") for m in layer.modules()):
         raise ValueError(f"the weights of layer {index} are offloaded; swap before the model is dispatched")
 
@@ -292,7 +294,7 @@ def _reason(config: Any) -> str:
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):
         return "adds biases by relative position to its scores, which linear attention does not have"
-    return "has no attention that is known here"
+    return "has no supported attention"
 
 
 def _floating(layer: Any) -> Tensor:

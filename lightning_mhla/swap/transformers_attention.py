@@ -197,8 +197,8 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
         )
     if layer.get_seq_length():
         raise ValueError(
-            "the cache holds keys and values of other attention (another model's, or those of prefix tuning); begin with an "
-            "empty one"
+            "the cache holds keys and values of different attention (of another model, or of prefix tuning); start with an "
+            "empty cache"
         )
     cache.layers[index] = state = StateLayer()
     return state
@@ -247,7 +247,7 @@ def swapped_attention(
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
             if cache.columns > x.shape[1]:
-                raise ValueError("training and packed documents cannot continue a cache; begin without one")
+                raise ValueError("training and packed documents cannot continue a cache; start without one")
             cache.kept = False
         rows = real_first(real, x, heads)
         return rows.restored(attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections)), None
@@ -402,8 +402,8 @@ def _check_length(attention: Attention, tokens: int) -> None:
     limit = attention.max_tokens
     if limit is not None and tokens > limit:
         raise ValueError(
-            f"{tokens} tokens are more than the {limit} that dense coefficients were made for (max_position_embeddings); "
-            'swap with mixing="exponential", which takes any number'
+            f"{tokens} tokens exceed the {limit} that the dense coefficients support (max_position_embeddings); "
+            'swap with mixing="exponential", which supports any number'
         )
 
 

@@ -133,7 +133,8 @@ class SwappedTransformersModel(SwappedClass):
         record = getattr(config, SAVED, None)
         if record is None:
             raise ValueError(
-                f"the configuration does not say what was swapped; build transformers.{self.host.__name__}, and swap then"
+                f"the configuration has no record of a swap; build transformers.{self.host.__name__}, then swap its "
+                "attention"
             )
         plain = copy.copy(config)  # an Auto class may build parts of the model, and must build them without the swap
         plain.__class__ = config.host if isinstance(config, SwappedConfig) else type(config)

@@ -106,7 +106,7 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     if starts is None or not bool(starts.any()):
         return None
     if x.shape[0] != 1:
-        raise ValueError(f"documents packed in a row need a batch of one row, not {list(x.shape[:2])} tokens")
+        raise ValueError(f"packed documents need a batch of one row, not {list(x.shape[:2])} tokens")
     (first,) = starts[0].nonzero(as_tuple=True)
     return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=tokens)
 
@@ -170,8 +170,8 @@ def _visible(attention_mask: Any) -> Tensor:
     """
     if not isinstance(attention_mask, Tensor):
         raise ValueError(
-            f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
-            "model to sdpa or eager"
+            f"swapped attention does not support masks of type {type(attention_mask).__name__}; call the model's "
+            "set_attn_implementation with sdpa or eager"
         )
     if attention_mask.dtype == torch.bool:
         return attention_mask
@@ -216,14 +216,14 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
         check_values(
             lambda: (visible == expected) | padding,
-            "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks",
+            "the attention mask hides more than padding and later tokens, which swapped attention does not support",
         )
     if cache is not None and cache.state is not None and last.shape[1] > tokens and not _has_no_values(last):
         real_counts = tuple(last[:, :-tokens].sum(1).tolist())
         if last.shape[1] == cache.columns and real_counts != tuple(cache.state.lengths):
             raise ValueError(
                 f"the attention mask has {list(real_counts)} real tokens before these, but the state holds "
-                f"{cache.state.lengths}: tokens that were read cannot be hidden"
+                f"{cache.state.lengths}: tokens in the state cannot be hidden"
             )
     return last[:, -tokens:].expand(x.shape[0], -1)
 

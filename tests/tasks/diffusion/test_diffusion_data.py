@@ -180,7 +180,7 @@ def test_batches_that_do_not_fit_the_model(place: Path) -> None:
             model._clean({"latent": torch.zeros(1, 4, 8, 8), "label": torch.tensor([label])})
     with pytest.raises(ValueError, match="samples of 4 channels are latents; name the VAE"):
         model.check_drawable()
-    with pytest.raises(FileNotFoundError, match="vae nowhere is no folder"):
+    with pytest.raises(FileNotFoundError, match="vae nowhere is neither a folder"):
         LatentCodec("nowhere").model(torch.device("cpu"))
 
 

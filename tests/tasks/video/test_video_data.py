@@ -194,7 +194,7 @@ def test_codec_is_the_pipelines(pipeline: Path) -> None:
     for size in ((4, 16, 24), (5, 12, 24)):
         with pytest.raises(ValueError, match="1 frame more than a multiple of 4, and sides that are multiples of 8"):
             codec.encode(torch.zeros(1, 3, *size))
-    with pytest.raises(FileNotFoundError, match="no folder and no name on the hub"):
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a model on the hub"):
         ClipCodec(str(pipeline / "none")).encode(clips)
 
 
@@ -285,7 +285,7 @@ def test_encode_refuses_to_mix_and_to_skip_too_much(
     encode_command(folder, tmp_path / "latents", pipeline)
     with pytest.raises(SystemExit, match=r"made from something else \(frames was \d+ and is 9\)"):
         encode_command(folder, tmp_path / "latents", pipeline, "--frames", "9")
-    with pytest.raises(SystemExit, match="the VAE wants 1 frame more than a multiple of 4"):
+    with pytest.raises(SystemExit, match="the VAE requires 1 frame more than a multiple of 4"):
         encode_command(folder, tmp_path / "odd", pipeline, "--frames", "6")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"is not a folder with \.mp4 files in it"):
