@@ -60,7 +60,7 @@ constraints: .venv/test-installed  ## install the newest versions, run all tests
 resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
 	$(BIN)/lightning bench resources
 
-gpu: .venv/test-installed  ## everything that waits for a GPU: checks, benchmarks, models; an hour, resumable (ARGS=...)
+gpu: .venv/test-installed  ## all programs that need a GPU: checks, benchmarks, models; an hour, resumable (ARGS=...)
 	$(BIN)/lightning bench gpu $(ARGS)
 
 image:  ## build docker/Dockerfile with docker, podman or buildah, and try the image (BUILDER=..., BASE=..., IMAGE=...)

@@ -21,7 +21,7 @@ def main() -> int | None:
         return 0
     if name not in BENCHMARKS:
         sys.stderr.write(
-            f"error: no benchmark {harmless(name)}; there are {', '.join(BENCHMARKS)}\nhelp: lightning bench\n"
+            f"error: {harmless(name)} is not a benchmark; the benchmarks are {', '.join(BENCHMARKS)}\nhelp: lightning bench\n"
         )
         return 2
     sys.argv = [f"lightning bench {name}", *options]  # the benchmark's parser takes its name from there

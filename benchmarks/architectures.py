@@ -133,10 +133,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["VLT-T", "DiG-S/2"])
-    parser.add_argument("--pixels", nargs="+", type=int, help="by default those of the models")
-    parser.add_argument("--images", type=int, default=1, help="images at once (default: 1)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement, roughly (default: 5)")
-    parser.add_argument("--count", action="store_true", help="count parameters and operations, and measure no time")
+    parser.add_argument(
+        "--pixels", nargs="+", type=int, help="sizes of images in pixels (default: those of the models)"
+    )
+    parser.add_argument("--images", type=int, default=1, help="batch size (default: 1)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="approximate duration of each measurement in seconds (default: 5)"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="only count parameters and operations; do not measure times"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     args = parser.parse_args()
     device = torch.device("meta" if args.count else args.device)

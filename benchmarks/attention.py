@@ -198,11 +198,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="lightning bench attention", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")
-    parser.add_argument("--longest", type=int, default=32768, help="leave out shapes of more tokens")
-    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, measured too")
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s that the floor counts with")
-    parser.add_argument("--rate", type=float, default=790, help="TFLOP/s that the floor counts with")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of each measurement in seconds")
+    parser.add_argument("--longest", type=int, default=32768, help="maximum number of tokens of a shape")
+    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, to measure it too")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="bandwidth for the floor, in TB/s")
+    parser.add_argument("--rate", type=float, default=790, help="operations per second for the floor, in TFLOP/s")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for attention-*.json and .png"
     )

@@ -76,7 +76,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
     def text(values: list[float]) -> str:
         return f"{median(values):.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
 
-    table = Table(title="graphs of a fit of 50 steps; losses; milliseconds of a step, median (least .. most)")
+    table = Table(title="graphs of a fit of 50 steps; losses; milliseconds of a step, median (minimum .. maximum)")
     for title in ("configuration", "graphs", "later", "loss", "differs by", "eager", "compiled", "first step, s"):
         table.add_column(title, justify="left" if title == "configuration" else "right")
     for row in rows:
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="lightning bench compilation", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="number of runs for the step times")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", default="", help="configurations whose path contains this")
+    parser.add_argument("--only", default="", help="only configurations whose path contains this text")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for compilation-cpu.json")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -98,8 +98,13 @@ def main() -> None:
     """Measure the forms and, on a CPU, the tiles, and print the tables."""
     parser = argparse.ArgumentParser(prog="lightning bench forms", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.25, help="for each time, roughly (default: 0.25)")
-    parser.add_argument("--longest", type=int, default=8192, help="most tokens of a shape (default: 8192)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.25,
+        help="approximate duration of each measurement in seconds (default: 0.25)",
+    )
+    parser.add_argument("--longest", type=int, default=8192, help="maximum number of tokens of a shape (default: 8192)")
     args = parser.parse_args()
     device, console = torch.device(args.device), Console(width=110)
     shapes = MODELS + LENGTHS if device.type == "cuda" else LANGUAGE + IMAGES

@@ -93,7 +93,7 @@ def peak_memory(case: FullSize, kinds: list[str]) -> Row:
     peaks = [track(case, kinds, layers) for layers in tracked]
     step = peaks[2] - peaks[1]
     if abs(step - (peaks[1] - peaks[0])) > 0.005 * step:
-        raise SystemExit(f"error: models of {tracked} blocks take {peaks} bytes, which do not grow evenly")
+        raise SystemExit(f"error: models of {tracked} blocks take {peaks} bytes, which does not grow linearly")
     blocks = tracked[2] - tracked[1]
     return {
         "peak_bytes": peaks[2] + step * (case.layers - tracked[2]) // blocks,

@@ -115,7 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--steps", type=int, default=128, help="tokens generated at each length (default: 128)")
+    parser.add_argument(
+        "--steps", type=int, default=128, help="number of tokens to generate at each length (default: 128)"
+    )
     parser.add_argument("--out", type=Path, help="folder for JSON and picture")
     args = parser.parse_args()
     device = torch.device(args.device)

@@ -204,11 +204,14 @@ def main() -> None:
         prog="lightning bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
-    parser.add_argument("--again", action="store_true", help="run parts that ended well once more")
-    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, measured too")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts")
+    parser.add_argument("--again", action="store_true", help="also run parts that have already succeeded")
+    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, to measure it too")
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), help="its folder CHIP takes the results"
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder for the results, in a subfolder named after the chip",
     )
     args = parser.parse_args()
     console, device = Console(width=150), torch.device(args.device)
@@ -219,7 +222,7 @@ def main() -> None:
     all_parts = parts(out, device.type == "cuda", args.authors)
     unknown = sorted(set(args.only or ()) - set(all_parts))
     if unknown:
-        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(all_parts)}")
+        parser.error(f"unknown parts: {', '.join(unknown)}; the parts are {', '.join(all_parts)}")
     path, machine = out / "parts.json", describe(device)
     previous = json.loads(path.read_text()) if path.exists() else {}
     versions = {**machine, "date": None}

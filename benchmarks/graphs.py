@@ -292,9 +292,11 @@ def print_table(rows: list[dict[str, Any]], older: list[dict[str, Any]], console
 def main() -> None:
     """Measure the chosen models, write JSON, and print a table."""
     parser = argparse.ArgumentParser(prog="lightning bench graphs", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each time; 0 takes no times")
-    parser.add_argument("--before", type=Path, default=None, help="checkout of an older version, for a column of it")
+    parser.add_argument("--only", default="", help="only models whose name contains this text")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="duration of each timing in seconds; 0 for no timings"
+    )
+    parser.add_argument("--before", type=Path, default=None, help="checkout of an older version to compare with")
     parser.add_argument("--rows", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for graphs-cpu.json")
     args = parser.parse_args()

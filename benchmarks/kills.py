@@ -289,10 +289,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", nargs="+", choices=list(DOMAINS), default=list(DOMAINS))
     parser.add_argument(
-        "--kills", type=int, help="kills in each domain (default: 50 for classification, 10 for the others)"
+        "--kills", type=int, help="number of kills in each domain (default: 50 for classification, 10 for the others)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
-    parser.add_argument("--runs", type=Path, help="folder that keeps the runs; a temporary one without")
+    parser.add_argument("--runs", type=Path, help="folder to keep the runs in (default: a temporary folder)")
     parser.add_argument("--out", type=Path, help="folder for kills.json")
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
@@ -304,7 +304,7 @@ def main() -> None:
                 result = {"machine": describe(torch.device("cpu")), "save_every_n_steps": SAVE_EVERY, "runs": rows}
                 write_whole(options.out / "kills.json", json.dumps(result, indent=1) + "\n")
     if any(row["losses_that_differ"] or row["tensors_and_values_that_differ"] for row in rows.values()):
-        raise SystemExit("error: a killed run did not end as the one left alone")
+        raise SystemExit("error: a killed run did not end like the undisturbed one")
 
 
 if __name__ == "__main__":

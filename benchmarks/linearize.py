@@ -160,7 +160,7 @@ def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
     peaks = [peak_of(n, part, step, tokens) for n in depths]
     grows = peaks[2] - peaks[1]
     if abs(grows - (peaks[1] - peaks[0])) > 0.01 * grows:
-        raise SystemExit(f"error: models of {depths} layers take {peaks} bytes, which do not grow evenly")
+        raise SystemExit(f"error: models of {depths} layers take {peaks} bytes, which does not grow linearly")
     return {
         "step": name,
         "peak_bytes": peaks[2] + grows * (layers - depths[2]),

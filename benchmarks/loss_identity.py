@@ -115,7 +115,7 @@ def main() -> None:
     """Train all configurations, and compare their losses with the reference or write it. Exit with status 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each configuration (default: %(default)s)")
-    parser.add_argument("--only", default="", help="configurations whose path contains this")
+    parser.add_argument("--only", default="", help="only configurations whose path contains this text")
     parser.add_argument("--write", action="store_true", help="make the losses the reference")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="JSON file (default: %(default)s)")
     args = parser.parse_args()
@@ -136,14 +136,14 @@ def main() -> None:
         write_whole(args.reference, json.dumps({"machine": machine, "losses": losses_by_config}, indent=1) + "\n")
         return
     if not reference:
-        raise SystemExit(f"error: {args.reference} does not exist; make it with --write")
+        raise SystemExit(f"error: {args.reference} does not exist; create it with --write")
     differing = compare(measured, reference["losses"])
     if other := [
         f"{key} {reference['machine'].get(key)} there, {value} here"
         for key, value in machine.items()
         if reference["machine"].get(key) != value and key != "date"
     ]:
-        print(f"the reference is of another machine: {'; '.join(other)}")
+        print(f"the reference comes from a different machine: {'; '.join(other)}")
     if differing:
         raise SystemExit("error: " + "\n".join(differing))
     print(f"{len(measured)} configurations have the losses of the reference, to the last bit")

@@ -124,7 +124,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     It has a line for each model and image size, a column for each kind of attention, and the ratio of mhla to softmax.
     """
     lines = [
-        "| model | pixels | tokens | images at once | softmax | linear | mhla | mhla / softmax |",
+        "| model | pixels | tokens | batch size | softmax | linear | mhla | mhla / softmax |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     cases = {(row["model"], row["pixels"], row["images"]): (row["pixels"] // 16) ** 2 for row in rows}
@@ -155,9 +155,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--pixels", nargs="+", type=int, default=list(PIXELS))
-    parser.add_argument("--images", type=int, help="images at once; by default one on a CPU, a full GPU else")
+    parser.add_argument("--images", type=int, help="batch size (default: 1 on a CPU, sizes that fill 80 GB on a GPU)")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="seconds of each measurement, roughly (default: 10)"
+        "--seconds", type=float, default=10.0, help="approximate duration of each measurement in seconds (default: 10)"
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     parser.add_argument("--case", help=argparse.SUPPRESS)

@@ -154,7 +154,7 @@ def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
                 second = case.run(*leaves)
             torch.cuda.synchronize()
             if not torch.equal(first, second):
-                raise AssertionError(f"{case}: a side stream computes something else")
+                raise AssertionError(f"{case}: a side stream computes different values")
         yield form, "5 sizes on two streams"
 
 
@@ -182,7 +182,7 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
         graph.replay()
         torch.cuda.synchronize()
         if not all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True)):
-            raise AssertionError(f"{case}: a replayed graph computes something else")
+            raise AssertionError(f"{case}: a replayed graph computes different values")
         yield str(case), "replayed"
 
 

@@ -71,7 +71,7 @@ def authors(checkout: Path) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], T
     """
     path = checkout / "mhla_nlp/fla/ops/mhla/naive.py"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; --authors wants a checkout of github.com/DAGroup-PKU/MHLA")
+        raise FileNotFoundError(f"{path} does not exist; --authors requires a checkout of github.com/DAGroup-PKU/MHLA")
     spec = importlib.util.spec_from_file_location("authors_naive", path)
     assert spec is not None
     assert spec.loader is not None

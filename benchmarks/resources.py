@@ -316,7 +316,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     if registers is None or stack is None:
-        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
+        raise RuntimeError(f"cuobjdump printed no number of registers: {text}")
     return int(registers[1]), int(stack[1])
 
 

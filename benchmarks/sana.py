@@ -65,11 +65,17 @@ def main() -> None:
     """Measure every combination of model size and image size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes (default: all)")
     parser.add_argument(
-        "--pixels", nargs="+", type=int, default=[512, 1024], help="sides of images (default: 512 1024)"
+        "--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model (default: all)"
     )
-    parser.add_argument("--layers", type=int, help="blocks of the transformer (default: the size's own)")
+    parser.add_argument(
+        "--pixels",
+        nargs="+",
+        type=int,
+        default=[512, 1024],
+        help="height and width of images in pixels (default: 512 1024)",
+    )
+    parser.add_argument("--layers", type=int, help="number of blocks of the transformer (default: that of the size)")
     args = parser.parse_args()
     for size in args.size:
         for pixels in args.pixels:

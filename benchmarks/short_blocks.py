@@ -110,7 +110,9 @@ def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.devi
     def text(values: list[float]) -> str:
         return f"{values[len(values) // 2]:.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
 
-    table = Table(title=f"{HEADS} heads of width {WIDTH}, {TERMS} exponentials; milliseconds, median (least .. most)")
+    table = Table(
+        title=f"{HEADS} heads of width {WIDTH}, {TERMS} exponentials; milliseconds, median (minimum .. maximum)"
+    )
     titles = [f"{form} {part}" for form in forms for part in ("forward", "and backward")]
     for title in ("tokens", "direction", "C", *titles, "auto"):
         table.add_column(title, justify="left" if title in ("direction", "auto") else "right")
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--forms", nargs="+", choices=get_args(ChosenForm), default=["chunked", "spanning"])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="seconds of each run")
+    parser.add_argument("--seconds", type=float, default=0.3, help="duration of each run in seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for short-blocks-DEVICE.json")
     args = parser.parse_args()
     device, console = torch.device(args.device), Console(width=150)

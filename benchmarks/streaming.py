@@ -40,9 +40,11 @@ def main() -> None:
         prog="lightning bench streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shards", type=int, default=80, help="number of shards (default: 80)")
-    parser.add_argument("--per_shard", type=int, default=64, help="images in a shard (default: 64)")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes (default: 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="epochs of each, in turns (default: 3)")
+    parser.add_argument("--per_shard", type=int, default=64, help="number of images in a shard (default: 64)")
+    parser.add_argument("--workers", type=int, default=1, help="number of worker processes (default: 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of epochs with each reader, alternating (default: 3)"
+    )
     parser.add_argument("--out", type=Path, help="folder for streaming-DEVICE.json (default: print only)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,7 +83,7 @@ def main() -> None:
     result.pop("out")
     result["machine"] = describe(torch.device("cpu"))
     print(
-        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {medians['local']:,} samples a second from the "
+        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {medians['local']:,} samples per second from the "
         f"disk, {medians['streamed']:,} from a server with cache_bytes={total // 10} ({100 * medians['ratio']:.1f}%)"
     )
     if args.out is not None:

@@ -263,10 +263,12 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 def main() -> None:
     """Measure the configurations without a result, write JSON after each, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(prog="lightning bench throughput", description=__doc__.splitlines()[0])
-    parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
+    parser.add_argument(
+        "--configs", nargs="+", help="configurations, such as language/stdlib (default: those that suit the device)"
+    )
     parser.add_argument("--compile", choices=("both", "on", "off"), default="both")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--samples", type=int, help="samples at once")
+    parser.add_argument("--samples", type=int, help="batch size")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for throughput.json")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()

@@ -58,8 +58,10 @@ def main() -> None:
     """Measure the model with every variant of attention."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
-    parser.add_argument("--layers", type=int, default=30, help="blocks of the transformer (default: 30)")
-    parser.add_argument("--latent", type=int, nargs=4, default=LATENT, help="channels, frames, rows, columns")
+    parser.add_argument("--layers", type=int, default=30, help="number of blocks of the transformer (default: 30)")
+    parser.add_argument(
+        "--latent", type=int, nargs=4, default=LATENT, help="shape of a clip's latent: channels, frames, rows, columns"
+    )
     args = parser.parse_args()
     run(case(args.layers, tuple(args.latent)), "wan-1.3b", args.out, {"latent": list(args.latent)})
 

@@ -32,7 +32,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STUDIES, default=list(STUDIES), help="studies (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--variants", nargs="+", help="variants (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="rows at a time; several have one thread each (default: 1)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of rows to train at the same time; several have one thread each (default: 1)",
+    )
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/paper"), help="folder of the runs (default: runs/paper)"
     )
@@ -41,10 +46,10 @@ def main() -> None:
     )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page (default: docs)")
     parser.add_argument(
-        "options", nargs="*", help="more options for lightning fit, after --; with a --results of its own"
+        "options", nargs="*", help="additional options of lightning fit, after --; they require a separate --results"
     )
     parser.add_argument("--page", action="store_true", help="write docs/results.md from the results, and train nothing")
-    parser.add_argument("--list", action="store_true", help="list studies and variants, and how many rows are there")
+    parser.add_argument("--list", action="store_true", help="list studies and variants with the number of their rows")
     args = parser.parse_args()
     studies = [STUDIES[name] for name in args.only]
     if args.list:
@@ -54,7 +59,7 @@ def main() -> None:
                 print(f"  {variant}: {sum(row['variant'] == variant for row in study.rows(args.results))} rows")
         return
     if unknown := set(args.variants or ()) - {name for study in studies for name in study.variants}:
-        parser.error(f"--variants: {', '.join(sorted(unknown))} unknown; --list names them")
+        parser.error(f"--variants: unknown: {', '.join(sorted(unknown))}; --list shows the variants")
     if args.jobs < 1:
         parser.error(f"--jobs: {args.jobs} must be at least 1")
     if not args.page:

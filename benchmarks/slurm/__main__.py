@@ -218,7 +218,7 @@ def main() -> None:
         except SlurmUnavailable as error:
             raise SystemExit(f"error: {error}") from error
     if any(row["state"] != "COMPLETED" or row["losses_that_differ"] for row in rows.values()):
-        raise SystemExit("error: a job did not end as the undisturbed one")
+        raise SystemExit("error: a job did not end like the undisturbed one")
 
 
 if __name__ == "__main__":

@@ -405,7 +405,7 @@ def _free_ports(count: int) -> int:
         first = random.SystemRandom().randrange(20000, 32000 - count)
         if all(_is_free(port) for port in range(first, first + count)):
             return first
-    raise SlurmUnavailable(f"No {count} neighbouring ports between 20000 and 32000 are free.")
+    raise SlurmUnavailable(f"No {count} consecutive ports between 20000 and 32000 are free.")
 
 
 def _is_free(port: int) -> bool:

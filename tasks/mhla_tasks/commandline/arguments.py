@@ -100,7 +100,7 @@ def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
         else:
             raise UsageError(_unexpected(word, options, command, commands))
     if command is None:
-        raise UsageError(f"no command is given; there are {', '.join(commands)}")
+        raise UsageError(f"no command is given; the commands are {', '.join(commands)}")
     for option in options:
         if option.value is None and option.name not in WITHOUT_VALUE and not option.name.endswith(HELP):
             raise UsageError(f"{option.text} needs a value: {option.text}=VALUE")
@@ -127,7 +127,7 @@ def _is_option(word: str) -> bool:
 
 def _unexpected(word: str, options: Sequence[Option], command: str | None, commands: Collection[str]) -> str:
     if command is None and not options:
-        return f"{word} is not a command; there are {', '.join(commands)}"
+        return f"{word} is not a command; the commands are {', '.join(commands)}"
     last = next((option for option in reversed(options) if option.value is not None), None)
     if last is None:
         return f"unexpected argument {word!r}; options are written --name=value"

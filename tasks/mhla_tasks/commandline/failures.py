@@ -33,7 +33,7 @@ MEANINGS: dict[int, tuple[str, str]] = {
     errno.EEXIST: ("a file of this name exists already", AWAY),
     errno.ENOTEMPTY: ("the folder is not empty", "choose a different path, or move the folder away"),
     errno.ENOENT: ("there is no such file or folder", "check the path"),
-    errno.ELOOP: ("the symbolic links of this path form a circle", "check the links"),
+    errno.ELOOP: ("the symbolic links of this path form a loop", "check the links"),
     errno.EIO: ("the device reports an input or output error", "check the disk, or the network file system"),
     errno.ESTALE: ("the network file system has lost this file", "check the connection, then start the command again"),
     errno.EMFILE: ("too many open files", f"raise the limit of this process (ulimit -n 65536), or {FEWER_WORKERS}"),
@@ -57,7 +57,7 @@ They are also recognized inside the messages of other errors and in the chain of
 """
 
 SHARED_MEMORY = (
-    "a worker process found no room in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
+    "a worker process found no space in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
     "uses none), or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)"
 )
 MEMORY = (
@@ -65,8 +65,8 @@ MEMORY = (
     "(--data.num_workers) or a smaller batch, or ask the scheduler for more memory"
 )
 ENDED = (
-    "a worker process ended unexpectedly; its own message is above. --data.num_workers=0 reads in this process, and "
-    "shows where"
+    "a worker process ended unexpectedly; its own message is above. --data.num_workers=0 reads the data in this "
+    "process, and shows where it fails"
 )
 DEVICE_MEMORY = (
     "the memory of the GPU is used up: use a smaller batch (--data.batch_size, with "

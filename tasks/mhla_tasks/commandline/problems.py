@@ -48,11 +48,11 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
             if key not in roots:
                 problem: str | None = _message(source.origin, key, roots, "")
             elif key == "config":  # an existing file was moved to a source of its own before
-                problem = f"{source.origin}: config takes the name of a file, and there is no file {str(value)[:100]}"
+                problem = f"{source.origin}: config must be the path of a file; there is no file {str(value)[:100]}"
             elif (key in ("model", "data") and isinstance(value, list | int | float)) or (
                 key == "trainer" and not isinstance(value, dict)
             ):
-                problem = f"{source.origin}: {key} is not a value, got {value}; it needs options (KEY: VALUE) below it"
+                problem = f"{source.origin}: {key} must contain options (KEY: VALUE), got {value}"
             elif key == "trainer" and isinstance(value, dict):
                 problem = _check_trainer(source, value, trainer)
             elif key in ("model", "data"):
@@ -108,8 +108,8 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
         other_commands = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
         if other_commands and not source.typed:
             return (
-                f"{source.origin} holds options of `lightning {other_commands[0]}`, and this is `lightning {command}`; "
-                f"run that command, or take the options out from under `{other_commands[0]}:`"
+                f"{source.origin} contains options of `lightning {other_commands[0]}`, but this is `lightning {command}`; "
+                f"run that command, or move the options out of `{other_commands[0]}:`"
             )
     return None
 
@@ -159,9 +159,7 @@ def _check_class(
     """
     origin = source.origin
     if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # an existing one was replaced before
-        return (
-            f"{origin}: {path}: there is no file {value}; a file in a configuration is looked for in the folder of that"
-        )
+        return f"{origin}: {path}: there is no file {value}; paths in a configuration are relative to its own folder"
     if isinstance(value, str):
         value = {"class_path": value}
     if not isinstance(value, dict):
@@ -180,7 +178,7 @@ def _check_class(
     if path not in classes:
         return None
     if value.get("dict_kwargs") and option_names(classes[path]) is not None:
-        return f"{origin}: {path}.dict_kwargs: {classes[path].__name__} takes its own options alone; write them under init_args"
+        return f"{origin}: {path}.dict_kwargs: {classes[path].__name__} accepts only its own options; write them under init_args"
     arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_OPTIONS}
     prefix = f"{path}.init_args" if "init_args" in value else path
     return next(_unknown(origin, prefix, arguments, classes[path]), None)

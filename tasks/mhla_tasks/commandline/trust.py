@@ -94,7 +94,7 @@ def allow_classes(sources: Sequence[Source]) -> None:
     # The list of the parser is global: a class permitted for one parameter must not be named by a file for any other one.
     for source, path, text in check.plain:
         if any(text == name or text.startswith(f"{name}.") for name in check.found) and not source.typed:
-            raise AllowError(f"{source.origin}: {path} takes no class or function, got {text}")
+            raise AllowError(f"{source.origin}: {path} accepts no class or function, got {text}")
     _classes.extend(sorted(check.found))
     _tell_parser()
 

@@ -65,7 +65,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
             units.append("token")
             return math.log(metrics["val/perplexity"])
         if "val/loss" not in metrics:
-            raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation to measure a loss on")
+            raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation data to measure a loss on")
         units.append("image")
         return float(metrics["val/loss"])
 

@@ -32,7 +32,7 @@ def export(parser: ArgumentParser) -> Run:
     parser.add_argument("--live", action="store_true", help="export the trained weights, not their moving average")
     add_allow(parser)
     parser.add_argument(
-        "--license", metavar="IDENTIFIER", help="licence of the model for its card: apache-2.0, mit, ..."
+        "--license", metavar="IDENTIFIER", help="license of the model for its card: apache-2.0, mit, ..."
     )
     language = parser.add_argument_group("language models")
     language.add_argument("--tokenizer", help="folder or hub name of a tokenizer that replaces that of the checkpoint")

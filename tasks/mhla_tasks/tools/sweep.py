@@ -298,7 +298,7 @@ def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
     try:
         done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(folder)}, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        sys.stderr.write("error: there is no program sbatch here\n")
+        sys.stderr.write("error: the program sbatch is not installed\n")
         return 2
     if done.returncode == 0:
         number = done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
