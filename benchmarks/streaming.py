@@ -83,8 +83,8 @@ def main() -> None:
     result.pop("out")
     result["machine"] = describe(torch.device("cpu"))
     print(
-        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {medians['local']:,} samples per second from the "
-        f"disk, {medians['streamed']:,} from a server with cache_bytes={total // 10} ({100 * medians['ratio']:.1f}%)"
+        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {medians['local']:,} samples per second from "
+        f"the disk, {medians['streamed']:,} from a server with cache_bytes={total // 10} ({100 * medians['ratio']:.1f}%)"
     )
     if args.out is not None:
         write_whole(args.out / "streaming-cpu.json", json.dumps(result, indent=1) + "\n")

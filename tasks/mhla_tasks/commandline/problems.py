@@ -178,7 +178,8 @@ def _check_class(
     if path not in classes:
         return None
     if value.get("dict_kwargs") and option_names(classes[path]) is not None:
-        return f"{origin}: {path}.dict_kwargs: {classes[path].__name__} accepts only its own options; write them under init_args"
+        kind = classes[path].__name__
+        return f"{origin}: {path}.dict_kwargs: {kind} accepts only its own options; write them under init_args"
     arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_OPTIONS}
     prefix = f"{path}.init_args" if "init_args" in value else path
     return next(_unknown(origin, prefix, arguments, classes[path]), None)
