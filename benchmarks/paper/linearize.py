@@ -113,7 +113,7 @@ def section(rows: list[Row], folder: Path) -> str:
 
 ORIGINAL = Study(
     "linearize-original",
-    "Linearised: the Llama that is linearised below",
+    "Linearized: the Llama that is linearized below",
     "configs/language/llama_stdlib.yaml",
     {"softmax": []},
     measure,
@@ -180,7 +180,7 @@ def section_images(rows: list[Row], folder: Path) -> str:
 
 ORIGINAL_IMAGES = Study(
     "linearize-vit-original",
-    "Linearised: the vision transformer that is linearised below",
+    "Linearized: the vision transformer that is linearized below",
     "configs/classification/mnist_timm.yaml",
     {"softmax": []},
     measure_images,
@@ -191,7 +191,7 @@ STUDIES = (
     ORIGINAL,
     Study(
         "linearize",
-        "Linearised: a Llama with its attention replaced",
+        "Linearized: a Llama with its attention replaced",
         "configs/language/linearize_stdlib.yaml",
         VARIANTS,
         measure,
@@ -210,7 +210,7 @@ STUDIES = (
             "which has nothing for attention transfer to train, 11.7%. Beside the window, learned features add nothing over "
             "ReLU; alone they are worth 1.4 points. LoRA is as good as training all weights. Before any training the model is "
             "0.5% behind, after attention transfer 0.4%. From scratch, the same attention is far behind on the budget of "
-            "linearising, and level with the original on the original's (0.9% ahead, within the spread). The state stays at "
+            "linearizing, and level with the original on the original's (0.9% ahead, within the spread). The state stays at "
             "1.15 MiB and a token at 4 to 5 ms, while softmax grows to 127 MiB and 26 ms.\n\n"
             "**What they do not say.** What MHLA adds to the window: no row has a window alone. All texts are scored in "
             "pieces of 512 tokens, of which the window sees at most 64."
@@ -220,7 +220,7 @@ STUDIES = (
     ORIGINAL_IMAGES,
     Study(
         "linearize-vit",
-        "Linearised: a vision transformer of timm with its attention replaced",
+        "Linearized: a vision transformer of timm with its attention replaced",
         "configs/classification/linearize_mnist.yaml",
         {
             "mhla, learned features, layers matched": ("--trainer.max_steps=31", "--trainer.val_check_interval=31"),
@@ -236,7 +236,7 @@ STUDIES = (
         (ORIGINAL_IMAGES, "softmax"),
         setting="The model above, 31 steps of attention transfer and 117 of training, a fifth of the original's images.",
         reading=(
-            "**What the figures say.** The linearised model is ahead of the original by 4.5 points, in every seed (5.5, 6.0 "
+            "**What the figures say.** The linearized model is ahead of the original by 4.5 points, in every seed (5.5, 6.0 "
             "and 1.9). Most of it is the longer training, since the original had not finished learning: softmax trained as "
             "much longer gains 3.6 points. Plain linear attention gains 0.6. Attention transfer is not needed here, where all "
             "weights are trained on the labels afterwards; alone, its 31 steps are far too few. Learned features are not "

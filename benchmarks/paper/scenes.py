@@ -81,7 +81,7 @@ def section(rows: list[Row], folder: Path) -> str:
         ]
         for name, runs in by_variant(rows).items()
     ]
-    header = ["attention", "held-out loss", "FID", *(f"{name}, %" for name in CHECKS)]
+    header = ["attention", "held-out loss", "FID", "digit, %", "color, %", "count, %", "relation, %"]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
 
@@ -131,7 +131,7 @@ STUDIES = (
             "seeds do. Softmax ends at a loss that is higher by 0.0003, three times the spread, and scores that are not. 750 "
             "steps improve digits by a few points whatever the attention. MHLA's images stay close to those of linear "
             "attention, from which its uniform coefficients have hardly moved. The paper's gain (GenEval 0.64 to 0.68) took "
-            "40,000 steps; this model, whose convolutions see the neighbourhood and whose scenes have few objects, does "
+            "40,000 steps; this model, whose convolutions see the neighborhood and whose scenes have few objects, does "
             "not show it."
         ),
         printed=PRINTED,

@@ -235,11 +235,11 @@ STUDIES = (
             "clips)."
         ),
         reading=(
-            "**What the figures say.** Softmax attention of ours in place of diffusers' loses nothing. No kind of linear cost "
+            "**What the figures say.** Our softmax attention in place of diffusers' loses nothing. No kind of linear cost "
             "has recovered after 150 steps, but their order is clear in the held-out loss, in which seeds differ by less than "
             "0.01: linear attention is last, MHLA with 16 blocks is ahead of it with every seed, and 72 blocks gain as much "
             "again. So the number of blocks is what holds 16 blocks back. Of four changes to them, coefficients per head help "
-            "most, and a learning rate of theirs ten times as high helps a little; a uniform start and the normaliser cost a "
+            "most, and ten times their learning rate helps a little; a uniform start and the normalizer cost a "
             "little. The shipped configuration has coefficients per head.\n\n"
             "**What they do not say.** Where each kind ends: 150 steps are few. And the column of digits says little, since "
             "the pretrained model's own clips show their digit in 18 of 40 cases."

@@ -50,7 +50,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command line that must fail prints."""
+    """Run a command line that has to fail, and return the text that it prints."""
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *arguments)
     assert stop.value.code, "a failing command must leave with a status above 0"

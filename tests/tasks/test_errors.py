@@ -101,7 +101,7 @@ LIMIT = "import resource, signal; resource.setrlimit(resource.RLIMIT_{name}, ({l
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints(server: ForkServer, small: Path, tmp_path: Path) -> None:
-    """The limit of a file's size stands for the disk; the optimiser of the second save is past it."""
+    """The limit of a file's size stands for the disk; the optimizer of the second save is past it."""
     run = tmp_path / "run"
     run_cli("fit", "--config", DIGITS, "--config", str(small), f"--run_dir={run}")
     earlier = sorted(run.rglob("*.ckpt"))

@@ -1,4 +1,4 @@
-"""timm's vision transformers in our training: as they are, linearised, exported, and loaded by timm."""
+"""timm's vision transformers in our training: as they are, linearized, exported, and loaded by timm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration and a checkpoint may name, from the command line as users call it."""
+"""Classes that a configuration and a checkpoint may name, tested by command lines of users."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_a_file_that_is_called_like_an_option_is_a_file(
 def test_what_is_typed_imports_nothing_from_the_working_folder(
     evil: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    """A value that is no class is never imported; a class of the working folder wants ``--allow``."""
+    """A value that is not a class is never imported; a class in the working folder requires ``--allow``."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "overlay.yaml"
     path.write_text(yaml.safe_dump(callback(on_fit_start="evilmod.X")))

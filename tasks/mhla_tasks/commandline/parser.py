@@ -168,7 +168,7 @@ class SuiteCLI(LightningCLI):
         request = self.plan.request
         if request is not None and not request.startswith("--print_config"):
             parser.parse_args([request])
-        # Serialised now, because the parser modifies its arguments in place.
+        # Serialized now, because the parser modifies its arguments in place.
         printed = [] if request is None else [f"--config={json.dumps(args)}", request]
         for replaced in self.plan.replaced:
             parser.parse_object(replaced)

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights in the layout of torch-fidelity's Inception-v3, its activations normalised."""
+    """Random weights in the layout of torch-fidelity's Inception-v3, its activations normalized."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     path = tmp_path_factory.mktemp("inception") / "weights.pth"

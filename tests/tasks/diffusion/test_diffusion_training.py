@@ -32,7 +32,7 @@ def losses(folder: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps, over an epoch's end, that was never stopped."""
+    """Undisturbed run of eight steps, over the end of an epoch."""
     folder = tmp_path_factory.mktemp("whole")
     parser.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
     return folder

@@ -1,4 +1,4 @@
-"""Linearised language models: the stages, what each trains, where weights come from, and what is left of it on disk."""
+"""Linearized language models: the stages, what each trains, where weights come from, and what is left of it on disk."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_the_command_makes_shards_of_a_folder(
 
 
 def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
-    """Trimmed without encoding anew (an edit list), and with a last frame that stays for long; garbage inside is not."""
+    """Videos trimmed by an edit list, or with a long last frame, are complete; a video with garbage inside is not."""
     for name, earlier, last in (("trimmed", 6, 1), ("held", 0, 40)):
         with av.open(io.BytesIO(ramp)) as given, av.open(str(tmp_path / f"{name}.mp4"), "w") as out:
             copy = out.add_stream_from_template(given.streams.video[0])
@@ -180,7 +180,7 @@ def test_prediction_needs_prompts(videos: list[bytes], tmp_path: Path) -> None:
 
 
 def test_codec_is_the_pipelines(pipeline: Path) -> None:
-    """Encoding gives what the pipeline decodes again: the mean of the posterior, normalised channel by channel."""
+    """Encoding gives what the pipeline decodes again: the mean of the posterior, normalized channel by channel."""
     codec = ClipCodec(str(pipeline))
     clips = torch.rand(2, 3, 5, 16, 24) * 2 - 1
     latents = codec.encode(clips)

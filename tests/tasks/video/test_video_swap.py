@@ -79,7 +79,7 @@ def test_swapping_nothing_changes_nothing(name: str, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("name", "kind"), [("wan", "softmax"), ("dit", "softmax"), ("sana", "linear")]
-)  # SANA's own attention is linear: normalised, of relu
+)  # SANA's own attention is linear: normalized, of relu
 def test_our_module_of_the_same_kind_gives_the_same_output(name: str, kind: str) -> None:
     model, given = MODELS[name]()
     before = run(model, given)
@@ -154,7 +154,7 @@ def test_one_size_after_another() -> None:
 
 
 def test_a_copy_is_independent() -> None:
-    """As the weight average copies the model: sizes seen by one do not reach the other."""
+    """The weight average copies the model; input sizes of one model must not change the other."""
     model = tiny_wan()
     swap_attention(model, PAPER)
     twin = copy.deepcopy(model)

@@ -47,7 +47,7 @@ def column(folder: Path, name: str = "train/loss") -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretraining of eight steps, over an epoch's end (5 batches), that was never stopped."""
+    """Undisturbed pretraining of eight steps, over the end of an epoch (5 batches)."""
     folder = tmp_path_factory.mktemp("whole")
     parser.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
     return folder
@@ -407,7 +407,7 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
 
 
 def test_predict_from_weights_without_a_checkpoint(whole: Path, tmp_path: Path) -> None:
-    """As the authors' weights are sampled: the same clip as from the checkpoint that has these weights."""
+    """Weights without a checkpoint, such as the authors', give the same clip as the checkpoint with these weights."""
     start = whole / "checkpoints/step=8.ckpt"
     config = digits_config(tmp_path / "config")
     for name, source in (("a", f"--ckpt_path={start}"), ("b", f"--model.pretrained={start}")):

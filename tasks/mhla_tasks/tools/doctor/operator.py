@@ -34,7 +34,7 @@ SHAPES = {
 }
 """Batch size, heads, tokens, tokens per block, widths of keys and values, and whether attention is causal, by model."""
 NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
-"""Models that divide outputs by the normaliser and map features inside the kernels; the others use rotary embedding."""
+"""Models that divide outputs by the normalizer and map features inside the kernels; the others use rotary embedding."""
 
 
 def forms() -> Iterator[Finding]:
