@@ -1,4 +1,4 @@
-"""Attention swapped into transformers' encoders of text and of images: the definition, padding, sizes, saving, refusals."""
+"""Attention swapped into transformers' encoders of text and of images: the definition, padding, sizes, saving, rejected models."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_a_device_is_no_configuration(capsys: pytest.CaptureFixture[str], monkey
 @fuzz(25)
 @given(text=st.text(alphabet="modelatrinr:_[]{}&*!\n \"'x1.", max_size=60))
 def test_fuzzed_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Whatever stands in an overlay, it is refused in words, or the run is the digits'."""
+    """Whatever an overlay contains, it is rejected with a message, or the run trains the digits."""
     path = tmp_path / "fuzzed.yaml"
     path.write_text(text)
     words = ["fit", "--config", str(DIGITS), "--config", str(path), "--print_config"]

@@ -1,4 +1,4 @@
-"""Training through the command line: metrics, resume, continuations, and what is refused."""
+"""Training through the command line: metrics, resume, continuations, and rejected options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes of digits with their captions, the program that looks at them, captioned images from files; and what is refused."""
+"""Scenes of digits with captions, the program that scores them, captioned images from files, and rejected options."""
 
 from __future__ import annotations
 
