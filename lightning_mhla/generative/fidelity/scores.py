@@ -25,7 +25,7 @@ from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import read_arrays
 
 PUBLISHED_COUNT = 50_000
-"""Usual number of samples for a published FID."""
+"""Number of samples with which FID is usually published."""
 
 KID_SUBSET = 1000
 """Maximum number of samples in a subset for KID (torch-fidelity)."""
@@ -35,7 +35,7 @@ SPLITS = 10
 
 
 STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
-"""Names of arrays with reference statistics, and maximum bytes of each, enough for a covariance of 5,792 features."""
+"""Names of arrays with reference statistics, and maximum size of an array in bytes, enough for 5,792 features."""
 
 
 class Moments(NamedTuple):
@@ -52,7 +52,7 @@ def moments(features: Tensor) -> Moments:
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Compute the Frechet distance of two normal distributions (FID, arXiv 1706.08500, equation 6)."""
+    """Compute the Fréchet distance between two normal distributions (FID, arXiv 1706.08500, equation 6)."""
     pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
@@ -68,7 +68,7 @@ class ImageSet:
         pooled: features ``[n, D]``; None if only statistics are known.
         logits: class scores ``[n, K]``; None if there are none.
         spatial: spatial features ``[n, S]``; None if there are none.
-        statistics: moments of ``"pooled"`` and ``"spatial"`` features, given with the set or computed.
+        statistics: moments of ``"pooled"`` and ``"spatial"`` features, read with the set or computed from its features.
     """
 
     origin: str
@@ -80,7 +80,7 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the moments of ``"pooled"`` or ``"spatial"`` features; None if unknown."""
+        """Return the moments of ``"pooled"`` or ``"spatial"`` features; None if the set has neither features nor moments."""
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
@@ -88,7 +88,7 @@ class ImageSet:
 
 
 def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, device: torch.device) -> ImageSet:
-    """Compute features of images.
+    """Compute the features of all images of a set.
 
     Args:
         origin: description of the set for messages.
@@ -109,13 +109,19 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
 
 @torch.no_grad()
 def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Features:
-    """Compute features of images ``[b, C, S, S]`` uint8 in float32, even under autocast."""
+    """Compute features of one batch of images in float32, even under autocast.
+
+    Args:
+        features: kind of the feature network.
+        network: the network itself.
+        images: images ``[b, C, S, S]`` uint8.
+    """
     with torch.autocast(images.device.type, enabled=False):
         return features.extract(network, images)
 
 
 def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
-    """Concatenate features of batches, in order, into one set.
+    """Concatenate the features of several batches, in order, into one set.
 
     Args:
         origin: description of the set for messages.
@@ -192,15 +198,21 @@ def _from_arrays(
 
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
-    """Iterate over ``count`` batches with a progress bar on standard error, so that standard output holds results only."""
+    """Iterate over batches with a progress bar on standard error, so that standard output contains only results.
+
+    Args:
+        batches: batches of images.
+        path: source of the images, for the description.
+        count: number of batches.
+    """
     return track(batches, f"features of {escape(shown(path.name))}", total=count, console=Console(stderr=True))
 
 
 def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
-    """Read images ``[b, 3, H, W]`` uint8 from files.
+    """Read image files in batches ``[b, 3, H, W]`` uint8.
 
     Raises:
-        ValueError: if the images of any batches differ in size.
+        ValueError: if images differ in size.
     """
     first: tuple[Path, Sequence[int]] | None = None
     for start in range(0, len(files), batch_size):
@@ -220,11 +232,11 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
 
 @dataclass
 class Scores:
-    """Result of a comparison.
+    """Metrics of a comparison between generated and real images.
 
     Attributes:
-        values: metrics by name.
-        marks: remarks on the metrics, such as a number of samples that is too small.
+        values: values of the metrics by name.
+        marks: remarks about the metrics, for example that there are too few samples.
     """
 
     values: dict[str, float]
@@ -232,7 +244,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute all metrics for which both sets have the features.
+    """Compute all metrics of generated images for which both sets have the required features.
 
     Args:
         generated: set of samples.
