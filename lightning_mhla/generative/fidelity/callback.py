@@ -128,7 +128,7 @@ class GenerationMetrics(SampleGrid):
             Features of all samples in order; pixels ``[n, C, H, W]`` uint8 of the first ones for a grid; and the share of
             samples that the feature network assigns to their class, None if it does not classify by the data's classes.
         """
-        network, classes, wanted = self.features.network().to(module.device), module.num_conditions, GRID * GRID
+        network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
         right = 0
@@ -139,14 +139,14 @@ class GenerationMetrics(SampleGrid):
             gathered = iter(column.cpu() for column in columns)
             part = Features(*(None if feature is None else next(gathered) for feature in features))  # type: ignore[arg-type]
             parts.append(part)
-            if sum(map(len, shown)) < wanted:
+            if sum(map(len, shown)) < grid_size:
                 shown.append(pixels.cpu())
             if self.features.names_labels and part.logits is not None:
                 right += int((part.logits.argmax(1) == order.cpu() % classes).sum())
         network.cpu()
         generated = assemble("the samples", "", parts)
         share = right / self.samples if self.features.names_labels else None
-        return generated, torch.cat(shown)[:wanted], share
+        return generated, torch.cat(shown)[:grid_size], share
 
     def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
         """Compute the features of the reference once, on the first process. Errors are raised on all processes."""
@@ -178,15 +178,15 @@ class GenerationMetrics(SampleGrid):
             reference: reference set.
             module: module that draws the samples; its images have the size to test the feature network with.
         """
-        known = reference.moments("pooled")
-        if known is None or reference.pooled is not None:
+        statistics = reference.moments("pooled")
+        if statistics is None or reference.pooled is not None:
             return
         image = torch.zeros(1, *module.image_shape, dtype=torch.uint8)
         width = extract(self.features, self.features.network().cpu(), image).pooled.shape[1]
-        if len(known.mean) != width:
+        if len(statistics.mean) != width:
             raise ValueError(
-                f"reference {self.reference} has {len(known.mean)} features, {type(self.features).__name__} gives {width}: "
-                "they are of different feature networks"
+                f"reference {self.reference} has {len(statistics.mean)} features, {type(self.features).__name__} gives "
+                f"{width}: they are of different feature networks"
             )
 
     def _keep(self, trainer: Trainer, module: ImageGenerator, folder: Path, scores: Scores, grid: Tensor) -> None:
@@ -210,7 +210,7 @@ class GenerationMetrics(SampleGrid):
             "features_sha256": fingerprint(self.features.network()),
         }
         # After a resume from an earlier step, this drops the results of steps that are run again.
-        self.rows = [*(known for known in self.rows if known["step"] < step), row]
+        self.rows = [*(earlier for earlier in self.rows if earlier["step"] < step), row]
         write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(redacted(line)) + "\n" for line in self.rows))
         self.log_values(trainer, self.name, scores.values)
         self._show(trainer, module, folder, grid)
@@ -230,7 +230,7 @@ class GenerationMetrics(SampleGrid):
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
     """Yield at most :data:`MOST_REAL` images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
     count = min(len(source), MOST_REAL)
-    chosen = [index * len(source) // count for index in range(count)]
+    indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)
     for start in track(chunks, "features of the reference", disable=len(chunks) < 50):
-        yield to_pixels(torch.stack([source[index]["image"] for index in chosen[start : start + batch_size]]))
+        yield to_pixels(torch.stack([source[index]["image"] for index in indices[start : start + batch_size]]))

@@ -121,15 +121,15 @@ class InceptionFeatures(FeatureNetwork):
     @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
         """Compute features on the network's device; gray images are converted to RGB."""
-        kept: list[Tensor] = []
+        recorded: list[Tensor] = []
         branch: Any = network.get_submodule("Mixed_6d.branch1x1")
         # torch-fidelity does not return the features of sFID, so a hook collects them.
-        hook = branch.register_forward_hook(lambda module, args, out: kept.append(out[:, :7]))
+        hook = branch.register_forward_hook(lambda module, args, out: recorded.append(out[:, :7]))
         try:
             pooled, logits = network(images.expand(-1, 3, -1, -1))
         finally:
             hook.remove()
-        spatial = kept[0].permute(0, 2, 3, 1).flatten(1)  # channels last, as in TensorFlow
+        spatial = recorded[0].permute(0, 2, 3, 1).flatten(1)  # channels last, as in TensorFlow
         return Features(pooled, spatial, logits)
 
 
@@ -241,11 +241,11 @@ def _random_network(seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     widths = (3, 32, 64, 128, 256)
     layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+    for inputs, outputs in pairwise(widths):
+        convolution = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         with torch.no_grad():
             convolution.weight.copy_(
-                torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * before)) ** 0.5
+                torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * inputs)) ** 0.5
             )
         layers += [convolution, nn.ReLU()]
     return nn.Sequential(*layers).eval().requires_grad_(False)

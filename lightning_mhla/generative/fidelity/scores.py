@@ -167,7 +167,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
 def _from_arrays(
     path: str, arrays: Mapping[str, np.ndarray], features: FeatureNetwork, device: torch.device, batch_size: int
 ) -> ImageSet:
-    found: dict[str, Moments] = {}
+    statistics: dict[str, Moments] = {}
     for name, keys in {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}.items():
         if keys[0] in arrays and keys[1] in arrays:
             if any(arrays[key].dtype.kind != "f" or not np.isfinite(arrays[key]).all() for key in keys):
@@ -175,9 +175,9 @@ def _from_arrays(
             mean, covariance = (np.float64(arrays[key]) for key in keys)
             if mean.ndim != 1 or covariance.shape != (len(mean),) * 2:
                 raise ValueError(f"{path}: {keys[0]} {mean.shape} and {keys[1]} {covariance.shape} are no moments")
-            found[name] = Moments(mean, covariance)
+            statistics[name] = Moments(mean, covariance)
     images = arrays.get("arr_0")
-    if images is None and "pooled" not in found:
+    if images is None and "pooled" not in statistics:
         raise ValueError(
             f"{path} holds neither images (arr_0) nor reference statistics (mu, sigma), only {sorted(arrays)}"
         )
@@ -185,16 +185,16 @@ def _from_arrays(
     for _, array in sorted(arrays.items()):
         digest.update(np.ascontiguousarray(array).data)
     if images is None:
-        return ImageSet(path, digest.hexdigest()[:16], None, statistics=found)
+        return ImageSet(path, digest.hexdigest()[:16], None, statistics=statistics)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
         raise ValueError(f"{path}: arr_0 is {images.dtype} {images.shape}, not uint8 [N, S, S, 3]")
     chunks = range(0, len(images), batch_size)
     batches = (torch.from_numpy(images[start : start + batch_size]).permute(0, 3, 1, 2) for start in chunks)
-    known = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
-    known.digest, known.statistics = digest.hexdigest()[:16], found
-    if "pooled" in found:
-        known.count = None  # the statistics may be those of more images than the file holds
-    return known
+    image_features = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
+    image_features.digest, image_features.statistics = digest.hexdigest()[:16], statistics
+    if "pooled" in statistics:
+        image_features.count = None  # the statistics may be those of more images than the file holds
+    return image_features
 
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
@@ -257,15 +257,15 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     values: dict[str, float] = {}
     marks = list(_marks(generated, reference))
     for metric, name in (("fid", "pooled"), ("sfid", "spatial")):
-        one, two = generated.moments(name), reference.moments(name)
-        if one is None or two is None:
+        generated_moments, reference_moments = generated.moments(name), reference.moments(name)
+        if generated_moments is None or reference_moments is None:
             continue
-        if len(one.mean) != len(two.mean):
+        if len(generated_moments.mean) != len(reference_moments.mean):
             raise ValueError(
-                f"{reference.origin} has {len(two.mean)} features and {generated.origin} {len(one.mean)}: they are of "
-                "different feature networks"
+                f"{reference.origin} has {len(reference_moments.mean)} features and {generated.origin} "
+                f"{len(generated_moments.mean)}: they are of different feature networks"
             )
-        values[metric] = frechet_distance(one, two)
+        values[metric] = frechet_distance(generated_moments, reference_moments)
     if generated.logits is not None and len(generated.logits) >= SPLITS:
         mean, spread = KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD
         scores = isc_features_to_metric(generated.logits, splits=SPLITS, shuffle=True, rng_seed=seed)
@@ -276,23 +276,23 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     subset = min(KID_SUBSET, len(generated.pooled), len(reference.pooled))
     kid: dict[str, Any] = {"kid_subset_size": subset, "rng_seed": seed, "verbose": False}
     if subset > 1:
-        found = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
-        values |= {"kid": found[KEY_METRIC_KID_MEAN], "kid_std": found[KEY_METRIC_KID_STD]}
+        metrics = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
+        values |= {"kid": metrics[KEY_METRIC_KID_MEAN], "kid_std": metrics[KEY_METRIC_KID_STD]}
     if min(len(generated.pooled), len(reference.pooled)) > 4:
-        found = prc_features_to_metric(generated.pooled, reference.pooled, save_cpu_ram=True, verbose=False)
-        values |= {"precision": found[KEY_METRIC_PRECISION], "recall": found[KEY_METRIC_RECALL]}
+        metrics = prc_features_to_metric(generated.pooled, reference.pooled, save_cpu_ram=True, verbose=False)
+        values |= {"precision": metrics[KEY_METRIC_PRECISION], "recall": metrics[KEY_METRIC_RECALL]}
     return Scores(values, marks)
 
 
 def _marks(generated: ImageSet, reference: ImageSet) -> Iterator[str]:
-    for each in (generated, reference):
-        known = each.moments("pooled")
-        if known is None:
-            yield f"no fid: {each.count} image of {each.origin} has no covariance"
-        elif each.count is not None and each.count <= len(known.mean):
+    for one_set in (generated, reference):
+        set_moments = one_set.moments("pooled")
+        if set_moments is None:
+            yield f"no fid: {one_set.count} image of {one_set.origin} has no covariance"
+        elif one_set.count is not None and one_set.count <= len(set_moments.mean):
             yield (
-                f"fid is not reliable: {each.count:,} images of {each.origin} are fewer than FID needs for "
-                f"{len(known.mean):,} features (their covariance is singular)"
+                f"fid is not reliable: {one_set.count:,} images of {one_set.origin} are fewer than FID needs for "
+                f"{len(set_moments.mean):,} features (their covariance is singular)"
             )
     if generated.count is not None and generated.count < PUBLISHED_COUNT:
         yield f"fid of {generated.count:,} samples: higher than with the {PUBLISHED_COUNT:,} that are usual"

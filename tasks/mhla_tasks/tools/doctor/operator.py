@@ -49,19 +49,19 @@ def forms() -> Iterator[Finding]:
         for widths in WIDTHS:
             try:
                 problem = _problem(widths, device, form == "spanning")
-                want = _run(problem, torch.float64, causal, form="reference", backend="torch")
-                got, again = (_run(problem, dtype, causal, form=form, backend=backend) for _ in range(2))
+                expected = _run(problem, torch.float64, causal, form="reference", backend="torch")
+                actual, again = (_run(problem, dtype, causal, form=form, backend=backend) for _ in range(2))
             except Exception as error:  # for example a kernel that does not compile
                 wrong.append(f"{widths[0]} x {widths[1]}: {type(error).__name__}: {str(error).strip()[:200]}")
                 continue
-            pair_errors = [max(_error(a, b) for a, b in zip(got[i], want[i], strict=True)) for i in (0, 1)]
+            pair_errors = [max(_error(a, b) for a, b in zip(actual[i], expected[i], strict=True)) for i in (0, 1)]
             errors = [max(pair) for pair in zip(errors, pair_errors, strict=True)]
             # `not error <= bound` instead of `error > bound`, so that NaN counts as wrong.
             if any(not error <= bound for error, bound in zip(pair_errors, BOUNDS[dtype], strict=True)):
                 wrong.append(
                     f"{widths[0]} x {widths[1]}: off by {pair_errors[0]:.1e} (outputs), {pair_errors[1]:.1e} (gradients)"
                 )
-            if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(got[i], again[i], strict=True)):
+            if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(actual[i], again[i], strict=True)):
                 wrong.append(f"{widths[0]} x {widths[1]}: two runs differ")
         name = f"{backend} {form}, {str(dtype)[6:]}, {'causal' if causal else 'bidirectional'}"
         text = "; ".join(wrong) or f"errors {errors[0]:.1e} (outputs), {errors[1]:.1e} (gradients), equal bits"
@@ -140,9 +140,9 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
     return [*rounded, *((rand(2, 3), rand(2, 3)) if spans else (rand(2, 3, 3),))]
 
 
-def _run(given: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _run(tensors: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -> tuple[list[Tensor], list[Tensor]]:
     learned = torch.float64 if dtype is torch.float64 else torch.float32
-    leaves = [x.to(dtype if i < 3 else learned).requires_grad_() for i, x in enumerate(given)]
+    leaves = [x.to(dtype if i < 3 else learned).requires_grad_() for i, x in enumerate(tensors)]
     q, k, v, *coefficients = leaves
     mixing: MixingLike = (
         coefficients[0] if len(coefficients) == 1 else ExponentialMixing(coefficients[0], coefficients[1])
@@ -153,8 +153,8 @@ def _run(given: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -
     return [out.detach()], list(torch.autograd.grad(out, leaves, cotangent))
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    error = float((got.double() - want).norm() / want.norm())
+def _error(actual: Tensor, expected: Tensor) -> float:
+    error = float((actual.double() - expected).norm() / expected.norm())
     return error if error == error else float("inf")
 
 
