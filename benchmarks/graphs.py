@@ -266,7 +266,7 @@ def print_table(rows: list[dict[str, Any]], older: list[dict[str, Any]], console
 
     Args:
         rows: results of this checkout.
-        before: results of the older checkout; empty without one.
+        older: results of the older checkout; empty without one.
         console: console to print to.
     """
     table = Table(title="graph breaks, graphs after one and two sizes with fullgraph, ms of a step")

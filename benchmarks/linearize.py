@@ -103,7 +103,7 @@ def build(layers: int, train: Any) -> Any:
 
     Args:
         layers: number of layers of the model.
-        train: part of the model to train, as for ``choose_trained``; ``"original"`` for the frozen original model.
+        train: parameters to train, as ``part`` of ``choose_trained``; ``"original"`` for the frozen original model.
     """
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).train()
     if train == "original":

@@ -106,7 +106,7 @@ class Launch:
         spills_allowed: number of bytes that a thread may spill.
         dtype: name of the dtype of q, k and v.
         widths: key and value width, as ``64/64``.
-        unusual: see :class:`Variant`.
+        unusual: whether the variant combines rarely used features, see :class:`Variant`.
         label: description of the variant for tables.
     """
 
@@ -364,7 +364,7 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
     """List variants whose blocks take different code paths: long blocks, many blocks, and very short blocks.
 
-    Of the very short blocks, one tile has more than 16.
+    A tile contains more than 16 of the very short blocks.
     """
     return [
         Variant(form, causal, not causal, dtype, *pair, block_size=block_size, blocks=blocks)

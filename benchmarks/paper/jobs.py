@@ -21,7 +21,7 @@ class Job(NamedTuple):
 
 
 def in_two_parts(jobs: Sequence[Job], results: Path) -> tuple[list[Job], list[Job]]:
-    """Split jobs into those from whose weights further jobs start, and the rest.
+    """Split jobs into those that have to be trained first, because others start from their weights, and the rest.
 
     The first part includes jobs that were not requested but are required by others.
     """

@@ -35,8 +35,8 @@ class Study:
         section: function that returns the section, without its title, as Markdown from rows, and writes pictures into the
             folder of the page.
         options: options of ``lightning fit`` for all variants.
-        needs: study and variant from whose weights runs start, with the same seed or its only one; options refer to the
-            weights as ``{pretrained}``.
+        needs: study and variant from whose weights runs start, those of the same seed or of the only one; options refer to
+            the weights as ``{pretrained}``.
         setting: Markdown before the results: data, model, and options that all variants share.
         reading: Markdown after the results: their interpretation and its limits.
         printed: Markdown of the corresponding table of the paper; empty if there is none.
@@ -129,7 +129,7 @@ class Study:
         return any(row["variant"] == variant and row["seed"] == seed for row in self.rows(results))
 
     def origin(self, seed: int) -> int:
-        """Return the seed of the run whose weights a run with ``seed`` starts from."""
+        """Return the seed of the earlier run from whose weights the run with ``seed`` starts."""
         assert self.needs is not None
         first, _ = self.needs
         return seed if first.seeds is None else first.seeds[0]

@@ -180,7 +180,7 @@ def curve(run: Path) -> dict[int, str]:
     """Read the training loss of every step, with all digits, from the folder of a run, by step.
 
     Raises:
-        AssertionError: if two starts logged different losses for one step.
+        AssertionError: if a repeated step has different losses.
     """
     losses: dict[int, str] = {}
     for path in sorted(run.glob("metrics*.csv")):

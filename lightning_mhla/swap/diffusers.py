@@ -75,7 +75,7 @@ class InputGrid(TokenGrid):
             args: positional arguments of its call, the input first.
 
         Raises:
-            ValueError: if the input does not have one axis for each axis of the patches.
+            ValueError: if the input does not have batch, channels and one axis for each axis of the patches.
         """
         patch = convolution.stride
         if args[0].dim() != len(patch) + 2:
@@ -133,7 +133,7 @@ class SwappedAttention(nn.Module):
         """Compute self-attention of tokens in raster order of the grid.
 
         Args:
-            attn: diffusers attention module whose processor this is.
+            attn: diffusers attention module that uses this processor.
             hidden_states: tokens, ``[B, N, C]``.
             encoder_hidden_states: must be None, since cross-attention is not supported.
             attention_mask: must be None, since masks are not supported.
@@ -243,7 +243,7 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
 
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
-    """Build the attention that replaces that of ``host``, on its device and in its dtype.
+    """Build the new attention that replaces that of a diffusers layer, on the same device and in the same dtype.
 
     Args:
         host: diffusers attention module.

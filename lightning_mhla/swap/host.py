@@ -185,8 +185,8 @@ class HostLibrary(ABC):
 
         Args:
             source: folder, or name on the hub.
-            config: content of its ``config.json``.
-            dtype: dtype of the weights; None for the saved one.
+            config: content of the model's ``config.json``.
+            dtype: dtype of the weights; None for the saved dtype.
             options: options of the library's loader, by the names in :attr:`options`.
 
         Raises:
@@ -209,8 +209,8 @@ class TokenGrid:
     """Shape of the token grid of a model's current input, for attention modules that get only a flat sequence of tokens.
 
     A hook on the model calls :meth:`enter` with each input. A layer that activation checkpointing recomputes in the backward
-    pass may belong to an earlier input; the grid is then the one with the layer's number of tokens among the inputs since
-    the last backward pass.
+    pass may belong to an earlier input. Its grid is then found by its number of tokens, among the inputs since the last
+    backward pass.
 
     Args:
         prefix_tokens: number of tokens before those of the grid, such as class and register tokens.

@@ -43,7 +43,7 @@ def host_of(model: nn.Module) -> HostLibrary:
     """Return the library that a model belongs to.
 
     Raises:
-        ValueError: if the model belongs to none of :data:`HOSTS`.
+        ValueError: if the model does not belong to a library in :data:`HOSTS`.
     """
     for host in HOSTS:
         if host.claims(model):
@@ -140,8 +140,8 @@ def load_swapped(
 ) -> Any:
     """Load a swapped model that ``save_pretrained`` wrote, in evaluation mode.
 
-    The library's own ``from_pretrained`` reads the weights: its index before single files, a variant where one is asked
-    for, safetensors before ``.bin``, which is read without running code.
+    The library's own ``from_pretrained`` reads the weights by its rules: an index is preferred to single files, and safetensors
+    to ``.bin``, which is read without running code. ``variant`` selects a variant.
 
     Args:
         folder: folder of the model, or a name on the hub.
@@ -201,7 +201,7 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     """Convert a dtype or its name to a floating-point dtype; None for None and ``"auto"``.
 
     Raises:
-        ValueError: if the value is not a floating-point dtype or the name of one.
+        ValueError: if the value is neither a floating-point dtype nor the name of a floating-point dtype.
     """
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) and name != "auto" else name
     if name in (None, "auto"):

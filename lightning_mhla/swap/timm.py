@@ -105,10 +105,10 @@ class TimmHost(HostLibrary):
 
 
 def vision_transformer(model: Any) -> Any:
-    """Return the vision transformer in ``model``, which may be wrapped (``features_only``).
+    """Return the vision transformer in a model of timm: the model itself, or the one that a ``features_only`` model wraps.
 
     Raises:
-        ValueError: if there is none of a class in :data:`MODELS`.
+        ValueError: if the model does not contain a vision transformer of a class in :data:`MODELS`.
     """
     import timm.models
 

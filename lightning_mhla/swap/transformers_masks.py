@@ -41,11 +41,11 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 def real_of_decoder(
     attention_mask: Any, x: Tensor, cache: Any, given: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Return the mask of non-padding tokens of a decoder.
+    """Return the mask of non-padding tokens of a decoder, from the model's original mask if possible.
 
-    If the mask that the model was called with is known and has two dimensions, it is the answer, and the mask over pairs of
-    tokens that transformers makes of it is not read. If the model was called without one, transformers still passes a mask
-    over pairs in a graph. Any packed documents in it are those of ``position_ids``, which are checked instead.
+    If the original mask is known and has two dimensions, it is returned, and ``attention_mask``, which transformers derives
+    from it, is not read. In a graph, transformers passes a mask over pairs of tokens even if the model was called without a
+    mask. It could only separate the packed documents of ``position_ids``, so these are checked instead.
 
     Args:
         attention_mask: mask as for :func:`documents`.
@@ -87,7 +87,7 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
         attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
             without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
-        position_ids: positions, ``[B, N]`` or ``[1, N]``, if they alone keep documents apart (flash attention); else None.
+        position_ids: positions, ``[B, N]`` or ``[1, N]``, if only they keep documents apart (flash attention); otherwise None.
 
     Returns:
         ``cu_seqlens`` ``[documents + 1]``, int64, the first token of each document and the number of tokens; None if nothing

@@ -122,7 +122,7 @@ class GenerationMetrics(SampleGrid):
         trainer.strategy.barrier()
 
     def _draw(self, trainer: Trainer, module: ImageGenerator) -> tuple[ImageSet, Tensor, float | None]:
-        """Draw all samples on all processes.
+        """Draw all samples, shared among the processes, and compute their features.
 
         Returns:
             Features of all samples in order; pixels ``[n, C, H, W]`` uint8 of the first ones for a grid; and the share of

@@ -144,10 +144,10 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
 
     Args:
         path: path of a folder of images; or of an ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and
-            ``mu_s``, ``sigma_s`` for sFID), or both. Statistics in the file must be those of the same features.
+            ``mu_s``, ``sigma_s`` for sFID), or both. Statistics in the file must come from the same feature network.
         features: feature network.
         device: device that computes the features.
-        batch_size: number of images processed at once.
+        batch_size: number of images to process at once.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.

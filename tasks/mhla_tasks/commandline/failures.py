@@ -165,7 +165,7 @@ def _path_of(error: OSError) -> str | None:
 
 
 def full_places(free: int = 1 << 20) -> list[str]:
-    """Find full disks among those of the paths on the command line, the working folder and the temporary folder.
+    """Find paths on full disks: on the command line, the working folder and the temporary folder.
 
     The error of a failed write to an open file does not name the file.
 

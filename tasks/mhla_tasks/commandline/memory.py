@@ -16,10 +16,11 @@ MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")
 
 
 def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """Read the model and data options stored in a checkpoint, except those of a class that a source replaces.
+    """Read the options of model and data that a checkpoint stores, unless a source names a different class for them.
 
     Args:
-        checkpoint: a file, the folder of a sharded checkpoint or of a run, or one of Lightning's keywords such as ``last``.
+        checkpoint: path of a file, of a sharded checkpoint's folder or of a run's folder, or a keyword of Lightning such as
+            ``last``.
         sources: sources of all other options.
 
     Returns:

@@ -265,7 +265,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run ``fit``, ``validate``, ``test`` or ``predict``, and report its errors.
 
     Args:
-        args: arguments after the name of the program; by default those of this process.
+        args: arguments after the name of the program; None for those of this process.
     """
     prepare_streams()
     show_log(sys.stdout)

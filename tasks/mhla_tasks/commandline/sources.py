@@ -52,7 +52,7 @@ class Source:
         lines: line number in the file by the path of a key; integers in a path are list indices.
         problem: error message if the file cannot be read, otherwise empty.
         typed: whether the source is on the command line.
-        option: the option on the command line; None for files, and for a mapping given in place of a file.
+        option: option on the command line; None for a file, and for a mapping on the command line in place of a file.
     """
 
     origin: str

@@ -43,7 +43,7 @@ CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a configuration or a checkpoint that names a class which it may not name."""
+    """Error for a configuration or a checkpoint that names a class without permission."""
 
 
 _trusted: list[str] = []
@@ -119,7 +119,7 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
     Args:
         class_path: module and name, such as ``lightning.pytorch.callbacks.Timer``.
-        bases: classes of which it must be a subclass.
+        bases: base classes of which the class must be a subclass.
         typed: whether the class is named on the command line, where any installed package is trusted.
 
     Raises:
@@ -178,7 +178,7 @@ class _Check:
         self._named: dict[str, list[type]] = {}
 
     def value(self, source: Source, path: str, value: Any, bases: tuple[type, ...]) -> None:
-        """Check a value of a source, and all values nested in it, for classes that the parameters do not accept.
+        """Check that a value of a source, and all values nested in it, name only classes that their parameters accept.
 
         Args:
             source: source of the value.
@@ -209,7 +209,7 @@ class _Check:
             self.arguments(source, path, value.get("dict_kwargs"), [])
 
     def arguments(self, source: Source, path: str, values: Any, kinds: Sequence[type]) -> None:
-        """Check the arguments of a class for values that name classes which the parameters do not accept.
+        """Check that the arguments of a class name only classes that their parameters accept.
 
         Args:
             source: source of the arguments.

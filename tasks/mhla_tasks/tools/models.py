@@ -92,7 +92,7 @@ def import_published(parser: ArgumentParser) -> Run:
 
 
 def consolidate(parser: ArgumentParser) -> Run:
-    """Convert a sharded checkpoint to one file, as written by training in one process.
+    """Convert a sharded checkpoint to a single file, in the format that training in one process writes.
 
         lightning consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
 
