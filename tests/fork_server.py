@@ -239,7 +239,7 @@ def _child(request: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def _places(processes: int) -> list[dict[str, str]]:
+def _torchrun_variables(processes: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun sets for each of several processes; none for a single process."""
     if processes <= 1:
         return [{}]
@@ -253,7 +253,7 @@ def _places(processes: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _start(request: dict[str, Any], variables: dict[str, str]) -> int:
+def _fork(request: dict[str, Any], variables: dict[str, str]) -> int:
     child = os.fork()
     if not request["processes"]:
         with contextlib.suppress(PermissionError):  # the other of parent and child has already done it
@@ -300,7 +300,7 @@ def main() -> None:
         if "pid" in request:
             answer = status_of(request["pid"], os.WNOHANG)
         else:
-            children = [_start(request, variables) for variables in _places(request["processes"])]
+            children = [_fork(request, variables) for variables in _torchrun_variables(request["processes"])]
             for child in children:
                 ended.pop(child, None)  # status of an earlier process with the same id
             answer = _first_failure(children, ended) if request["processes"] else children[0]

@@ -98,7 +98,7 @@ def _add_adapters(model: nn.Module, targets: list[str], lora: LoraOptions) -> No
 
 def merge_adapters(model: Any) -> None:
     """Merge the LoRA adapters of ``model``, if any, into the weights they adapt, and remove them, in place."""
-    _take_out_adapters(model, merge=True)
+    _remove_adapters(model, merge=True)
 
 
 def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
@@ -128,10 +128,10 @@ def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
     plain = replace(config, inference_mode=True)
     plain.save_pretrained(folder)
     save_file({f"base_model.model.{n}": t for n, t in state.items()}, Path(folder) / "adapter_model.safetensors")
-    _take_out_adapters(model, merge=False)
+    _remove_adapters(model, merge=False)
 
 
-def _take_out_adapters(model: Any, merge: bool) -> None:
+def _remove_adapters(model: Any, merge: bool) -> None:
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             if merge:

@@ -284,7 +284,7 @@ class DiffusersHost(HostLibrary):
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
         check_supported(model, layers)
         for config in configs.values():
-            if _turns(model) and "rotary" not in Attention.kinds[config.kind].handles:
+            if _rotates(model) and "rotary" not in Attention.kinds[config.kind].handles:
                 raise ValueError(
                     f"{type(model).__name__} rotates queries and keys by their positions, but attention kind "
                     f"{config.kind!r} does not support rotary: handle inputs.rotary, and name it in handles"
@@ -297,7 +297,7 @@ class DiffusersHost(HostLibrary):
         grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
         axes = len(patches.stride)
         swapped = {
-            index: build_swapped(layer, replace(configs[index], rotary=_turns(model)), axes)
+            index: build_swapped(layer, replace(configs[index], rotary=_rotates(model)), axes)
             for index, layer in layers.items()
         }
         for index, built in swapped.items():
@@ -326,6 +326,6 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
     raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")
 
 
-def _turns(model: nn.Module) -> bool:
+def _rotates(model: nn.Module) -> bool:
     """Return whether a model of diffusers applies a rotary embedding to queries and keys."""
     return hasattr(model, "rope")

@@ -101,11 +101,11 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
         q, k, v = projected.unflatten(-1, (3, module.num_heads, module.head_dim)).unbind(2)
     q, k = module.q_norm(q), module.k_norm(k)
     if rope is not None:
-        q, k = (_turn(module, heads, rope).type_as(v) for heads in (q, k))
+        q, k = (_rotate(module, heads, rope).type_as(v) for heads in (q, k))
     return q, k, v
 
 
-def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
+def _rotate(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
     """Apply the rotary embedding to the patches in queries or keys; prefix tokens have no position and do not change.
 
     Args:

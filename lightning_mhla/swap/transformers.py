@@ -84,7 +84,7 @@ class TransformersHost(HostLibrary):
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model, whose cross-attention has no blocks")
         supported = [module for module in model.modules() if _is_known(module)]
-        if model.config.get_text_config() is not model.config and not _of_images_alone(model, supported):
+        if model.config.get_text_config() is not model.config and not _has_only_images(model, supported):
             raise ValueError(
                 f"{type(model).__name__} combines text with other inputs, which is not supported; swap a model of only text "
                 "or only images"
@@ -227,7 +227,7 @@ def _family(layer: Any) -> str:
     return NAMES[type(layer).__name__]
 
 
-def _of_images_alone(model: Any, layers: list[Any]) -> bool:
+def _has_only_images(model: Any, layers: list[Any]) -> bool:
     """Return whether all supported attention layers of a model belong to one image encoder.
 
     Args:

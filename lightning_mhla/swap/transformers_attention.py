@@ -233,9 +233,9 @@ def swapped_attention(
     query = query * (options["scaling"] * query.shape[-1] ** 0.5)
     heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     if module.grid is not None:
-        return _of_an_image(module, x, heads, attention_mask), None
+        return _attend_image(module, x, heads, attention_mask), None
     if not attention.causal:
-        return _of_a_whole_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN))), None
+        return _attend_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN))), None
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
     positions, original_mask = options.get("position_ids"), options.get(GIVEN)
     by_positions = "flash" in module.host_config._attn_implementation
@@ -366,7 +366,7 @@ def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
     return original_mask[0]
 
 
-def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
+def _attend_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
     """Compute bidirectional attention over a text; blocks are counted from a row's first non-padding token.
 
     Args:
@@ -381,7 +381,7 @@ def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask
     return rows.restored(module.swapped(rows.x, rows.visible, projections=rows.projections, layout=layout))
 
 
-def _of_an_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
+def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
     """Compute bidirectional attention over the patches of an image, in blocks of its token grid.
 
     Args:

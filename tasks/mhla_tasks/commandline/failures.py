@@ -104,7 +104,7 @@ def explain_failure(error: BaseException) -> str | None:
         if isinstance(link, EOFError) and _receives_tensors(link):
             return _line(errno.EMFILE, None)
         of_library = isinstance(link, OSError | RuntimeError) or type(link).__name__ == "SafetensorError"
-        if of_library and (line := _in_words(str(link), MEANINGS if link is error else OF_THE_MACHINE)):
+        if of_library and (line := _explain_text(str(link), MEANINGS if link is error else OF_THE_MACHINE)):
             return line
     return ENDED if re.search(r"DataLoader worker .* exited unexpectedly", str(error)) else None
 
@@ -125,7 +125,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _in_words(text: str, numbers: Container[int]) -> str | None:
+def _explain_text(text: str, numbers: Container[int]) -> str | None:
     """Describe a failure of the machine that an error mentions only in its text.
 
     Args:

@@ -89,9 +89,11 @@ def make_plan(line: CommandLine) -> Plan:
         raise UsageError(problem)
     run = _strongest(sources, "run_dir")
     try:
-        checkpoint = choose_checkpoint(Path(run) if run else None, _start(sources, run), line.command == "fit")
+        checkpoint = choose_checkpoint(
+            Path(run) if run else None, _requested_checkpoint(sources, run), line.command == "fit"
+        )
         remembered = []
-        if checkpoint is not None and _start(sources, run) is not None:
+        if checkpoint is not None and _requested_checkpoint(sources, run) is not None:
             remembered = [Source(checkpoint, remembered_options(checkpoint, sources))]
         all_sources, remembered_moves = move_keys([*remembered, *sources])
         allow_classes(all_sources)
@@ -174,7 +176,7 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
     )
 
 
-def _start(sources: Sequence[Source], run: str | None) -> str | None:
+def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | None:
     """Return the checkpoint that ``ckpt_path`` names; None without one.
 
     A value in the run's own configuration is ignored, since only an earlier version of the suite saved it there.

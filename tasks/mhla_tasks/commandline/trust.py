@@ -233,7 +233,7 @@ class _Check:
                 f"{source.origin}: {path}: {text[:100]} is a file; options are read from files that end in .yaml"
             )
         if bases and "." not in text:
-            for kind in _called(text, bases):  # a class that is named without its module
+            for kind in _classes_named(text, bases):  # a class that is named without its module
                 self._add(path, kind, f"{kind.__module__}.{kind.__qualname__}")
         elif bases and DOTTED.fullmatch(text) and (_is_within(text, PACKAGES) or source.typed):
             self._named_class(source, path, text, bases)
@@ -284,18 +284,18 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
     if not isinstance(name, str):
         return None
     if "." not in name:
-        return next(_called(name, bases), None)
+        return next(_classes_named(name, bases), None)
     module, _, last = name.rpartition(".")
     kind = getattr(sys.modules.get(module), last, None)
     return kind if isinstance(kind, type) and issubclass(kind, bases) else None
 
 
-def _called(name: str, bases: tuple[type, ...]) -> Iterator[type]:
+def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
     """Yield the classes with a given name among base classes and their imported subclasses that sources may name."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind
-        yield from _called(name, tuple(type.__subclasses__(kind)))
+        yield from _classes_named(name, tuple(type.__subclasses__(kind)))
 
 
 def _paths(kind: type) -> Iterator[str]:

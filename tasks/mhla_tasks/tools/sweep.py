@@ -323,7 +323,7 @@ def _compare(folder: Path, runs: Sequence[Path]) -> None:
         sys.stderr.write(f"curves: {folder / PICTURE}\n")
 
 
-def _kept(line: CommandLine) -> dict[str, Any]:
+def _saved_arguments(line: CommandLine) -> dict[str, Any]:
     """Return the arguments of a run without secrets, and hashes of the configuration files that they name."""
     files = {
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
@@ -347,7 +347,7 @@ def _begin(folder: Path, line: CommandLine) -> None:
     record = folder / RECORD
     if record.exists():
         write_whole(record, json.dumps({**json.loads(record.read_text()), "finished": False}, indent=1) + "\n")
-    write_whole(folder / KEPT, json.dumps(_kept(line)) + "\n")
+    write_whole(folder / KEPT, json.dumps(_saved_arguments(line)) + "\n")
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:
@@ -356,7 +356,7 @@ def _finished(folder: Path, line: CommandLine) -> bool:
         record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):
         return False
-    return bool(record.get("finished")) and arguments == _kept(line)
+    return bool(record.get("finished")) and arguments == _saved_arguments(line)
 
 
 def _wait(command: list[str], output: Path | None = None) -> int:
