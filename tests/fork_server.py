@@ -31,6 +31,12 @@ LIBRARIES = ("lightning.pytorch.loggers", "lightning.pytorch.callbacks", "transf
 """Modules to import in addition to those that the product imports: configurations and tests name them."""
 
 
+def _of_test() -> dict[str, str]:
+    """Return the environment variables of the current test that its processes inherit."""
+    names = ("PYTEST_CURRENT_TEST", "COVERAGE_PROCESS_START")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 class Child:
     """Process that runs in the background, with the methods of :class:`subprocess.Popen` that tests need."""
 
@@ -114,7 +120,8 @@ class ForkServer:
         output_file.write_bytes(b"")
         request = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output_file),
-            "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
+            "environment": _of_test() | environment, "kill_at": kill_at, "kill_after_save": kill_after_save,
+            "processes": processes,
         }  # fmt: skip
         status = self._ask(request)
         text = output_file.read_text(errors="replace")
@@ -140,7 +147,7 @@ class ForkServer:
         """
         request = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
-            "environment": environment, "kill_at": None, "kill_after_save": None, "processes": 0,
+            "environment": _of_test() | environment, "kill_at": None, "kill_after_save": None, "processes": 0,
         }  # fmt: skip
         output.touch()
         return Child(self, self._ask(request))
@@ -213,6 +220,12 @@ def _child(request: dict[str, Any]) -> None:
         _kill_after_save(request["kill_after_save"])
     sys.path[:0] = [str(Path.cwd())]
     module, arguments = request["module"], request["arguments"]
+    recording = None
+    if "COVERAGE_PROCESS_START" in os.environ:  # set by tests/record_coverage.py
+        import coverage
+
+        recording = coverage.Coverage(config_file=os.environ["COVERAGE_PROCESS_START"])
+        recording.start()
     status = 1
     try:
         if module == "-c":
@@ -236,6 +249,9 @@ def _child(request: dict[str, Any]) -> None:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        if recording is not None:  # os._exit would discard it
+            recording.stop()
+            recording.save()
         os._exit(status)
 
 

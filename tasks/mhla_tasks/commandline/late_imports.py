@@ -33,6 +33,7 @@ LATE: dict[str, dict[str, str]] = {
     "torchmetrics.classification": {"MulticlassAccuracy": "accuracy"},
     "timm": {},
     "torchvision.datasets": {},
+    "torchvision.models": {},
 }
 """Deferred packages, each with the names that are available without executing it and the modules that define them."""
 
