@@ -1,4 +1,4 @@
-"""Mutation testing by random mutants: how many small changes of the product do the tests notice?
+"""Mutation testing with random mutants, to measure how many small changes of the product the tests notice.
 
     python tests/random_mutants.py record               run the tests that make test runs, and record which of them run which line
     python tests/random_mutants.py run --count 150      draw mutants and run the tests that execute the changed lines
@@ -36,7 +36,7 @@ from mutate import BROKEN, NOTICED, PASSED, RESULTS, ROOT, TREE
 PLACE = RESULTS / "random"
 AREAS = ("kernels/mhla_kernels", "lightning_mhla", "tasks/mhla_tasks")
 SECONDS = 300.0
-"""Longest total duration of the tests that a mutant runs, in seconds as recorded; at least one test runs in any case."""
+"""Maximum total duration of a mutant's tests in seconds, by recorded times. At least one test is run in any case."""
 
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
@@ -55,12 +55,12 @@ MESSAGES = (
     "print",
     "extra_repr",
 )
-"""Functions whose arguments are text for people; numbers and operators in them are not mutated."""
+"""Names of functions whose arguments are messages, in which numbers and operators are not mutated."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of the product: characters ``start`` to ``end`` of ``file`` become ``new``."""
+    """Change of the product: characters ``start`` to ``end`` of ``file`` become ``new``."""
 
     file: str
     line: int
@@ -86,7 +86,7 @@ class Mutant:
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
-    """All mutants of a file, in the order of the syntax tree."""
+    """Yield all mutants of a file, in the order of the syntax tree."""
     source = (ROOT / file).read_text()
     starts = [0]
     for text in source.splitlines(keepends=True):
@@ -142,12 +142,12 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 
 def _is_falsy(node: ast.expr | None) -> bool:
-    """Whether a returned value is None or False, which callers rarely tell apart."""
+    """Return whether a returned value is None or False, which callers rarely distinguish."""
     return node is None or (isinstance(node, ast.Constant) and not node.value)
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Child nodes that are run and can matter: not annotations, message texts, f-strings or ``if TYPE_CHECKING``."""
+    """Yield the child nodes to mutate, without annotations, messages, f-strings and ``if TYPE_CHECKING``."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if name in MESSAGES:
@@ -165,14 +165,14 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Draw ``count`` mutants, every one of the product with the same probability."""
+    """Draw mutants of the product at random, all with the same probability."""
     files = sorted(str(path.relative_to(ROOT)) for area in AREAS for path in (ROOT / area).rglob("*.py"))
     every = [mutant for file in files for mutant in mutants_of(file)]
     return random.Random(seed).sample(every, count)
 
 
 class Recording:
-    """Which tests execute which line, and how long each takes."""
+    """Recorded coverage: the tests that execute each line, and the duration of each test."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
@@ -184,7 +184,7 @@ class Recording:
         self._base = sqlite3.connect(folder / "coverage.sqlite", check_same_thread=False)
 
     def tests_of(self, mutant: Mutant, lines: range) -> list[str]:
-        """Names of the tests that execute one of ``lines`` of the mutant's file, the fastest first."""
+        """Return the names of the tests that execute one of ``lines`` in the mutant's file, the fastest first."""
         rows = self._base.execute(
             "select context.context, line_bits.numbits from line_bits join context on context.id = line_bits.context_id "
             "join file on file.id = line_bits.file_id where file.path like ?",
@@ -198,7 +198,7 @@ class Recording:
 
 
 def _lines_of(mutant: Mutant) -> range:
-    """Lines of the statement that the mutant changes, without the body of a compound statement."""
+    """Return the lines of the statement that a mutant changes, without the body of a compound statement."""
     tree = ast.parse((ROOT / mutant.file).read_text())
     best = range(mutant.line, mutant.line + 1)
     for node in ast.walk(tree):
@@ -211,7 +211,7 @@ def _lines_of(mutant: Mutant) -> range:
 
 
 def run(mutant: Mutant, recording: Recording) -> dict[str, Any]:
-    """Apply a mutant to a copy of the tree and run the tests that execute it."""
+    """Apply a mutant to a copy of the tree, and run the tests that execute the changed lines."""
     place = PLACE / f"{mutant.name}.json"
     if place.exists():
         result: dict[str, Any] = json.loads(place.read_text())
@@ -257,7 +257,7 @@ def run(mutant: Mutant, recording: Recording) -> dict[str, Any]:
 
 
 def record() -> int:
-    """Run the tests under coverage; write junit.xml and coverage.sqlite."""
+    """Run the tests with coverage, write junit.xml and coverage.sqlite, and return the exit status."""
     PLACE.mkdir(parents=True, exist_ok=True)
     settings = PLACE / "coverage.ini"
     sources = "\n".join(f"    {ROOT / area}" for area in AREAS)
@@ -285,7 +285,11 @@ def record() -> int:
 
 
 def report(results: list[dict[str, Any]]) -> int:
-    """Print the score of each area and the mutants that nothing noticed; status 1 below nine in ten."""
+    """Print the score of each area and the mutants that no test noticed.
+
+    Returns:
+        The exit status: 1 if fewer than 90% of the mutants are noticed, otherwise 0.
+    """
     areas: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         areas[result["area"]][result["outcome"]] += 1
@@ -303,7 +307,11 @@ def report(results: list[dict[str, Any]]) -> int:
 
 
 def main() -> int:
-    """Command line; ``run`` and ``report`` exit with status 1 where less than nine in ten are noticed."""
+    """Run the action that the command line names.
+
+    Returns:
+        The exit status; 1 for ``run`` and ``report`` if fewer than 90% of the mutants are noticed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("record", "run", "report"))
     parser.add_argument("--count", type=int, default=150, help="number of mutants (default: 150)")
