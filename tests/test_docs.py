@@ -77,14 +77,14 @@ OTHERS = (r"python3 -m venv", r"\. \.venv/bin/activate", r"pip install", r"light
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page."""
+    """Code block of a page."""
 
     language: str
     title: str
     code: str
 
     def commands(self) -> list[str]:
-        """Commands of a shell, without comments."""
+        """Return the commands of a shell block, without comments."""
         lines = self.code.replace("\\\n", " ").splitlines()
         return [line for line in (re.sub(r"(^|\s+)#\s.*$", "", line).strip() for line in lines) if line]
 
@@ -182,7 +182,7 @@ def test_a_page_works_from_top_to_bottom(
 
 
 def run(command: str, page: Path, server: ForkServer, folder: Path, environment: dict[str, str]) -> None:
-    """Run a command of a page in small; or check it, where it cannot run here."""
+    """Run a command of a page at small size, or only check it if it cannot run here."""
     if target := re.match(r"make (\w+)", command):
         assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no {target[0]}"
         return

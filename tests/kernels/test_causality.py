@@ -53,7 +53,7 @@ def make_mixing(kind: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def spoilt(tensors: tuple[Tensor, ...], last: int, factors: dict[str, float]) -> tuple[Tensor, ...]:
-    """The same, with queries, keys or values after token ``last`` so many times as large."""
+    """Return the inputs with queries, keys or values after token ``last`` multiplied by a large factor."""
     by_letter = {letter: factor for letters, factor in factors.items() for letter in letters}
     tokens = dict(zip("qkv", tensors, strict=False))
     later = {name: x[:, last + 1 :] * by_letter.get(name, 1.0) for name, x in tokens.items()}
@@ -61,7 +61,7 @@ def spoilt(tensors: tuple[Tensor, ...], last: int, factors: dict[str, float]) ->
 
 
 def earlier(run: Any, tensors: tuple[Tensor, ...], last: int, cotangent: Tensor) -> list[Tensor]:
-    """Outputs up to token ``last``, and their gradients: of the tokens up to there, and of the mixing."""
+    """Return the outputs up to token ``last``, and their gradients for the tokens up to there and for the mixing."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = run(*leaves)[:, : last + 1]
     q, k, v, *mixing = torch.autograd.grad(out, leaves, cotangent[:, : last + 1])
@@ -88,7 +88,7 @@ def check(
 
 @pytest.fixture
 def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles and groups so short that a small problem has many of them."""
+    """Use tiles and groups so short that a small problem has many of them."""
     monkeypatch.setattr(chunked, "TILE", 16)
     monkeypatch.setattr(exponential, "GROUP", 4)
 

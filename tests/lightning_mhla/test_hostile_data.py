@@ -61,7 +61,7 @@ def good(path: Path) -> Path:
 
 
 def header(**fields: bytes) -> bytes:
-    """A tar header with some fields overwritten, its checksum right."""
+    """Return a tar header with some fields overwritten and a correct checksum."""
     info = tarfile.TarInfo("a.cls")
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     places = {"name": (0, 100), "size": (124, 12), "type": (156, 1)}
@@ -355,7 +355,7 @@ def test_json_that_is_no_object(tmp_path: Path, text: str) -> None:
 
 @contextmanager
 def cheap(seconds: float = 2.0) -> Iterator[None]:
-    """Inside, no more processor time and memory than a bomb may cost."""
+    """Check that a ``with`` block uses no more processor time and memory than a decompression bomb may cost."""
     begun, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - begun < seconds
@@ -363,7 +363,7 @@ def cheap(seconds: float = 2.0) -> Iterator[None]:
 
 
 def further(kind: bytes, size: int, data: bytes = b"") -> bytes:
-    """A header of a tar file that announces ``size`` bytes for the next one."""
+    """Return a tar header that announces ``size`` bytes for the next header."""
     info = tarfile.TarInfo("x")
     info.type, info.size = kind, size
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % 512)

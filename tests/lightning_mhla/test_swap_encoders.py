@@ -35,7 +35,7 @@ IMAGES = AttentionConfig(block_grid=[2, 3])
 
 
 def tiny(family: str, images: bool = False, name: str = "Model", **more: Any) -> Any:
-    """A small random model of a family, its norms' and biases' weights not those of the start."""
+    """Build a small random model of a family, with changed weights of norms and biases."""
     torch.manual_seed(0)
     part = {"Siglip": "Vision" if images else "Text", "CLIP": "Vision" if images else "Text"}.get(family, "")
     kind = getattr(transformers, f"{family}{part}Config")
@@ -50,7 +50,7 @@ def tiny(family: str, images: bool = False, name: str = "Model", **more: Any) ->
 
 
 def swapped(model: Any, config: AttentionConfig, **options: Any) -> Any:
-    """A copy with other attention, whose coefficients are not those of the start."""
+    """Return a copy with swapped attention, whose coefficients differ from their initial values."""
     other = copy.deepcopy(model)
     torch.manual_seed(1)
     for layer in swap_attention(other, config, **options).values():

@@ -55,7 +55,7 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def swapped(name: str = "LlamaForCausalLM", seed: int = 0) -> Any:
-    """A small model of a class, one layer of two swapped, with weights that differ from their start."""
+    """Build a small model of a class with one of two layers swapped, and weights that differ from their initial values."""
     options, attention = MODELS[name]
     torch.manual_seed(seed)
     kind = getattr(transformers, name)
@@ -74,7 +74,7 @@ def output(model: Any, name: str = "LlamaForCausalLM") -> torch.Tensor:
 
 
 def run(program: str, *arguments: Any) -> Any:
-    """The JSON that a program prints last, in a process of its own."""
+    """Run a program in a separate process, and return the JSON that it prints last."""
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def run(program: str, *arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each class, and what the model in it computes."""
+    """Save a folder for each class, and return it with the outputs of its model."""
     where = tmp_path_factory.mktemp("swapped")
     for name in MODELS:
         model = swapped(name)
@@ -325,7 +325,7 @@ def test_trainer_resumes_from_its_checkpoints(tmp_path: Path) -> None:
 
 
 class Exploit:
-    """Code that a pickle would run."""
+    """Object whose pickle runs code."""
 
     def __reduce__(self) -> Any:
         return print, ("executed",)

@@ -54,7 +54,7 @@ def shaken(model: Any) -> Any:
 
 
 def swapped(name: str = "DiTTransformer2DModel", seed: int = 0) -> Any:
-    """A small model of a class, one layer of two swapped, with weights that differ from their start."""
+    """Build a small model of a class with one of two layers swapped, and weights that differ from their initial values."""
     options, attention, _ = MODELS[name]
     torch.manual_seed(seed)
     model = getattr(diffusers, name)(**options)
@@ -80,7 +80,7 @@ def image() -> torch.Tensor:
 
 
 def run(program: str, *arguments: Any) -> Any:
-    """The JSON that a program prints last, in a process of its own."""
+    """Run a program in a separate process, and return the JSON that it prints last."""
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def run(program: str, *arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each class, pipelines, a model of timm, and what they compute."""
+    """Save a folder for each class, pipelines and a model of timm, and return them with the outputs of the models."""
     where = tmp_path_factory.mktemp("swapped")
     for name in MODELS:
         model = swapped(name)

@@ -35,7 +35,7 @@ BLOCKS = AttentionConfig(block_grid=[2, 2])
 
 
 def tiny(name: str = "vit_tiny_patch16_224", **more: Any) -> Any:
-    """A small random model, no weight of which is that of the start."""
+    """Build a small random model, in which no weight has its initial value."""
     torch.manual_seed(0)
     model = timm.create_model(name, **{**TINY, **MODELS[name], **more}).eval()
     with torch.no_grad():
@@ -45,7 +45,7 @@ def tiny(name: str = "vit_tiny_patch16_224", **more: Any) -> Any:
 
 
 def swapped(model: Any, config: AttentionConfig = BLOCKS, **options: Any) -> Any:
-    """A copy with other attention, whose coefficients are not those of the start."""
+    """Return a copy with swapped attention, whose coefficients differ from their initial values."""
     other = copy.deepcopy(model)
     torch.manual_seed(1)
     for layer in swap_attention(other, config, **options).values():
@@ -231,7 +231,7 @@ def test_what_is_not_known_is_refused_in_one_line(name: str, options: dict[str, 
 
 
 class OwnAttention(Attention):
-    """Derived from timm's."""
+    """Attention of a user, derived from timm's."""
 
 
 def test_a_block_with_attention_that_is_not_known_is_refused_before_anything_is_changed() -> None:

@@ -61,7 +61,7 @@ WINDOW = AttentionConfig(kind="mhla_window", block_size=4, mixing="exponential",
 
 
 def tiny(family: str = "Llama", **more: Any) -> Any:
-    """A small random model of a family, its norms' and biases' weights not those of the start."""
+    """Build a small random model of a family, with changed weights of norms and biases."""
     torch.manual_seed(0)
     sizes = {**SIZES, **OTHER.get(family, {}), **more}
     config = AutoConfig.for_model(TYPES.get(family, family.lower()), **sizes)
@@ -73,7 +73,7 @@ def tiny(family: str = "Llama", **more: Any) -> Any:
 
 
 def swapped(model: Any, config: AttentionConfig = BLOCKS, **options: Any) -> Any:
-    """A copy with other attention, whose coefficients are not those of the start."""
+    """Return a copy with swapped attention, whose coefficients differ from their initial values."""
     other = copy.deepcopy(model)
     torch.manual_seed(1)
     for layer in swap_attention(other, config, **options).values():
@@ -119,7 +119,7 @@ def test_a_swapped_model_is_its_definition(family: str, mixing: Any) -> None:
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
-    """Products ``[H, N, N]`` of mapped queries and keys ``[H, N, D]``."""
+    """Compute the products ``[H, N, N]`` of queries and keys ``[H, N, D]`` after the feature map."""
     return (q.relu() + 1e-6) @ (k.relu() + 1e-6).transpose(1, 2)
 
 
@@ -482,7 +482,7 @@ def test_paged_keys_and_values_are_refused() -> None:
 
 
 def with_images() -> Any:
-    """A model of text and images."""
+    """Build a model of text and images."""
     text = tiny("Gemma3").config.to_dict()
     vision = {
         "hidden_size": 16,

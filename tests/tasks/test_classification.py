@@ -53,7 +53,7 @@ def classifier(**options: Any) -> ImageClassifier:
 
 
 def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
-    """Folders of PNG and JPEG photographs, one for each class, of a color of its own."""
+    """Write folders of PNG and JPEG photographs, one for each class, each with its own color."""
     for label in range(classes):
         (folder / f"class{label}").mkdir(parents=True)
         for number in range(each):
@@ -227,7 +227,7 @@ def test_mixup_of_an_odd_batch_is_refused() -> None:
 
 
 class Seen(Digits):
-    """Digits that note which images a run reads."""
+    """Data module of digits that records the images that a run reads."""
 
     def source(self, stage: str) -> Any:
         source = super().source(stage)

@@ -43,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """A command line whose options are parsed and agree; nothing is built."""
+    """Parse a command line and make its options agree, without building anything."""
     monkeypatch.setattr(SuiteCLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(SuiteCLI, "_set_seed", lambda self: None)
     return build(make_plan(read_words(arguments, LIGHTNING)))
@@ -205,7 +205,7 @@ def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.
 
 @cache
 def known_tasks() -> set[str]:
-    """All that lm-eval has; it takes seconds to list them."""
+    """List all tasks of lm-eval, which takes seconds."""
     return set(TaskManager().all_tasks)
 
 
@@ -264,7 +264,7 @@ def test_deit_sizes_have_the_published_numbers_of_parameters() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small run on the digits, through the command line."""
+    """Train a small run on the digits by the command line, and return its checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
     config = yaml.safe_load(DIGITS.read_text())
     config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}

@@ -24,7 +24,7 @@ PARSED = [name for name in NAMES if not getattr(registry.function_of(name), "pas
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
-    """Exit status, and what went to standard output and to standard error."""
+    """Run a command, and return its exit status, standard output and standard error."""
     monkeypatch.setattr(sys, "argv", ["lightning", *words])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as ended:
@@ -198,7 +198,7 @@ def small(**options: object) -> ImageClassifier:
 
 
 def written(module: ImageClassifier, path: Path, **memory: object) -> Path:
-    """A checkpoint as a Trainer in Python writes it."""
+    """Write a checkpoint by a Trainer in Python."""
     kept = {"state_dict": module.state_dict(), "hyper_parameters": {**module.hparams, **memory}, "global_step": 1}
     torch.save({**kept, "pytorch-lightning_version": "2.6.0"}, path)
     return path

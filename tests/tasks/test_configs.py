@@ -32,7 +32,7 @@ EXPORTS: dict[str, list[Path]] = {}
 
 
 def in_small(path: Path) -> str:
-    """A configuration after :func:`shrunk`, without its name and the share of blocks that are skipped."""
+    """Return a configuration after :func:`shrunk`, without its name and the share of skipped blocks."""
     config = shrunk(path, Path("world"), Path("start"))
     for logger in config["trainer"]["logger"]:
         logger["init_args"].pop("name")
@@ -51,7 +51,7 @@ for _path in sorted(MODELS, key=lambda path: path.stem not in STARTS.values()):
 
 @pytest.fixture(scope="module")
 def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small data in every layout that the configurations ask for, made by the commands that the documentation names."""
+    """Small data in every layout that the configurations require, made by the documented commands."""
     world = tmp_path_factory.mktemp("world")
     save_images(world / "images", ("class0", "class1", "class2"), {"train": 12, "val": 4})
     save_models(world)

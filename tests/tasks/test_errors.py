@@ -58,7 +58,7 @@ def trained(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def only_error(status: int, text: str) -> str:
-    """The one line of an error that a failing command printed."""
+    """Check that a failing command prints a single error line, and return it."""
     assert status not in (0, None), text
     assert "Traceback" not in text, text
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -281,7 +281,7 @@ def test_threads(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def shell(line: str, folder: Path) -> tuple[int, str, str]:
-    """Exit status of the first command of a pipe, and what it printed."""
+    """Run a pipe, and return the exit status of its first command and the output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PY": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", f'{line}; exit "${{PIPESTATUS[0]}}"'], capture_output=True, text=True, env=environment, cwd=folder, timeout=240

@@ -265,7 +265,7 @@ def test_a_file_that_is_edited_between_the_starts_of_two_processes_of_a_run_is_a
 
 
 def old_checkpoint(path: Path, **arguments: Any) -> str:
-    """Data options in a checkpoint of an earlier version."""
+    """Write a checkpoint with data options of an earlier version."""
     memory = {"_class_path": SHARDS, "train": "a", "val": "b", **FORMER, **arguments}
     torch.save({"datamodule_hyper_parameters": memory, "hyper_parameters": {}, "state_dict": {}}, path)
     return str(path)

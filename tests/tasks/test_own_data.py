@@ -41,7 +41,7 @@ def test_the_page_lists_what_is_checked(domain: type[LightningModule]) -> None:
 
 
 class Plain(LightningDataModule):
-    """Batches of a plain DataLoader."""
+    """Data module with a plain DataLoader."""
 
     def __init__(self, *leave_out: str) -> None:
         super().__init__()

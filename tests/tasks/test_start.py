@@ -16,7 +16,7 @@ HEAVY = (
 
 
 def modules_after(program: str, *arguments: str) -> tuple[int, set[str], str]:
-    """Exit status, modules imported in the end, and what was printed."""
+    """Run a command, and return its exit status, the imported modules, and its output."""
     code = (
         f"import atexit, sys; atexit.register(lambda: print('MODULES', *sys.modules, file=sys.__stderr__))\n{program}"
     )

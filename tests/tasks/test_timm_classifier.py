@@ -38,7 +38,7 @@ LEARNED = AttentionConfig(block_grid=[3, 3], feature_map="learned")
 
 
 class Squares(LightningDataModule):
-    """Images of noise with a bright square in one of four corners."""
+    """Data module of noise images with a bright square in one of four corners."""
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(0)
@@ -55,7 +55,7 @@ def classifier(**options: Any) -> TimmClassifier:
 
 
 def fit(model: Any, steps: int, folder: Path) -> Path:
-    """Train, and the path of a checkpoint."""
+    """Train a model, and return the path of a checkpoint."""
     trainer = Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,

@@ -25,7 +25,7 @@ RUN = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module that leaves a mark when it is imported."""
+    """Module that leaves a mark when it is imported."""
     mark = tmp_path / "imported"
     (tmp_path / "evilmod.py").write_text(
         f"from pathlib import Path; Path({str(mark)!r}).touch()\nfrom lightning import Callback\nclass X(Callback): ..."

@@ -30,7 +30,7 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of ten photos in two classes, a VAE, and their latents in shards of four."""
+    """Folder of ten photos in two classes, a VAE, and their latents in shards of four."""
     folder = tmp_path_factory.mktemp("latents")
     generator = np.random.default_rng(0)
     for number in range(10):
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encode(folder: Path, *options: str, rank: int = 0, world: int = 1) -> None:
-    """The command, as torchrun would start it."""
+    """Run ``lightning prepare latents`` as torchrun would start it."""
     command = [str(folder / "photos"), str(folder / "latents"), "--vae", str(folder / "vae")]
     command += ["--image_size", "16", "--per_shard", "4", "--device", "cpu", *options]
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def photo_of(number: int) -> int:
 
 
 def moments_of(place: Path, number: int, mirrored: bool) -> Tensor:
-    """Mean and deviation by diffusers itself."""
+    """Compute means and deviations of latents with diffusers alone."""
     vae = AutoencoderKL.from_pretrained(place / "vae").eval()
     photo = photo_of(number)
     image = SignedImage(16)(Image.open(place / "photos" / f"class{photo % 2}" / f"{photo}.png"))

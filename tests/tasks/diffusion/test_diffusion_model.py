@@ -32,7 +32,7 @@ def batch(count: int = 3, channels: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def published(tied: bool = True) -> DiTTransformer2DModel:
-    """A random softmax DiT of diffusers whose blocks share their embeddings, as those of published weights do."""
+    """Build a random softmax DiT of diffusers whose blocks share their embeddings, as in published weights."""
     torch.manual_seed(3)
     model = DiTTransformer2DModel(
         num_attention_heads=2,
@@ -55,7 +55,7 @@ def published(tied: bool = True) -> DiTTransformer2DModel:
 
 
 def original_layout(model: DiTTransformer2DModel) -> dict[str, Tensor]:
-    """The same weights by the names of DiT's own code."""
+    """Rename weights to the names of DiT's original code."""
     renamed = {
         r"pos_embed\.proj": "x_embedder.proj",
         r"transformer_blocks\.0\.norm1\.emb\.timestep_embedder\.linear_1": "t_embedder.mlp.0",

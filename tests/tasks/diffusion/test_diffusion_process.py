@@ -29,7 +29,7 @@ ALL_SAMPLERS = [
 
 
 class Oracle(nn.Module):
-    """Predicts exactly what leads to one image, whose value is the label over ten."""
+    """Network that predicts a single image, whose value is the label over ten."""
 
     channels, sides, num_classes = 1, (4, 4), 10
 
@@ -58,7 +58,7 @@ def test_samplers_find_the_image_that_the_network_knows(config: ProcessConfig, s
 
 
 class Gaussian(nn.Module):
-    """The best prediction for data that are normal with this mean and deviation."""
+    """Network with the best prediction for normally distributed data of a given mean and deviation."""
 
     channels, sides, num_classes = 1, (64, 64), 10
     mean, deviation = 0.4, 0.3

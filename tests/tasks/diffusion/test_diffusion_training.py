@@ -79,7 +79,7 @@ def test_validation_is_the_same_each_time_and_counts_every_sample(whole: Path) -
 
 
 def predict(folder: Path, checkpoint: Path, *options: str, processes: int = 1) -> Path:
-    """Draw samples from a checkpoint; the run's log folder."""
+    """Draw samples from a checkpoint, and return the log folder of the run."""
     logger = yaml.safe_dump(
         {
             "trainer": {

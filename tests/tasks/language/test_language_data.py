@@ -75,7 +75,7 @@ def test_standard_library_is_split_by_file_and_cached(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    """The texts in a text file each, a jsonl file and a parquet file."""
+    """Write the texts to text files, a jsonl file and a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -15,7 +15,7 @@ TASKS = ["mmlu_anatomy", "longbench_trec"]
 
 
 def fit(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
-    """Run the command line in a process of its own; the callback's file and the last validation metrics."""
+    """Run the command line in a separate process, and return the callback's file and the last validation metrics."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     arguments = ["fit", "--config", str(folder / "config.yaml"), *options, f"--trainer.default_root_dir={folder}"]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def stdlib(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The shipped configuration made small, run for six steps."""
+    """Run a small version of the shipped configuration for six steps."""
     folder = tmp_path_factory.mktemp("stdlib")
     config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
     model = {"dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 64, "vocab_size": 512, "ema_decay": 0.5}

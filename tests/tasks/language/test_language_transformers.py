@@ -19,7 +19,7 @@ IDS = torch.arange(20)[None] + 3
 
 
 def in_a_new_process(program: str, *arguments: Path, **environment: str) -> str:
-    """Run a program that has imported nothing of this package; what it printed."""
+    """Run a program in a process that has imported nothing of this package, and return its output."""
     preamble = "import sys, torch, transformers; transformers.logging.set_verbosity_error()\n"
     status, said = fork_server().program(preamble + program, *arguments, **environment)
     assert status == 0, said[-4000:]
@@ -40,7 +40,7 @@ def loaded(exported: Path, **options: Any) -> MHLAForCausalLM:
 
 
 class Rows(Dataset):
-    """Eight rows of random tokens."""
+    """Data set of eight rows of random tokens."""
 
     def __len__(self) -> int:
         return 8

@@ -68,7 +68,7 @@ class Patterns(LightningDataModule):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama in a folder of transformers."""
+    """Save a small Llama to a folder of transformers."""
     folder = tmp_path_factory.mktemp("source") / "llama"
     torch.manual_seed(0)
     model = build_network(NETWORK, 40)
@@ -84,7 +84,7 @@ def linearized(source: Path, **options: Any) -> LinearizedModel:
 
 
 def fit(model: Any, steps: int, folder: Path, ranks: tuple[int, ...] = (), **options: Any) -> Path:
-    """Train, and the path of a checkpoint."""
+    """Train a model, and return the path of a checkpoint."""
     trainer = Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **options,

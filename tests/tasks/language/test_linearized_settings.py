@@ -26,7 +26,7 @@ CHAT = {"eos_token_id": [0, 7], "do_sample": True, "temperature": 0.6, "top_p": 
 
 
 def original(folder: Path, generation: dict[str, Any] | None = None, **entries: Any) -> Path:
-    """A small Llama with its tokenizer, other entries in its config.json, and its settings of generation."""
+    """Save a small Llama with its tokenizer, additional entries in its config.json, and generation settings."""
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     train_tokenizer(["some text"], 300).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | entries
@@ -47,7 +47,7 @@ def linearized(source: Path, **options: Any) -> LinearizedModel:
 
 
 def trained(model: LinearizedModel, path: Path) -> Path:
-    """A checkpoint after one step."""
+    """Train for one step, and return the checkpoint."""
     trainer = Trainer(
         accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,

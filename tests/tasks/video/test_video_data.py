@@ -114,7 +114,7 @@ def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
 
 
 def in_front(video: bytes, place: Path) -> bytes:
-    """The same video with its table of frames before them, as for streaming: it can be opened when its end is missing."""
+    """Move a video's table of frames before them, as for streaming, so that it opens even if its end is missing."""
     with av.open(io.BytesIO(video)) as given, av.open(str(place), "w", options={"movflags": "faststart"}) as out:
         copy = out.add_stream_from_template(given.streams.video[0])
         for packet in given.demux(video=0):
@@ -219,7 +219,7 @@ def encode_command(source: Path, target: Path, pipeline: Path, *options: str) ->
 
 @pytest.fixture
 def folder(videos: list[bytes], tmp_path: Path) -> Path:
-    """Five videos with captions, one of them broken."""
+    """Folder with five videos with captions, one of them broken."""
     place = tmp_path / "clips"
     place.mkdir()
     for number, video in enumerate(videos[:5]):

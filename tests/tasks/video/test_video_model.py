@@ -90,7 +90,7 @@ def original() -> WanTransformer3DModel:
 
 
 def original_names(model: WanTransformer3DModel) -> dict[str, Tensor]:
-    """Weights by the names of the original Wan's code."""
+    """Rename weights to the names of the original Wan's code."""
     plain = {
         "patch_embedding": "patch_embedding",
         "condition_embedder.text_embedder.linear_1": "text_embedding.0",
@@ -121,7 +121,7 @@ def original_names(model: WanTransformer3DModel) -> dict[str, Tensor]:
 
 
 def published(original: WanTransformer3DModel, layers: tuple[int, ...], blocks: int = 12) -> dict[str, Tensor]:
-    """Random weights in the layout of the authors' Wan-MHLA: the original's, and their attention's in ``layers``."""
+    """Draw random weights in the layout of the authors' Wan-MHLA: those of Wan, and the new attention's in ``layers``."""
     state = original_names(original)
     for layer in layers:
         state[f"blocks.{layer}.self_attn.g.weight"] = 0.2 * torch.randn(48, 48)
@@ -134,7 +134,7 @@ def published(original: WanTransformer3DModel, layers: tuple[int, ...], blocks: 
 def authors_attention(
     x: Tensor, state: dict[str, Tensor], grid: tuple[int, ...], blocks: tuple[int, ...], heads: int = 2
 ) -> Tensor:
-    """Their self-attention in float64 from weights by their names, each block cut out by slices."""
+    """Compute the authors' self-attention in float64 from weights by their names, with each block as a slice."""
     own = {
         name.removeprefix("blocks.0.self_attn."): t.double()
         for name, t in state.items()

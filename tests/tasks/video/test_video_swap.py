@@ -90,7 +90,7 @@ def test_our_module_of_the_same_kind_gives_the_same_output(name: str, kind: str)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Wan's rotary embedding as complex products; x ``[B, N, H, D]``."""
+    """Apply Wan's rotary embedding to x ``[B, N, H, D]`` by complex products."""
     angle = torch.complex(cos[0, :, 0, 0::2].double(), sin[0, :, 0, 1::2].double())[:, None]
     return torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * angle).flatten(-2)
 

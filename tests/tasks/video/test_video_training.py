@@ -246,7 +246,7 @@ def test_wrong_options_are_short_errors(
 
 
 def module(**options: Any) -> VideoDiffusion:
-    """A model of tiny latents; every weight moved, so that all that it is given matters."""
+    """Build a model of tiny latents, in which every weight is changed, so that every input matters."""
     sampling = SamplingConfig(steps=3, guidance=2.0, frames=5, height=16, width=32)
     torch.manual_seed(3)
     made = VideoDiffusion(PAPER, TINY, flow=FlowConfig(), sampling=sampling, **options)
@@ -324,7 +324,7 @@ def test_validation_is_the_same_each_time_and_counts_every_clip(whole: Path) -> 
 
 
 def predict(folder: Path, start: Path, *options: str, processes: int = 1) -> Path:
-    """Draw clips from a checkpoint; the run's log folder."""
+    """Draw clips from a checkpoint, and return the log folder of the run."""
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "", "version": ""}}
     folder.mkdir()
     (folder / "logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
@@ -455,12 +455,12 @@ def test_latents_without_a_vae_cannot_be_drawn() -> None:
 
 @pytest.fixture(scope="module")
 def unmoved(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """Held-out loss of the swapped model, from one process."""
+    """Held-out loss of the swapped model, computed by one process."""
     return column(at_rest(whole, tmp_path_factory.mktemp("one"), []), "val/loss")
 
 
 def at_rest(whole: Path, folder: Path, overlay: list[str]) -> Path:
-    """A fine-tuning whose steps do not move the weights."""
+    """Fine-tune a run with steps that do not change the weights, and return its folder."""
     config = digits_config(
         folder,
         "digits_finetune",
