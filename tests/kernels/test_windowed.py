@@ -148,7 +148,7 @@ def test_hidden_tokens_are_not_seen() -> None:
 
 
 def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any]) -> tuple[Tensor, MHLAWindowState]:
-    """Compute outputs ``[B, N, H, V]`` of a sequence that is read in parts, each a number of tokens or a list of them by row."""
+    """Compute outputs ``[B, N, H, V]`` of a sequence that is read in parts, each a number of tokens or a list of them."""
     batch = len(inputs[0])
     done, state, outs = [0] * batch, None, [[] for _ in range(batch)]
     for cut in cuts:

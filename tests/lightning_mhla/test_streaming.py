@@ -87,7 +87,7 @@ def pattern(url: str) -> str:
 
 
 class Watch:
-    """Context that records the maximum number of bytes in a folder."""
+    """Maximum number of bytes in a watched folder."""
 
     most = 0
 

@@ -126,7 +126,7 @@ def test_predictions_and_exports_have_the_names(world: Path, tmp_path: Path) -> 
 
 
 def shard_labels(folder: Path, prefix: str) -> dict[int, set[bytes]]:
-    """Return the images of each label, which is recognized by their strongest color."""
+    """Return the colors in the images of each label: for each image, the index of its strongest color."""
     found: dict[int, set[Any]] = {}
     for path in sorted(folder.glob(f"{prefix}-*.tar")):
         with tarfile.open(path) as tar:
