@@ -332,7 +332,7 @@ def test_recomputed_layers_have_the_sizes_of_their_images(reentrant: bool) -> No
             found.append([layer.mixing.weight.grad for layer in swapped_layers(model).values()])
         torch.testing.assert_close(found[1], found[0])
     with pytest.raises(
-        ValueError, match=r"its 33 tokens are of a grid of \[4, 8\] or \[8, 4\]; call backward after each"
+        ValueError, match=r"its 33 tokens belong to a grid of \[4, 8\] or \[8, 4\]; call backward after each input"
     ):
         gradients(other, (32, 16), (16, 32))
 

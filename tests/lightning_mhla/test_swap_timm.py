@@ -256,7 +256,7 @@ def test_calls_that_swapped_attention_does_not_know_are_refused() -> None:
     with pytest.raises(ValueError, match="attn_mask, is_causal and packed images are not supported"):
         other.forward_features(x, is_causal=True)
     other(x)
-    with pytest.raises(ValueError, match="4 tokens for an input of 10"):
+    with pytest.raises(ValueError, match="4 tokens of an input of 10"):
         other.blocks[0](torch.ones(1, 4, 192))
     with pytest.raises(ValueError, match="is not swapped"):
         save_swapped(model, "nowhere")
