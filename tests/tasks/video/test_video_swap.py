@@ -354,7 +354,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def unchanged(model: Any, attention: AttentionConfig, message: str, **options: Any) -> None:
-    """The swap is rejected, and the model does not change."""
+    """Check that the swap is rejected with a message, and that the model does not change."""
     before, processors = (
         dict(model.state_dict()),
         [type(m.processor) for m in model.modules() if hasattr(m, "processor")],
