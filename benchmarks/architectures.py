@@ -44,7 +44,13 @@ KINDS = {"VLT": ("softmax", "linear", "rala", "mala", "mhla"), "DiG": tuple(DIG_
 
 
 def network(model: str, kind: str, pixels: int) -> nn.Module:
-    """Build a model for square images with a side of ``pixels`` pixels and one kind of attention."""
+    """Build a VLT or DiG with one kind of attention for square images.
+
+    Args:
+        model: name of the model, such as ``VLT-T``.
+        kind: kind of attention.
+        pixels: height and width of the images in pixels.
+    """
     size: Any = model.partition("-")[2].removesuffix("/2")
     if model.startswith("VLT"):
         return VLT(pixels, 1000, AttentionConfig(**{**RAVLT, "kind": kind}), StageConfig(size=size))
@@ -53,7 +59,14 @@ def network(model: str, kind: str, pixels: int) -> nn.Module:
 
 
 def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw random inputs for a model that :func:`network` has built."""
+    """Draw random inputs for a model that :func:`network` has built.
+
+    Args:
+        model: name of the model.
+        pixels: height and width of the images in pixels.
+        images: batch size.
+        device: device of the inputs.
+    """
     if model.startswith("VLT"):
         return (torch.randn(images, 3, pixels, pixels, device=device),)
     times, labels = (torch.zeros(images, device=device, dtype=dtype) for dtype in (torch.float32, torch.int64))
@@ -81,7 +94,16 @@ def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
 
 
 def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the milliseconds per image of a forward and backward pass of one model."""
+    """Measure the milliseconds per image of a forward and backward pass of one model.
+
+    Args:
+        model: name of the model.
+        kind: kind of attention.
+        pixels: height and width of the images in pixels.
+        images: batch size.
+        device: device of the model.
+        seconds: approximate duration of the measurement in seconds.
+    """
     torch.manual_seed(0)
     module = network(model, kind, pixels).to(device)
     elapsed = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)

@@ -36,7 +36,14 @@ LEARNING_RATE = 0.1
 
 
 def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str, Any]:
-    """Fit a configuration uncompiled and compiled, and return the number of graphs and the difference of the losses."""
+    """Fit a configuration uncompiled and compiled, and return the number of graphs and the difference of the losses.
+
+    Args:
+        config: path of the configuration below ``configs``, without extension.
+        steps: number of optimizer steps.
+        folder: folder of the two runs.
+        start: folder of the run whose weights to start from; None for new weights.
+    """
     options = yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())["model"]["init_args"]
     rate = options.get("optimizer", {}).get("lr", 1e-3) * LEARNING_RATE
     words = [f"--model.init_args.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]

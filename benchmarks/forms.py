@@ -40,7 +40,14 @@ IMAGES = [
 
 
 def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> float:
-    """Measure the median milliseconds of a form's forward and backward pass, in bfloat16 on a GPU and float32 on a CPU."""
+    """Measure the median milliseconds of a form's forward and backward pass, in bfloat16 on a GPU and float32 on a CPU.
+
+    Args:
+        shape: sizes of the tensors.
+        form: form of the operator.
+        device: device of the tensors.
+        seconds: approximate duration of the measurement in seconds.
+    """
     q, k, v, mixing = inputs(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     cotangent = torch.ones_like(v)
 

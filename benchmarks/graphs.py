@@ -210,7 +210,13 @@ def traced(model: Model, swapped: bool) -> dict[str, Any]:
 
 
 def timed(model: Model, swapped: bool, seconds: float) -> dict[str, float | None]:
-    """Measure the milliseconds of a forward and backward pass at the first size, uncompiled and compiled by inductor."""
+    """Measure the milliseconds of a forward and backward pass at the first size, uncompiled and compiled by inductor.
+
+    Args:
+        model: model to measure.
+        swapped: whether to replace its attention.
+        seconds: approximate duration of each measurement in seconds.
+    """
     times: dict[str, float | None] = {}
     for name in ("eager", "compiled"):
         built: Any = _built(model, swapped).train()

@@ -201,7 +201,13 @@ def losses(run: Path) -> list[tuple[str, int, str]]:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Return the paths of all entries in which two checkpoints differ, such as ``/state_dict/bias``."""
+    """Return the paths of all entries in which two checkpoints differ, such as ``/state_dict/bias``.
+
+    Args:
+        a: content of one checkpoint, or a value nested in it.
+        b: content of the other checkpoint, or the corresponding value.
+        path: path of the two values, with which the returned paths begin.
+    """
     if isinstance(a, torch.Tensor):
         return [] if isinstance(b, torch.Tensor) and torch.equal(a, b) else [path]
     if isinstance(a, dict):

@@ -46,7 +46,15 @@ GPU_IMAGES = {
 
 
 def training_step(model: str, pixels: int, kind: str, images: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass of a diffusion transformer on random latents."""
+    """Return a function that runs a forward and backward pass of a diffusion transformer on random latents.
+
+    Args:
+        model: size of the model, such as ``S/2``.
+        pixels: height and width of the images in pixels.
+        kind: kind of attention.
+        images: batch size.
+        device: device of the model.
+    """
     torch.manual_seed(0)
     attention = AttentionConfig(kind=kind, block_grid=[4, 4])
     size: Any = MODELS[model]

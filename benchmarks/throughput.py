@@ -209,7 +209,17 @@ def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, An
 
 
 def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Call :func:`measure`, halving the batch until it fits in memory. A row with the error is returned on other failures."""
+    """Measure a configuration with the largest batch that fits in memory, found by halving.
+
+    Args:
+        name: name of the configuration.
+        samples: number of samples in the first batch to try.
+        compiled: whether to compile the model.
+        steps: number of training steps.
+
+    Returns:
+        The result of :func:`measure`, or a row with the error if it fails for a different reason.
+    """
     while True:
         try:
             return measure(name, samples, compiled, steps)

@@ -89,7 +89,13 @@ def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
 
 
 def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values ``[B, N, H, D]`` after norms and rotary embedding."""
+    """Project tokens to queries, keys and values ``[B, N, H, D]``, and apply timm's norms and rotary embedding.
+
+    Args:
+        module: attention module of timm.
+        x: tokens, ``[B, N, C]``.
+        rope: rotary embedding of the patches, as timm passes it; None without one.
+    """
     if module.qkv is None:
         q, k, v = (
             layer(x).unflatten(-1, (-1, module.head_dim)) for layer in (module.q_proj, module.k_proj, module.v_proj)
