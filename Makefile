@@ -45,9 +45,10 @@ hosts: .venv/test-installed  ## run the test suites of transformers, peft, timm 
 fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, others in every run
 	FUZZ=50 $(BIN)/python -m pytest -n 2 --timeout 0 -m fuzz
 
-lint: .venv/test-installed  ## ruff, mypy, and the import contract
+lint: .venv/test-installed  ## ruff, the word list for prose, mypy, and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/prose.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -64,7 +65,7 @@ constraints: .venv/test-installed  ## install the newest versions, run all tests
 resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
 	$(BIN)/lightning bench resources
 
-gpu: .venv/test-installed  ## everything that waits for a GPU: checks, benchmarks, models; an hour, resumable (ARGS=...)
+gpu: .venv/test-installed  ## all programs that need a GPU: checks, benchmarks, models; an hour, resumable (ARGS=...)
 	$(BIN)/lightning bench gpu $(ARGS)
 
 image:  ## build docker/Dockerfile with docker, podman or buildah, and try the image (BUILDER=..., BASE=..., IMAGE=...)

@@ -28,9 +28,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from xml.etree import ElementTree
 
+from fork_server import ForkServer
 from mutate import BROKEN, NOTICED, PASSED, RESULTS, ROOT, TREE
 
 PLACE = RESULTS / "random"
@@ -219,8 +221,16 @@ def _lines_of(mutant: Mutant) -> range:
     return range(innermost.lineno, max(end, innermost.lineno) + 1)
 
 
-def run(mutant: Mutant, recording: Recording) -> dict[str, Any]:
-    """Apply a mutant to a copy of the tree and run the tests that execute it."""
+PROGRAM = """
+import os, sys
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+import pytest
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "@names"]))
+"""
+
+
+def run(mutant: Mutant, recording: Recording, server: ForkServer) -> dict[str, Any]:
+    """Apply a mutant to a copy of the tree and run the tests that execute it, in a process that has the libraries."""
     place = PLACE / f"{mutant.name}.json"
     if place.exists():
         result: dict[str, Any] = json.loads(place.read_text())
@@ -245,20 +255,18 @@ def run(mutant: Mutant, recording: Recording) -> dict[str, Any]:
         text = target.read_text()
         target.write_text(f"{text[: mutant.start]}{mutant.new}{text[mutant.end :]}")
         paths = os.pathsep.join(str(copy / part) for part in ("kernels", "tasks", ""))
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         if tests:
-            names = copy / "names"
-            names.write_text("\n".join(tests))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{names}"]
+            (copy / "names").write_text("\n".join(tests))
+            child = server.start(PROGRAM, module="-c", folder=copy, output=copy / "output", **environment)
             try:
-                done = subprocess.run(
-                    command, cwd=copy, env=environment, capture_output=True, text=True, timeout=3 * SECONDS, check=False
-                )
-                # 2 to 4: the mutant breaks an import, so that nothing can be collected
-                outcome = PASSED if done.returncode == 0 else NOTICED if done.returncode in (1, 2, 4) else BROKEN
-                tail = "\n".join(done.stdout.strip().splitlines()[-3:])
-            except subprocess.TimeoutExpired:
-                outcome, tail = NOTICED, "the tests did not end"
+                status = child.wait(3 * SECONDS)
+            except AssertionError:
+                child.kill()
+                status, tail = 1, "the tests did not end"
+            # 2 to 4: the mutant breaks an import, so that nothing can be collected
+            outcome = PASSED if status == 0 else NOTICED if status in (1, 2, 4) else BROKEN
+            tail = "\n".join((copy / "output").read_text(errors="replace").strip().splitlines()[-3:])
     result = {**asdict(mutant), "area": mutant.area, "outcome": outcome, "tests": len(tests), "tail": tail}
     PLACE.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(result) + "\n")
@@ -326,13 +334,26 @@ def main() -> int:
         return report([json.loads(place.read_text()) for place in places])
     recording = Recording(PLACE)
     results = []
+    servers: SimpleQueue[ForkServer] = SimpleQueue()
+    for _ in range(args.jobs):
+        servers.put(ForkServer())
+
+    def with_server(mutant: Mutant) -> dict[str, Any]:
+        server = servers.get()
+        try:
+            return run(mutant, recording, server)
+        finally:
+            servers.put(server)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        for result in pool.map(lambda mutant: run(mutant, recording), mutants):
+        for result in pool.map(with_server, mutants):
             results.append(result)
             sys.stdout.write(
                 f"[{len(results)}/{len(mutants)}] {result['outcome']:12} {result['file']}:{result['line']} {result['kind']}\n"
             )
             sys.stdout.flush()
+    while not servers.empty():
+        servers.get().close()
     return report(results)
 
 

@@ -1,4 +1,4 @@
-"""Plugin of pytest that records which test executes which line, here and in the processes that tests start.
+"""Plugin of pytest that records the lines that each test executes, here and in the processes that tests start.
 
 ``tests/random_mutants.py record`` uses it. The variable ``RECORD_COVERAGE`` names a configuration file of the package coverage,
 which takes the name of the test from ``PYTEST_CURRENT_TEST``.
@@ -17,7 +17,7 @@ _recording: list[coverage.Coverage] = []
 
 
 def pytest_configure() -> None:
-    """Begin to record in a worker of pytest-xdist, and ask child processes to do so."""
+    """Start recording in a worker of pytest-xdist, and make child processes record, too."""
     if _SETTINGS and "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["PYTEST_CURRENT_TEST"] = "import"
         _recording.append(coverage.Coverage(config_file=_SETTINGS))
@@ -34,7 +34,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Write what was recorded."""
+    """Write the recorded coverage."""
     for recording in _recording:
         recording.stop()
         recording.save()

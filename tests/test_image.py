@@ -25,7 +25,7 @@ esac
 
 
 class Machine:
-    """A PATH with some programs that build images, and the calls that they got."""
+    """PATH with some programs that build images, which record their calls."""
 
     def __init__(self, folder: Path, *builders: str) -> None:
         self.folder, self.calls_file = folder, folder / "calls"
@@ -36,7 +36,7 @@ class Machine:
             (folder / name).chmod(0o755)
 
     def make(self, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Call ``make image``."""
+        """Run ``make image``."""
         every = {
             "PATH": str(self.folder),
             "CALLS": str(self.calls_file),

@@ -55,7 +55,7 @@ SMALL: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.fixture
 def trained(server: ForkServer, monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> list[list[str]]:
-    """Commands that trained a row; they start without start-up."""
+    """Record the commands that train a row, and run them in processes without startup time."""
     commands: list[list[str]] = []
 
     def run(command: list[str], check: bool, cwd: Path) -> None:
@@ -194,7 +194,7 @@ def test_clips_of_real_digits_are_judged_right() -> None:
 
 
 def built(study: Study, variant: str) -> Any:
-    """The model of a variant on the meta device, from scratch."""
+    """Build the model of a variant on the meta device."""
     content = yaml.safe_load((runs.ROOT / study.config).read_text())
     for option in (*study.options, *study.variants[variant]):
         path, _, value = option.removeprefix("--").partition("=")
@@ -304,7 +304,7 @@ def test_an_unknown_variant_is_named(
 ) -> None:
     with pytest.raises(SystemExit):
         call(monkeypatch, tmp_path, "--only", "mnist", "--variants", "mlha")
-    assert "--variants: mlha unknown; --list names them" in capsys.readouterr().err
+    assert "--variants: unknown: mlha; --list shows the variants" in capsys.readouterr().err
 
 
 def test_recurrences_agree_and_are_written(

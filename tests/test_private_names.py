@@ -34,7 +34,7 @@ OWN = (
 
 
 class Remembering(LightningModule):
-    """A module with saved hyperparameters."""
+    """Module with saved hyperparameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class _Swapped:
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute attention as timm calls it.
+        """Compute swapped attention, or the original one, with the signature of timm's attention modules.
 
         Args:
             x: tokens, ``[B, N, C]``.
@@ -48,7 +48,9 @@ class _Swapped:
             return out
         rope = options.pop("rope", None)
         if args or options.get("attn_mask") is not None or options.get("is_causal"):
-            raise ValueError("swapped attention sees all tokens of one image: no attn_mask, is_causal or packed images")
+            raise ValueError(
+                "swapped attention sees all tokens of one image; attn_mask, is_causal and packed images are not supported"
+            )
         layout = fit(self, self.swapped, self.grid.layout(self.blocks, x.shape[1]), x.device)
         host = Projections(
             lambda tokens: _split(self, tokens, rope),
@@ -87,7 +89,13 @@ def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
 
 
 def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values ``[B, N, H, D]`` after norms and rotary embedding."""
+    """Project tokens to queries, keys and values ``[B, N, H, D]``, and apply timm's norms and rotary embedding.
+
+    Args:
+        module: attention module of timm.
+        x: tokens, ``[B, N, C]``.
+        rope: rotary embedding of the patches, as timm passes it; None without one.
+    """
     if module.qkv is None:
         q, k, v = (
             layer(x).unflatten(-1, (-1, module.head_dim)) for layer in (module.q_proj, module.k_proj, module.v_proj)
@@ -99,12 +107,18 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
         q, k, v = projected.unflatten(-1, (3, module.num_heads, module.head_dim)).unbind(2)
     q, k = module.q_norm(q), module.k_norm(k)
     if rope is not None:
-        q, k = (_turn(module, heads, rope).type_as(v) for heads in (q, k))
+        q, k = (_rotate(module, heads, rope).type_as(v) for heads in (q, k))
     return q, k, v
 
 
-def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
-    """Rotate patches by their positions; prefix tokens have no position and stay as they are."""
+def _rotate(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
+    """Apply the rotary embedding to the patches in queries or keys; prefix tokens have no position and do not change.
+
+    Args:
+        module: attention module of timm.
+        heads: queries or keys, ``[B, N, H, D]``.
+        rope: rotary embedding of the patches, as timm passes it.
+    """
     prefix = module.num_prefix_tokens
     patches = heads[:, prefix:].transpose(1, 2)
     turned = apply_rot_embed_cat(patches, rope, half=module.rotate_half).transpose(1, 2)
@@ -112,7 +126,13 @@ def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
 
 
 def _merge(module: Any, heads: Tensor, x: Tensor) -> Tensor:
-    """Project heads ``[B, N, H * D]`` to tokens ``[B, N, C]``, after timm's norm and gate of the output."""
+    """Project the attention output to tokens ``[B, N, C]``, after timm's output norm and gate.
+
+    Args:
+        module: attention module of timm.
+        heads: attention output of all heads, ``[B, N, H * D]``.
+        x: input of the module, ``[B, N, C]``, from which the gate is computed.
+    """
     out = module.norm(heads)
     if module.gate is not None:
         out = out * module.gate(x).sigmoid()

@@ -13,7 +13,7 @@ MODULES = {
     "test_models_pixart_transformer2d": AttentionConfig(block_grid=[2, 2]),
     "test_models_transformer_wan": AttentionConfig(block_grid=[1, 2, 2], normalize=False, gate=True),
 }
-"""Modules of diffusers' tests, and what comes into their models."""
+"""Modules of diffusers' tests, each with the attention to swap into its models."""
 
 LEFT_OUT = (
     "test_correct_class_remapping_from_pretrained_config",  # reads a configuration from the hub
@@ -23,7 +23,7 @@ LEFT_OUT = (
 
 
 class Swapping(type):
-    """A class whose call gives a swapped model: the tests build models of their class by its arguments."""
+    """Metaclass of classes whose calls return swapped models. The tests build their models by such calls."""
 
     host: Any
     attention: AttentionConfig
@@ -36,7 +36,7 @@ class Swapping(type):
 
 
 def swapped_class(host: Any, attention: AttentionConfig, options: dict[str, Any]) -> Any:
-    """The class of a swapped model, called with the arguments of the library's."""
+    """Return a class that builds swapped models from the arguments of the library's class."""
     model = host(**options)
     swap_attention(model, attention)
     loading = {name: staticmethod(getattr(type(model), name)) for name in ("from_pretrained", "from_config")}
@@ -44,7 +44,7 @@ def swapped_class(host: Any, attention: AttentionConfig, options: dict[str, Any]
 
 
 def define(module: Any, attention: AttentionConfig) -> None:
-    """Test classes of a module, for its model after the swap."""
+    """Define the test classes of a module again for its model after the swap."""
     for name, tests in list(vars(module).items()):
         if not name.startswith("Test") or any(part in name for part in LEFT_OUT):
             continue

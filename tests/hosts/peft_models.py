@@ -1,4 +1,4 @@
-"""Our language model under the name of Llama's for peft's ``test_decoder_models.py``, and the conftest of these tests."""
+"""Our language model in place of Llama in peft's ``test_decoder_models.py``, and the conftest of these tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LEFT_OUT = {
     "ShadowConfig": "looks for layers called layers.0, layers.1, ...; give target_modules",
     "PrefixTuningConfig": "trains keys and values, which the model has none of: an error",
 }
-"""Parts of the names of tests that cannot apply, and why."""
+"""Parts of the names of tests that cannot apply, each with the reason."""
 
 
 def save(folder: str) -> None:
-    """Write a small model and its tokenizer."""
+    """Write a small language model and its tokenizer."""
     import torch
     from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
     from mhla_tasks.language.tokenizer import train_tokenizer
@@ -35,7 +35,7 @@ def save(folder: str) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the model known to transformers."""
+    """Register the language model with transformers."""
     import mhla_tasks.language  # noqa: F401
 
     for marker in ("single_gpu_tests", "multi_gpu_tests", "regression", "bitsandbytes"):
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot apply."""
+    """Skip the tests that cannot apply."""
     for item in items:
         for part, reason in LEFT_OUT.items():
             if part in item.name:

@@ -1,4 +1,4 @@
-"""Run the test suites of transformers, peft, timm and diffusers on models of this project; nothing of them is kept here.
+"""Run the test suites of transformers, peft, timm and diffusers on models of this project. No copy of them is stored here.
 
     python tests/hosts/run.py [transformers peft timm diffusers] [--checkout LIBRARY=FOLDER] [pytest's arguments]
 
@@ -10,7 +10,7 @@ from a checkout of the library's repository, where one is named:
   installed version itself.
 - diffusers: the distribution has no model tests, so these need a checkout.
 
-Each of the files beside this one says which models are tested, and what is left out and why.
+The other files in this folder define which models are tested, and which tests are omitted and why.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def download(library: str, folder: Path) -> Path:
     """Download the sources of an installed library.
 
     Args:
-        library: its name on the package index.
+        library: name of the library on the package index.
         folder: folder to unpack into.
 
     Returns:
@@ -59,7 +59,7 @@ def download(library: str, folder: Path) -> Path:
 
 
 def transformers(sources: Path, checkout: Path | None) -> list[str]:
-    """Put our models into transformers' tests; return the files to run."""
+    """Add our models to transformers' tests, and return the test files to run."""
     tests = sources / "tests"
     if checkout is not None and not (tests / "generation").exists():
         shutil.copytree(checkout / "tests" / "generation", tests / "generation")
@@ -74,7 +74,7 @@ def transformers(sources: Path, checkout: Path | None) -> list[str]:
 
 
 def peft(sources: Path, checkout: Path | None) -> list[str]:
-    """Put our language model in the place of Llama in peft's tests of decoders; return the files to run."""
+    """Replace Llama by our language model in peft's tests of decoders, and return the test files to run."""
     tests = sources / "tests"
     (tests / "__init__.py").touch()
     folder = sources / "tiny-random-LlamaForCausalLM"
@@ -89,10 +89,10 @@ def peft(sources: Path, checkout: Path | None) -> list[str]:
 
 
 def timm(sources: Path, checkout: Path | None) -> list[str]:
-    """Let timm's tests of models see those of this package; return the files to run.
+    """Add the models of this package to timm's tests of models, and return the test files to run.
 
-    TorchScript is left out: it reads annotations as text and knows no ``Tensor | None``. So is ``mhla_swapped``, the architecture
-    that folders of swapped models name: timm builds it from such a folder alone.
+    Tests of TorchScript are omitted, because it does not support annotations such as ``Tensor | None``. The architecture
+    ``mhla_swapped`` is omitted, because timm can build it only from the folder of a swapped model.
     """
     tests = sources / "tests"
     path = tests / "test_models.py"
@@ -103,10 +103,10 @@ def timm(sources: Path, checkout: Path | None) -> list[str]:
 
 
 def diffusers(sources: Path, checkout: Path | None) -> list[str]:
-    """Put swapped models into diffusers' tests; return the files to run.
+    """Add swapped models to diffusers' tests, and return the test files to run.
 
     Raises:
-        ValueError: without a checkout.
+        ValueError: if there is no checkout.
     """
     if checkout is None:
         raise ValueError("diffusers' source distribution holds no tests of models: give --checkout diffusers=FOLDER")
@@ -121,7 +121,7 @@ SUITES = {"transformers": transformers, "peft": peft, "timm": timm, "diffusers":
 
 
 def run(library: str, checkout: Path | None, rest: list[str]) -> int:
-    """Run the tests of one library; the exit status."""
+    """Run the tests of one library, and return the exit status."""
     with tempfile.TemporaryDirectory() as name:
         sources = download(library, Path(name))
         files = SUITES[library](sources, checkout)
@@ -134,7 +134,7 @@ def run(library: str, checkout: Path | None, rest: list[str]) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the tests of the libraries that the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", nargs="*", help="suites to run (default: those whose tests can be had)")
     parser.add_argument("--checkout", action="append", default=[], metavar="LIBRARY=FOLDER")

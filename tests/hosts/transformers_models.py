@@ -1,8 +1,8 @@
 """Our language model in four kinds, and swapped models of Llama, BERT and ViT, in transformers' common tests.
 
-What cannot apply is switched off by transformers' own flags, as its recurrent models do: attention matrices
-(``has_attentions``). ``_is_stateful`` leaves out decoding that crops a cache (assisted, prompt lookup), and
-``is_compileable`` static caches. Export is tested by :class:`Exported`, through the exporters of transformers.
+Tests that cannot apply are switched off by transformers' own flags, as for its recurrent models: attention matrices
+(``has_attentions``), decoding that crops a cache (``_is_stateful``: assisted, prompt lookup), and static caches
+(``is_compileable``). :class:`Exported` tests the export by the exporters of transformers.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SIZES = {
 
 
 class Exported:
-    """Export of every class by transformers' exporters, values included."""
+    """Tests of exporting each model class by transformers' exporters, including the exported model's outputs."""
 
     def _exported(self, exporter: Any, settings: Any) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
-        """A program of each class, its inputs, and the first output of the model for them."""
+        """Yield an exported program for each model class, its inputs, and the first output of the model for them."""
         for dynamic in (False, True):
             for model_class in self.all_model_classes:
                 config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
@@ -77,7 +77,7 @@ class Exported:
 
 
 class OwnTester:
-    """Configuration and inputs of our language model."""
+    """Provider of the configuration and the inputs of our language model for the tests."""
 
     batch_size, seq_length, vocab_size, is_training, use_labels = 3, 7, 99, True, True
     hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size = 32, 2, 4, 2, 64
@@ -86,7 +86,7 @@ class OwnTester:
         self.parent, self.kind, self.mixing, self.tie = parent, kind, mixing, tie
 
     def get_config(self) -> Any:
-        """The configuration."""
+        """Return the configuration."""
         attention = AttentionConfig(
             kind=self.kind, mixing=self.mixing, block_size=4, normalize=False, rotary=True, gate=True
         )
@@ -98,14 +98,14 @@ class OwnTester:
         return config
 
     def prepare_config_and_inputs_for_common(self) -> Any:
-        """Configuration and inputs."""
+        """Return the configuration and the inputs."""
         ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
         mask = torch.tril(torch.ones_like(ids).to(torch_device))
         return self.get_config(), {"input_ids": ids, "attention_mask": mask}
 
 
 class Own(Exported, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
-    """The tests of our language model."""
+    """Tests of our language model."""
 
     all_model_classes = all_generative_model_classes = (MHLAForCausalLM,)
     has_attentions = test_missing_keys = False
@@ -154,7 +154,7 @@ class WindowTest(Own, unittest.TestCase):
 
 
 class SwappedTester:
-    """Configuration and inputs of a swapped model."""
+    """Provider of the configuration and the inputs of a swapped model for the tests."""
 
     batch_size, seq_length, vocab_size, is_training, use_labels = 3, 7, 99, True, True
     hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size = 32, 2, 4, 2, 64
@@ -166,13 +166,13 @@ class SwappedTester:
             self.seq_length = 65  # tokens of an image, and the class token
 
     def get_config(self) -> Any:
-        """The configuration, which records the swap."""
+        """Return the configuration, which records the swap."""
         model = self.parent.hosts[0](self.parent.plain)
         swap_attention(model, self.parent.attention)
         return model.config
 
     def prepare_config_and_inputs_for_common(self) -> Any:
-        """Configuration and inputs."""
+        """Return the configuration and the inputs."""
         config = self.get_config()
         if self.parent.plain.model_type == "vit":
             return config, {"pixel_values": floats_tensor([3, 3, 16, 16])}
@@ -191,11 +191,11 @@ LEFT_OUT = {
     "test_inherits_generation_mixin": "reads the names of direct base classes",
     "test_model_get_set_embeddings": "ViT's own test replaces it: its embedding is a convolution",
 }
-"""Tests that cannot apply to swapped models, and why. transformers' flags leave out others, see above."""
+"""Tests that cannot apply to swapped models, each with the reason. transformers' flags omit more, see above."""
 
 
 class Swapped(Exported, ModelTesterMixin):
-    """The tests of a swapped model. ``hosts`` are the classes of transformers, ``attention`` what comes in."""
+    """Tests of a swapped model. ``hosts`` are the classes of transformers, ``attention`` is the new attention."""
 
     has_attentions = test_resize_embeddings = False
     hosts: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Every implementation of the operator, on the GPU where there is one; without one, Triton's kernels are interpreted."""
+"""All implementations of the operator, on the GPU if there is one. Otherwise Triton's kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TORCH = ("torch reference", "torch parallel", "torch chunked", "torch auto")
 TRITON = ("triton parallel", "triton chunked")
 IMPLEMENTATIONS = (*TORCH, *TRITON)
 SPANNING = ("torch spanning", "triton spanning")
-"""For exponential mixing over a sequence of equal blocks."""
+"""Implementations for exponential mixing over a sequence of equal blocks."""
 
 
 def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
-    """:func:`mhla_attention` by backend and form; tensors are brought to the device and the result back, with gradients.
+    """Call :func:`mhla_attention` by backend and form, with tensors on any device, and return the outputs there.
 
-    A fifth tensor is the decay of an exponential mixing, whose amplitude the fourth one is then; ``toeplitz`` takes the
-    fourth as the weights of a kind from outside the package.
+    The fourth tensor holds the mixing coefficients. If there is a fifth tensor, the two are amplitude and decay of exponential
+    mixing. With ``toeplitz``, the fourth tensor holds the weights of a kind of mixing from outside the package.
     """
     backend, form = implementation.split()
     q, k, v, mixing, *decay = (x.to(DEVICE) for x in tensors)
@@ -39,12 +39,12 @@ def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
 
 
 SHORT_CHUNKS = {"torch": 24, "triton": 24}
-"""For :data:`mhla_kernels.forms.spanning.CHUNK`."""
+"""Small values for :data:`mhla_kernels.forms.spanning.CHUNK`."""
 
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """Tiles of 16, so that small problems have many of them; pieces of 40 tokens."""
+    """Use tiles of 16 and pieces of 40 tokens inside a ``with`` block, so that small problems have many of them."""
     tokens = {"rows": 16, "columns": 16, "slice": 16}
     patches = {
         "attend_tiles": lambda dtype, x_width, out_width, whole, *others: config.AttendTiles(

@@ -1,4 +1,4 @@
-"""The definition once more, head by head in float64, sharing no code with the package."""
+"""Independent implementation of the operator's definition, head by head in float64, without code of the package."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ def oracle(
     key_mask: Tensor | None = None,
     constant_normalizer: bool = False,
 ) -> Tensor:
-    """Output ``[B, N, H, Dv]`` in float64.
+    """Compute the outputs of MHLA by its definition.
 
     Args:
-        q: ``[B, N, H, Dk]``, mapped.
-        k: likewise.
-        v: ``[B, N, H, Dv]``.
-        mixing: ``[M, M]`` or ``[H, M, M]``.
-        starts: for each packed sequence the first token of each of its blocks, and its end.
-        causal: see the operator.
-        normalize: see the operator.
-        eps: see the operator.
-        key_mask: ``[B, N]``.
-        constant_normalizer: leave the normaliser out of the gradient, to see how much of the gradient it cancels.
+        q: queries after the feature map, ``[B, N, H, Dk]``.
+        k: keys after the feature map, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        mixing: mixing coefficients, ``[M, M]`` or ``[H, M, M]``.
+        starts: first token of each block, and the end, for each packed sequence.
+        causal: whether attention is causal.
+        normalize: whether weights are divided by their sum.
+        eps: term added to the normalizer.
+        key_mask: mask of the keys to attend to, ``[B, N]`` bool; None for all.
+        constant_normalizer: whether to ignore the normalizer in the gradient, to measure how much of the gradient it cancels.
+
+    Returns:
+        Outputs ``[B, N, H, Dv]`` float64.
     """
     q, k, v, mixing = (x.double() for x in (q, k, v, mixing))
     batch, tokens, heads, width = q.shape
@@ -63,24 +66,24 @@ def oracle(
 
 
 def equal_starts(tokens: int, block_size: int) -> list[list[int]]:
-    """Blocks of equal size, the last one short."""
+    """Return the first tokens of blocks of equal size, of which the last may be shorter, and the end."""
     return [[*range(0, tokens, block_size), tokens]]
 
 
 def packed_starts(bounds: list[int], block_size: int) -> list[list[int]]:
-    """Blocks counted from each sequence's first token."""
+    """Return the first tokens of blocks that are counted from each packed sequence's first token, and the ends."""
     return [[*range(a, b, block_size), b] for a, b in pairwise(bounds)]
 
 
 def relative_error(name: str, got: Tensor, want: Tensor) -> float:
-    """``||got - want|| / ||want||``, with a check that ``got`` is finite and of ``want``'s shape."""
+    """Return ``||got - want|| / ||want||``, and check that ``got`` is finite and has the shape of ``want``."""
     assert got.shape == want.shape, f"{name}: {tuple(got.shape)} for {tuple(want.shape)}"
     assert torch.isfinite(got).all(), f"{name} is not finite"
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-12))
 
 
 def exponential_matrix(amplitude: Tensor, decay: Tensor, size: int) -> Tensor:
-    """``[size, size]`` or ``[H, size, size]`` coefficients of exponential mixing on a sequence, term by term."""
+    """Compute the coefficients of exponential mixing, ``[size, size]`` or ``[H, size, size]``, term by term."""
     distance = torch.tensor([[abs(i - j) for j in range(size)] for i in range(size)], dtype=amplitude.dtype)
     total = torch.zeros((), dtype=amplitude.dtype)
     for a, rate in zip(amplitude.unbind(-1), decay.unbind(-1), strict=True):

@@ -17,7 +17,7 @@ from toeplitz import Toeplitz
 from torch import Tensor
 
 FACTORS = ({"qkv": 1e5}, {"qkv": 1e15}, {"v": 3e37})
-"""What later queries, keys and values are multiplied by. Gradients are of outputs that are finite, like the later ones."""
+"""Factors of later queries, keys and values. Gradients are those of finite outputs, as the later ones are."""
 
 SIZES = {"small blocks": (61, 7), "long blocks": (150, 60), "one block": (75, 80)}
 INTERPRETED_SIZES = {"triton parallel": ("small blocks",), "triton chunked": ("small blocks", "long blocks")}
@@ -53,7 +53,7 @@ def make_mixing(kind: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def spoilt(tensors: tuple[Tensor, ...], last: int, factors: dict[str, float]) -> tuple[Tensor, ...]:
-    """The same, with queries, keys or values after token ``last`` so many times as large."""
+    """Return the inputs with queries, keys or values after token ``last`` multiplied by a large factor."""
     by_letter = {letter: factor for letters, factor in factors.items() for letter in letters}
     tokens = dict(zip("qkv", tensors, strict=False))
     later = {name: x[:, last + 1 :] * by_letter.get(name, 1.0) for name, x in tokens.items()}
@@ -61,7 +61,7 @@ def spoilt(tensors: tuple[Tensor, ...], last: int, factors: dict[str, float]) ->
 
 
 def earlier(run: Any, tensors: tuple[Tensor, ...], last: int, cotangent: Tensor) -> list[Tensor]:
-    """Outputs up to token ``last``, and their gradients: of the tokens up to there, and of the mixing."""
+    """Return the outputs up to token ``last``, and their gradients for the tokens up to there and for the mixing."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = run(*leaves)[:, : last + 1]
     q, k, v, *mixing = torch.autograd.grad(out, leaves, cotangent[:, : last + 1])
@@ -88,7 +88,7 @@ def check(
 
 @pytest.fixture
 def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles and groups so short that a small problem has many of them."""
+    """Use tiles and groups so short that a small problem has many of them."""
     monkeypatch.setattr(chunked, "TILE", 16)
     monkeypatch.setattr(exponential, "GROUP", 4)
 
@@ -171,7 +171,7 @@ def test_nor_what_a_state_handed_in_goes_on_to_be(kind: str) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_shows_in_its_own_row(value: float) -> None:
-    """What else is lost depends on the form: see :func:`mhla_kernels.mhla_attention`."""
+    """A value that is not finite may spoil further rows, depending on the form: see :func:`mhla_kernels.mhla_attention`."""
     for form in ("parallel", "chunked", "auto"):
         q, k, v, mixing = problem("dense", 512, 8, signed=False)
         k[:, 300] = value

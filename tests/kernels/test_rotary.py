@@ -21,7 +21,7 @@ def angles(tokens: int, width: int, rows: int | None = None) -> tuple[Tensor, Te
 
 
 def by_complex_numbers(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
-    """Each pair is a complex number, and is multiplied by e^{i angle}."""
+    """Rotate each pair of features as a complex number, multiplied by e^{i angle}."""
     x = x.double()
     x = x.clamp(min=0) + 1e-6 if relu else x
     half = x.shape[-1] // 2

@@ -23,7 +23,7 @@ KINDS = ("dense", "dense per head", "exponential", "exponential per head", "unev
 
 
 def make(kind: str, blocks: int, heads: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
-    """Mixing, and the tensors that it learns."""
+    """Return a mixing, and the tensors that it learns."""
     if kind.startswith("exponential") or kind == "grid":
         shape = (heads, 3) if kind.endswith("head") else (3,)
         amplitude = torch.rand(shape, dtype=dtype).requires_grad_()
@@ -42,7 +42,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def compare(rank: int, world: int, dtype: torch.dtype) -> float:
-    """The largest error over all kinds of blocks, mixing and exchange."""
+    """Return the largest error over all kinds of blocks, mixing and exchange."""
     worst = 0.0
     choices = product(SIZES, KINDS, (False, True), (False, True), ("summaries", "tokens"), (False, True))
     for (tokens, size), kind, causal, normalize, exchange, masked in choices:
@@ -78,7 +78,7 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> float:
 
 
 def later_tokens_change(rank: int, world: int) -> list[str]:
-    """What changes of outputs and gradients up to a token when all later ones are 1e15 times as large; nothing may."""
+    """Name the outputs and gradients before a token that change if all later tokens are 1e15 times as large; none may."""
     changed = []
     for kind, normalize, exchange in product(
         ("dense", "exponential", "toeplitz"), (False, True), ("summaries", "tokens")
@@ -109,7 +109,7 @@ def later_tokens_change(rank: int, world: int) -> list[str]:
 
 
 def count_bytes(world: int) -> list[tuple[int, int]]:
-    """What a process receives in the forward pass, and what :func:`traffic` says."""
+    """Return the bytes that a process receives in the forward pass, and the bytes that :func:`traffic` computes."""
     received = 0
     gather = dist.all_gather_into_tensor
 
@@ -137,7 +137,7 @@ def count_bytes(world: int) -> list[tuple[int, int]]:
 
 
 def under_a_mesh(rank: int, world: int) -> float:
-    """Two data-parallel groups of two processes each, as beside FSDP2."""
+    """Return the error of two data-parallel groups of two processes each, as in combination with FSDP2."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "sequence"))
     torch.manual_seed(0)
     mixing = torch.rand(8, 8)
@@ -152,7 +152,7 @@ def under_a_mesh(rank: int, world: int) -> float:
 
 
 def beside_fsdp(world: int) -> float:
-    """A layer around the operator: weights sharded over all processes, each sequence spread over two of them."""
+    """Return the error of a layer with weights sharded over all processes, and each sequence spread over two of them."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "sequence"))
     torch.manual_seed(0)
     layer, tokens = nn.Linear(6, 48), 61

@@ -28,7 +28,7 @@ SIZE = 2
 
 
 class Family(NamedTuple):
-    """A kind of state, and the functions that make it."""
+    """Kind of state, with the functions that create it."""
 
     count: int
     whole: Callable[..., Tensor]

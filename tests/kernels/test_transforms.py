@@ -55,7 +55,7 @@ def attention(**options: Any) -> Function:
 
 
 def pieces(steps: int, donate: bool = False, **options: Any) -> Function:
-    """Three tokens, then the rest at once or token by token."""
+    """Read three tokens, then the rest at once or token by token."""
 
     def call(x: Tensor, *m: Tensor) -> Tensor:
         inputs, mixing = (x, K, V * x[..., :1]), mixing_of(m)
@@ -122,7 +122,7 @@ def close(got: Any, want: Any) -> None:
 
 
 def slope(function: Function, arguments: tuple[Tensor, ...], along: tuple[Tensor, ...]) -> Tensor:
-    """Derivative along a direction, from the Jacobians of reverse mode."""
+    """Return the derivative along a direction, from the Jacobians of reverse mode."""
     parts = jacobian(function, arguments)
     return sum(  # type: ignore[return-value]
         (j.flatten(-t.dim()) @ t.flatten() for j, t in zip(parts, along, strict=True)), start=torch.zeros(())

@@ -42,7 +42,7 @@ FAILURES: dict[str, Callable[[], Exception]] = {
 
 @pytest.fixture(autouse=True)
 def _native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU's choices, an empty cache, and nothing known."""
+    """Use the choices of a GPU, an empty cache, and no stored verdicts."""
     monkeypatch.setenv("MHLA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("mhla_kernels.backend.is_native", lambda q: True)
     torch._dynamo.reset()
@@ -73,7 +73,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 
 @contextmanager
 def broken(part: str, change: Callable[[Any], Any], calls: range = range(1000)) -> Iterator[list[int]]:
-    """What ``launch.forward`` or ``launch.backward`` gives is changed in those of its calls; how many there were."""
+    """Change the results of ``launch.forward`` or ``launch.backward`` in some of the calls; yield a list with their count."""
     run, count = getattr(launch, part), [0]
 
     def changed(*given: Any) -> Any:
@@ -86,7 +86,7 @@ def broken(part: str, change: Callable[[Any], Any], calls: range = range(1000)) 
 
 @contextmanager
 def one_warning(match: str) -> Iterator[None]:
-    """One RuntimeWarning in all, of this text."""
+    """Check that exactly one RuntimeWarning occurs, with the given text."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_is_not_the_kernels_fault(tmp_path: Path, error: Ex
 
 
 def end_in_trial() -> None:
-    """A process of its own that a trial ends, as a kernel that brings the driver down would."""
+    """Run a process that ends during a trial, like one whose kernel crashes the driver."""
     program = """
 import os
 from mhla_kernels import backend
@@ -374,7 +374,7 @@ def test_every_kind_has_a_trial_that_a_sound_kernel_passes(implementation: str, 
 
 
 def work(rank: int, world: int) -> None:
-    """Process 1 has a broken kernel; afterwards no process uses it."""
+    """Break a kernel on process 1, and check that no process uses it afterwards."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mock.patch("mhla_kernels.backend.is_native", return_value=True).start()

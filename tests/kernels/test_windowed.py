@@ -23,7 +23,7 @@ SIZE = 4
 def tensors(
     tokens: int, batch: int = 2, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """q, k, v, features of q and of k, and far weights."""
+    """Draw q, k, v, features of q and of k, and far weights."""
     torch.manual_seed(tokens)
     shapes = [(heads, 6), (groups, 6), (groups, 5), (heads, 3), (heads, 3)]
     q, k, v, f, g = (torch.randn(batch, tokens, *shape, dtype=dtype) for shape in shapes)
@@ -46,7 +46,7 @@ def mixings(heads: int = 4, dtype: torch.dtype = torch.float64) -> dict[str, Mix
 def by_pairs(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, size: int = SIZE
 ) -> Tensor:
-    """The definition: a weight for each pair of tokens, with logarithms, so that any score can be held."""
+    """Compute the definition with a weight for each pair of tokens, by logarithms, so that no score overflows."""
     heads, tokens = q.shape[2], q.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
     position = torch.arange(tokens)
@@ -148,7 +148,7 @@ def test_hidden_tokens_are_not_seen() -> None:
 
 
 def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any]) -> tuple[Tensor, MHLAWindowState]:
-    """Outputs ``[B, N, H, V]`` of a sequence that is read in parts: numbers of tokens, or a list of them for the rows."""
+    """Compute outputs ``[B, N, H, V]`` of a sequence that is read in parts, each a number of tokens or a list of them."""
     batch = len(inputs[0])
     done, state, outs = [0] * batch, None, [[] for _ in range(batch)]
     for cut in cuts:
@@ -274,7 +274,7 @@ def test_far_tokens_that_weigh_next_to_nothing_have_gradients() -> None:
 def by_weights(
     q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """The definition without logarithms, for weights of zero."""
+    """Compute the definition without logarithms, for weights of zero."""
     tokens = q.shape[1]
     position = torch.arange(tokens)
     block = position // SIZE
@@ -291,7 +291,7 @@ def by_weights(
 
 
 def derivatives(function: Any, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """First derivatives of a sum of squares, and those of the sum of the first ones."""
+    """Return the first derivatives of a sum of squares, and the derivatives of the sum of the first ones."""
     first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
     second = torch.autograd.grad(sum(x.sum() for x in first), leaves, allow_unused=True)
     return [x.detach() for x in first], [

@@ -1,4 +1,4 @@
-"""A kind of mixing from outside the package: one coefficient per distance of blocks, zero beyond the last."""
+"""Kind of mixing from outside the package: one coefficient per distance of blocks, zero beyond the last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Toeplitz(Mixing):
-    """``m[i, j] = weights[|i - j|]``, weights ``[L]`` or ``[H, L]``."""
+    """Mixing with coefficients ``m[i, j] = weights[|i - j|]`` for weights ``[L]`` or ``[H, L]``."""
 
     learned = ("weights",)
     weights: Tensor
@@ -28,7 +28,7 @@ class Toeplitz(Mixing):
 
 
 def toeplitz_matrix(weights: Tensor, size: int) -> Tensor:
-    """The same coefficient by coefficient, sharing no code: ``[size, size]`` or ``[H, size, size]``."""
+    """Compute the coefficients of :class:`Toeplitz` one by one, ``[size, size]`` or ``[H, size, size]``."""
     zeros = weights.new_zeros(weights.shape[:-1])
     rows = [
         [weights[..., abs(i - j)] if abs(i - j) < weights.shape[-1] else zeros for j in range(size)]

@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all; damaged and hostile ones are said to be so, and the one before is taken."""
+"""Checkpoints are written atomically; damaged and hostile ones are reported, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTENT = {"state_dict": {"w": torch.arange(2000.0)}, "epoch": 1, "global_step":
 
 
 class Harmful:
-    """Makes a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -195,7 +195,7 @@ def test_noise_is_refused(tmp_path: Path, noise: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sharded checkpoint of one process."""
+    """Sharded checkpoint of one process."""
     folder = tmp_path_factory.mktemp("sharded")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
     try:
@@ -224,7 +224,7 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def signed(folder: Path) -> Path:
-    """With a manifest that fits whatever lies there, as an attacker would write it."""
+    """Write a manifest that matches the files of a checkpoint, as an attacker would."""
     from lightning_mhla.checkpoints.sharded import checksum
 
     files = [file for file in folder.iterdir() if file.name != MANIFEST]

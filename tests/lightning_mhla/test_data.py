@@ -47,7 +47,7 @@ def members(seed: int) -> dict[str, Any]:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    """Ten samples in shards of four, four and two."""
+    """Shards of four, four and two samples."""
     return write_shards(range(10), members, tmp_path / "shards", "train", per_shard=4)
 
 
@@ -110,7 +110,7 @@ def test_a_global_batch_is_the_same_on_any_number_of_processes(samples: int, wor
 
 
 class Noise:
-    """Samples made of random numbers from all three generators."""
+    """Data set whose samples consist of random numbers from all three generators."""
 
     def __init__(self, samples: int) -> None:
         self.shard_sizes = [samples]
@@ -148,7 +148,7 @@ def test_repeated_samples_are_read_anew_and_a_loader_goes_on_among_them(workers:
     """Three looks at each sample, next to each other over all processes; on any number of these the same."""
 
     def batches(start: int, count: int, workers: int, world: int) -> list[list[tuple[int, tuple[float, ...]]]]:
-        """Batches of all processes together."""
+        """Return the batches of all processes together."""
         found: list[list[tuple[int, tuple[float, ...]]]] = [[] for _ in range(count)]
         for rank in range(world):
             trained, number = start, 0

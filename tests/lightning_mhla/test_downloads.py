@@ -26,7 +26,7 @@ from lightning_mhla.data.tables import TarCheck, scan_shard
 
 
 def shard(sign: str, count: int = 40, first: str = "cls") -> bytes:
-    """A shard whose members hold one sign."""
+    """Build a shard whose members consist of one repeated character."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for number in range(count):
@@ -41,7 +41,7 @@ A, B, LONGER = shard("a"), shard("b"), shard("c", 50)
 
 
 class Answers(ThreadingHTTPServer):
-    """Answers each request with the next function of a list, and all further ones with the last."""
+    """Server that answers each request with the next function of a list, and all further ones with the last."""
 
     daemon_threads = True
 
@@ -55,7 +55,7 @@ class Answers(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/t-00000.tar"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that went away is nothing to report."""
+        """Do not report clients that have closed their connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):

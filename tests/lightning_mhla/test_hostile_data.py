@@ -61,7 +61,7 @@ def good(path: Path) -> Path:
 
 
 def header(**fields: bytes) -> bytes:
-    """A tar header with some fields overwritten, its checksum right."""
+    """Return a tar header with some fields overwritten and a correct checksum."""
     info = tarfile.TarInfo("a.cls")
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     places = {"name": (0, 100), "size": (124, 12), "type": (156, 1)}
@@ -182,7 +182,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @fuzz(250)
 @given(data=st.data())
 def test_fuzzed_shards(template: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    """Bytes changed, pieces cut out or doubled: the shard is refused, or its samples are read or refused one by one."""
+    """A shard with changed, removed or repeated bytes is rejected, or its samples are read or rejected one by one."""
     changed = bytearray(template)
     for place, value in data.draw(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=6)):
         changed[place] = value
@@ -355,7 +355,7 @@ def test_json_that_is_no_object(tmp_path: Path, text: str) -> None:
 
 @contextmanager
 def cheap(seconds: float = 2.0) -> Iterator[None]:
-    """Inside, no more processor time and memory than a bomb may cost."""
+    """Check that a ``with`` block uses no more processor time and memory than a decompression bomb may cost."""
     begun, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - begun < seconds
@@ -363,7 +363,7 @@ def cheap(seconds: float = 2.0) -> Iterator[None]:
 
 
 def further(kind: bytes, size: int, data: bytes = b"") -> bytes:
-    """A header of a tar file that announces ``size`` bytes for the next one."""
+    """Return a tar header that announces ``size`` bytes for the next header."""
     info = tarfile.TarInfo("x")
     info.type, info.size = kind, size
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % 512)

@@ -19,7 +19,7 @@ from lightning_mhla.callbacks.points import draw_curves
 
 
 class Reader(HTMLParser):
-    """Tags, and addresses that the page loads."""
+    """HTML parser that collects tags and the addresses that the page loads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_metrics_that_move_are_drawn(tmp_path: Path) -> None:
 
 
 class Measured(BoringModel):
-    """A model that logs a metric under ``val/`` and one under ``train/``."""
+    """Model that logs a metric under ``val/`` and one under ``train/``."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("train/steps", float(batch_idx))

@@ -32,7 +32,7 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 def operands(
     name: str, tokens: int, decay: str = "usual", batch: int = 2, heads: int = 3, widths: tuple[int, int] = (6, 5)
 ) -> list[Tensor]:
-    """Float64 inputs of an operator: q, k, v and its gates."""
+    """Draw float64 inputs of an operator: q, k, v and its gates."""
     shape = (batch, tokens, heads)
     q, k = (torch.randn(*shape, widths[0], dtype=torch.float64) for _ in range(2))
     v = torch.randn(*shape, widths[1], dtype=torch.float64)
@@ -49,7 +49,7 @@ def operands(
 def recurrence(
     name: str, *inputs: Tensor, scale: float | None = None, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition, token by token."""
+    """Compute the definition token by token."""
     q, k, v, *gates = inputs
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     state = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=q.dtype)
@@ -72,14 +72,14 @@ def recurrence(
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest value."""
+    """Return the largest difference, relative to the largest value."""
     if want.numel() == 0:
         return 0.0
     return float((got.double() - want).detach().abs().max() / want.abs().max().clamp(min=1e-3))
 
 
 def compare(name: str, inputs: list[Tensor], got: Callable[..., Any], want: Callable[..., Any]) -> None:
-    """Outputs, final state and all gradients."""
+    """Compare outputs, final state and all gradients."""
     exact = [x.clone().requires_grad_() for x in inputs]
     single = [x.float().requires_grad_() for x in inputs]
     results, truths = got(*single), want(*exact)

@@ -34,7 +34,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """A shard behind a URL."""
+    """Address of a shard on a server."""
     folder = tmp_path / "served"
     folder.mkdir()
     with tarfile.open(folder / "train-0000.tar", "w") as tar:
@@ -50,7 +50,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A folder of the user outside the cache, which stays as it is."""
+    """Folder of the user outside the cache, which must not change."""
     folder = tmp_path / "victim"
     folder.mkdir()
     (folder / "authorized_keys").write_text("precious")

@@ -34,7 +34,7 @@ def members(index: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """720 samples of 10 kB in 40 shards, 7 MB."""
+    """Folder with 720 samples of 10 kB in 40 shards, 7 MB."""
     home = tmp_path_factory.mktemp("remote")
     write_shards(range(SHARDS * EACH), members, home, "train", per_shard=EACH)
     return home
@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Arrays:
-    """The arrays of shards."""
+    """Data set of the arrays in shards."""
 
     def __init__(self, reader: ShardReader) -> None:
         self.reader, self.shard_sizes = reader, reader.shard_sizes
@@ -61,7 +61,7 @@ class Arrays:
 
 
 def limit_of(folder: Path, part: int = 10) -> int:
-    """A tenth of the shards; four of them fit, but not with all member tables."""
+    """Return a limit of a tenth of the shards: four of them fit, but not with all member tables."""
     return sum(path.stat().st_size for path in folder.glob("*.tar")) // part + 1000
 
 
@@ -87,7 +87,7 @@ def pattern(url: str) -> str:
 
 
 class Watch:
-    """The most bytes that a folder held while it was watched."""
+    """Maximum number of bytes in a watched folder."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""Attention swapped into transformers' encoders of text and of images: the definition, padding, sizes, saving, refusals."""
+"""Attention swapped into transformers' encoders of text and of images: the definition, padding, sizes, saving, rejected models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IMAGES = AttentionConfig(block_grid=[2, 3])
 
 
 def tiny(family: str, images: bool = False, name: str = "Model", **more: Any) -> Any:
-    """A small random model of a family, its norms' and biases' weights not those of the start."""
+    """Build a small random model of a family, with changed weights of norms and biases."""
     torch.manual_seed(0)
     part = {"Siglip": "Vision" if images else "Text", "CLIP": "Vision" if images else "Text"}.get(family, "")
     kind = getattr(transformers, f"{family}{part}Config")
@@ -50,7 +50,7 @@ def tiny(family: str, images: bool = False, name: str = "Model", **more: Any) ->
 
 
 def swapped(model: Any, config: AttentionConfig, **options: Any) -> Any:
-    """A copy with other attention, whose coefficients are not those of the start."""
+    """Return a copy with swapped attention, whose coefficients differ from their initial values."""
     other = copy.deepcopy(model)
     torch.manual_seed(1)
     for layer in swap_attention(other, config, **options).values():
@@ -249,18 +249,18 @@ def test_trainer_and_pipeline_take_it(tmp_path: Path) -> None:
          IMAGES, "biases by relative position"),
         (lambda: transformers.SwinModel(transformers.SwinConfig(
             image_size=32, patch_size=2, embed_dim=8, depths=[1], num_heads=[2], window_size=2)),
-         IMAGES, "no attention that is known here"),
+         IMAGES, "has no supported attention"),
         (lambda: tiny("ModernBert", layer_types=["full_attention", "sliding_attention"], local_attention=8), TEXT,
          r"layer 1 attends within a window of 5 tokens.*layers=\[0\]"),
         (lambda: tiny("Bert", is_causal=True), TEXT, r"is causal \(is_decoder, is_causal\)"),
         (lambda: transformers.EncoderDecoderModel(encoder=tiny("Bert"), decoder=tiny("Bert", is_decoder=True,
             add_cross_attention=True, name="LMHeadModel")), TEXT, "is an encoder-decoder model"),
         (lambda: tiny("ViT", images=True), AttentionConfig(block_grid=[8, 8]), r"more blocks than the image has tokens, \[6, 6\]"),
-        (lambda: tiny("CLIP"), TEXT, "CLIPTextModel has no patches of images"),
+        (lambda: tiny("CLIP"), TEXT, "CLIPTextModel has no image patches"),
         (lambda: transformers.SiglipModel(transformers.SiglipConfig(text_config=
-            tiny("Siglip").config.to_dict(), vision_config=tiny("Siglip", images=True).config.to_dict())), TEXT, "a model of text and more"),
+            tiny("Siglip").config.to_dict(), vision_config=tiny("Siglip", images=True).config.to_dict())), TEXT, "combines text with other inputs"),
         (lambda: tiny("ViT", images=True), TEXT, "needs block_grid"),
-        (lambda: tiny("Bert"), IMAGES, "needs block_size, tokens in a block, not block_grid"),
+        (lambda: tiny("Bert"), IMAGES, "needs block_size, the number of tokens in a block, not block_grid"),
         (lambda: tiny("Bert"), AttentionConfig(kind="mhla_window", block_size=4), "causal only"),
         (lambda: tiny("ViT", images=True), AttentionConfig(block_grid=[2, 2], mixing="exponential"), "prefix tokens; use dense"),
     ],
@@ -332,7 +332,7 @@ def test_recomputed_layers_have_the_sizes_of_their_images(reentrant: bool) -> No
             found.append([layer.mixing.weight.grad for layer in swapped_layers(model).values()])
         torch.testing.assert_close(found[1], found[0])
     with pytest.raises(
-        ValueError, match=r"its 33 tokens are of a grid of \[4, 8\] or \[8, 4\]; call backward after each"
+        ValueError, match=r"its 33 tokens belong to a grid of \[4, 8\] or \[8, 4\]; call backward after each input"
     ):
         gradients(other, (32, 16), (16, 32))
 

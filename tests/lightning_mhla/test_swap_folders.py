@@ -55,7 +55,7 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def swapped(name: str = "LlamaForCausalLM", seed: int = 0) -> Any:
-    """A small model of a class, one layer of two swapped, with weights that differ from their start."""
+    """Build a small model of a class with one of two layers swapped, and weights that differ from their initial values."""
     options, attention = MODELS[name]
     torch.manual_seed(seed)
     kind = getattr(transformers, name)
@@ -74,7 +74,7 @@ def output(model: Any, name: str = "LlamaForCausalLM") -> torch.Tensor:
 
 
 def run(program: str, *arguments: Any) -> Any:
-    """The JSON that a program prints last, in a process of its own."""
+    """Run a program in a separate process, and return the JSON that it prints last."""
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def run(program: str, *arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each class, and what the model in it computes."""
+    """Save a folder for each class, and return it with the outputs of its model."""
     where = tmp_path_factory.mktemp("swapped")
     for name in MODELS:
         model = swapped(name)
@@ -230,7 +230,7 @@ def test_copies_and_pickles_are_swapped(tmp_path: Path) -> None:
     assert torch.equal(
         torch.tensor(sorted(swapped_layers(type(model)(config)))), torch.tensor(sorted(swapped_layers(model)))
     )
-    with pytest.raises(ValueError, match=r"does not say what was swapped; build transformers\.LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"has no record of a swap; build transformers\.LlamaForCausalLM"):
         type(model)(LlamaConfig(**MODELS["LlamaForCausalLM"][0]))
 
 
@@ -295,12 +295,13 @@ def test_options_are_those_of_the_library(tmp_path: Path) -> None:
         assert half.model.embed_tokens.weight.dtype == torch.bfloat16
         assert {p.dtype for p in swapped_layers(half)[1].mixing.parameters()} == {torch.float32}
     with pytest.raises(
-        ValueError, match="transformers takes no option 'varient' here; it takes dtype, variant, device_map"
+        ValueError,
+        match="has no option 'varient' for models of transformers; its options are dtype, variant, device_map",
     ):
         load_swapped(tmp_path / "inside", varient="x")
     with pytest.raises(ValueError, match="dtype='half-ish' is not a dtype of weights"):
         load_swapped(tmp_path / "inside", "half-ish")
-    with pytest.raises(ValueError, match="are two names of one option"):
+    with pytest.raises(ValueError, match="are two names of the same option"):
         load_swapped(tmp_path / "inside", torch.float32, torch_dtype=torch.bfloat16)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_swapped(tmp_path)
@@ -324,7 +325,7 @@ def test_trainer_resumes_from_its_checkpoints(tmp_path: Path) -> None:
 
 
 class Exploit:
-    """Code that a pickle would run."""
+    """Object whose pickle runs code."""
 
     def __reduce__(self) -> Any:
         return print, ("executed",)

@@ -54,7 +54,7 @@ def shaken(model: Any) -> Any:
 
 
 def swapped(name: str = "DiTTransformer2DModel", seed: int = 0) -> Any:
-    """A small model of a class, one layer of two swapped, with weights that differ from their start."""
+    """Build a small model of a class with one of two layers swapped, and weights that differ from their initial values."""
     options, attention, _ = MODELS[name]
     torch.manual_seed(seed)
     model = getattr(diffusers, name)(**options)
@@ -80,7 +80,7 @@ def image() -> torch.Tensor:
 
 
 def run(program: str, *arguments: Any) -> Any:
-    """The JSON that a program prints last, in a process of its own."""
+    """Run a program in a separate process, and return the JSON that it prints last."""
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def run(program: str, *arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each class, pipelines, a model of timm, and what they compute."""
+    """Save a folder for each class, pipelines and a model of timm, and return them with the outputs of the models."""
     where = tmp_path_factory.mktemp("swapped")
     for name in MODELS:
         model = swapped(name)
@@ -210,7 +210,7 @@ def test_variants_and_options_are_those_of_the_library(tmp_path: Path) -> None:
     torch.testing.assert_close(output(load_swapped(tmp_path, **given)), output(new))
     half = load_swapped(tmp_path, subfolder="inside", torch_dtype="bfloat16")
     assert half.pos_embed.proj.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="diffusers takes no option 'revison' here; it takes dtype, variant"):
+    with pytest.raises(ValueError, match="no option 'revison' for models of diffusers; its options are dtype, variant"):
         load_swapped(tmp_path / "inside", revison="main")
     with pytest.raises(OSError, match=r"no file named diffusion_pytorch_model"):
         load_swapped(tmp_path / "inside", variant="other")
@@ -238,7 +238,7 @@ def test_a_model_of_timm_keeps_classes_and_arguments(folders: Path, tmp_path: Pa
     assert again["pretrained_cfg"].pop("label_names") == list("abcde")
     assert again == saved
     assert torch.equal(load_swapped(tmp_path)(image()), model(image()))
-    with pytest.raises(ValueError, match="timm takes no option 'variant' here; it takes dtype, cache_dir"):
+    with pytest.raises(ValueError, match="no option 'variant' for models of timm; its options are dtype, cache_dir"):
         load_swapped(folders / "timm", variant="x")
     other = vision(1)
     save_swapped(other, tmp_path)  # again, into the same folder

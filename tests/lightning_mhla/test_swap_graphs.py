@@ -143,7 +143,7 @@ def first(output: Any) -> Tensor:
 
 
 def compare(model: Any, inputs: list[dict[str, Any]], train: bool = False) -> int:
-    """Outputs and gradients of the compiled model against those of the model, first compiled call first; graphs made."""
+    """Compare outputs and gradients of a model and its compiled form, compiled cold, and return the number of graphs."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for given in inputs:
@@ -273,7 +273,7 @@ def test_masks_that_hide_more_than_padding_are_an_error_in_a_graph() -> None:
 
 
 class Logits(nn.Module):
-    """The first output alone, for export."""
+    """Module that returns only the first output, for export."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ SIZE = (40, 32)
 
 
 def vlt(kind: str, **options: Any) -> VLT:
-    """A small model whose parameters and statistics are all drawn."""
+    """Build a small model with random parameters and statistics."""
     attention = AttentionConfig(**{**RAVLT, "kind": kind, **options})
     model = VLT(SIZE, 7, attention, SMALL).double()
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def vlt(kind: str, **options: Any) -> VLT:
 
 
 def turned(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Features ``[N, D]`` turned pair by pair as complex numbers: half of them by the row, half by the column."""
+    """Rotate features ``[N, D]`` in pairs as complex numbers: half of them by the row, half by the column."""
     rows, columns = (
         axis.flatten() for axis in torch.meshgrid(*(torch.arange(n).double() for n in grid), indexing="ij")
     )
@@ -70,7 +70,7 @@ def turned(x: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def block_of(grid: tuple[int, int], blocks: list[int]) -> Tensor:
-    """Block of each token in raster order; block i of m along an axis of n starts at token ``floor(i n / m)``."""
+    """Return the block of each token in raster order; block i of m along an axis of n starts at token ``floor(i n / m)``."""
     axes = [
         torch.tensor([max(i for i in range(m) if i * n // m <= place) for place in range(n)])
         for n, m in zip(grid, blocks, strict=True)
@@ -81,7 +81,7 @@ def block_of(grid: tuple[int, int], blocks: list[int]) -> Tensor:
 def one_head(
     kind: str, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], mixing: Tensor | None, weigh: bool
 ) -> Tensor:
-    """One head ``[N, D]``, every pair of tokens written out."""
+    """Compute one head ``[N, D]`` with a weight for every pair of tokens."""
     tokens, width = q.shape
     if kind == "softmax":
         return (turned(q, grid) @ turned(k, grid).T / width**0.5).softmax(-1) @ v
@@ -100,7 +100,7 @@ def one_head(
 
 
 def expected(model: VLT, kind: str, images: Tensor, weigh: bool = False) -> Tensor:
-    """Scores ``[B, classes]`` from the weights alone."""
+    """Compute scores ``[B, classes]`` from the weights alone, without code of the package."""
     w = model.state_dict()
 
     def conv(name: str, x: Tensor, stride: int = 1, groups: int = 1) -> Tensor:
@@ -263,7 +263,7 @@ def test_the_wider_head_is_that_of_mavit() -> None:
 
 
 def ravlt_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Random weights in RAVLT-T's names and shapes (github.com/qhfan/RALA, classfication/RALA.py)."""
+    """Draw random weights with the names and shapes of RAVLT-T (github.com/qhfan/RALA, classfication/RALA.py)."""
     torch.manual_seed(seed)
     found: dict[str, Tensor] = {}
 

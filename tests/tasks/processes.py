@@ -1,4 +1,4 @@
-"""The command line in processes of its own."""
+"""Runs of the command line in separate processes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fork_server import ForkServer
 
 @cache
 def fork_server() -> ForkServer:
-    """One for all tests of this process."""
+    """Return the fork server that all tests of this process share."""
     server = ForkServer()
     atexit.register(server.close)
     return server
 
 
 def run_cli(*arguments: str, folder: Path | None = None, launch: bool = False) -> str:
-    """Run ``lightning`` with these arguments, in ``folder``; what it printed.
+    """Run ``lightning`` in a separate process, check that it succeeds, and return its output.
 
     Args:
-        arguments: with ``--trainer.devices=N`` on N processes.
-        folder: where.
-        launch: leave it to Lightning to start the processes, from a new interpreter, as a user's command does.
+        arguments: arguments of the command; ``--trainer.devices=N`` starts N processes.
+        folder: working folder; None for the current one.
+        launch: whether Lightning starts the processes, from a new interpreter, as in a user's command.
     """
     if launch:
         done = subprocess.run(

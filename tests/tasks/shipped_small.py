@@ -1,7 +1,7 @@
-"""Shipped configurations in small, and data for them: what a user has, made on the spot.
+"""Small versions of the shipped configurations, and generated data for them.
 
-Loggers, callbacks and classes stay those of the file. What changes: sizes, and names of remote things (a VAE, a text encoder,
-Inception's weights), which become small local ones of the same kind.
+Loggers, callbacks and classes stay those of the file. Sizes are reduced, and names of remote models (a VAE, a text encoder,
+Inception's weights) are replaced by small local models of the same kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     },
     "needle": {"tokens": 32, "vocab_size": 60, "samples": 40, "val_samples": 4},
 }
-"""Data of made-up sequences in small; they have no text to export with."""
+"""Options that reduce the data of generated sequences, which have no text to export with."""
 
 WAN = {
     "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4, "text_dim": 16,
@@ -40,7 +40,13 @@ WORDS = [f"The {kind} river number {n} runs through the town.\n" for n in range(
 
 
 def save_images(folder: Path, classes: tuple[str, ...], counts: dict[str, int]) -> None:
-    """Folders of noise, ``PART/CLASS/N.png``."""
+    """Write images of noise to ``PART/CLASS/N.png``.
+
+    Args:
+        folder: folder to write to.
+        classes: names of the classes.
+        counts: number of images of each class, by part.
+    """
     draw = np.random.default_rng(0)
     for part, count in counts.items():
         for label in classes:
@@ -51,14 +57,14 @@ def save_images(folder: Path, classes: tuple[str, ...], counts: dict[str, int]) 
 
 
 def save_texts(folder: Path) -> None:
-    """Six text files."""
+    """Write six text files."""
     folder.mkdir()
     for number in range(6):
         (folder / f"{number}.txt").write_text("".join(WORDS[number * 100 : number * 100 + 100]))
 
 
 def save_clips(folder: Path, count: int = 8) -> None:
-    """Videos with captions."""
+    """Write videos with captions."""
     folder.mkdir()
     for number in range(count):
         video_file(folder / f"{number}.mp4", seed=number)
@@ -66,7 +72,7 @@ def save_clips(folder: Path, count: int = 8) -> None:
 
 
 def save_models(folder: Path) -> None:
-    """A VAE, a Wan pipeline, a SANA pipeline and a tokenizer, in the layouts of the hub."""
+    """Write a VAE, a Wan pipeline, a SANA pipeline and a tokenizer in the layouts of the hub."""
     save_vae(folder / "vae")
     save_pipeline(folder / "wan")
     sana.save_pipeline(folder / "sana")
@@ -74,7 +80,13 @@ def save_models(folder: Path) -> None:
 
 
 def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]:
-    """A shipped configuration with smaller sizes and local names; ``start`` takes the place of weights to start from."""
+    """Return a shipped configuration with smaller sizes and local names.
+
+    Args:
+        path: path of the configuration.
+        world: folder of the data and models.
+        start: replacement for the weights from which the configuration starts; None if it starts from none.
+    """
     config: dict[str, Any] = yaml.safe_load(path.read_text())
     model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     domain = path.parent.name
@@ -200,7 +212,7 @@ ARC = ("ARC-Easy", "ARC-Challenge")
 
 
 def task_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """A row for every subset of every data set that the overlays of configs/eval ask for, as the hub lays them out."""
+    """Return a row for every subset of every data set that the overlays of configs/eval use, in the format of the hub."""
     tasks = Path(lm_eval.__file__).parent / "tasks"
 
     def subsets(pattern: str) -> list[str]:
@@ -231,7 +243,7 @@ def task_rows() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def save_task_data(root: Path) -> None:
-    """The rows of :func:`task_rows` in folders, as ``--data_dir`` wants them."""
+    """Write the rows of :func:`task_rows` to folders in the layout of ``--data_dir``."""
     for name, subsets in task_rows().items():
         lines = ["---", "configs:"]
         for subset, row in subsets.items():

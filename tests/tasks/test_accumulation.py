@@ -1,4 +1,4 @@
-"""Several batches for one optimiser step: every callback counts steps, not batches, and the schedule has the steps there are."""
+"""Several batches for one optimizer step: every callback counts steps, not batches, and the schedule has the steps there are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def classifier(**options: Any) -> ImageClassifier:
 
 
 def fit(module: ImageClassifier, folder: Path, **options: Any) -> Trainer:
-    """Five batches an epoch."""
+    """Train with five batches per epoch."""
     trainer = Trainer(
         accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
         limit_val_batches=0, **options,

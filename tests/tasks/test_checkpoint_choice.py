@@ -1,4 +1,4 @@
-"""Which checkpoint a command uses, and what a run's folder holds: rolled back, copied, moved, or above other runs."""
+"""Choice of the checkpoint, and content of a run's folder: rolled back, copied, moved, or with other runs below it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MONITOR = {
 
 
 def write_config(folder: Path, *callbacks: dict[str, Any], best: dict[str, Any] | None = None, **trainer: Any) -> Path:
-    """Five steps an epoch, two epochs, a state every two steps; options of the trainer and more callbacks."""
+    """Write a configuration of two epochs of five steps, with a checkpoint every two steps."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     config["model"]["init_args"] |= {"dim": 8, "depth": 1, "heads": 1, "drop_path": 0.0}
     config["data"]["init_args"] = {"batch_size": 240}
@@ -51,7 +51,7 @@ def weights(path: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of ten steps."""
+    """Finished run of ten steps."""
     folder = tmp_path_factory.mktemp("trained")
     main(["fit", "--config", str(write_config(folder)), f"--run_dir={folder / 'run'}"])
     return folder / "run"
@@ -59,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it; file times are those of the copy."""
+    """Copy of the finished run, with new file times."""
     shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
 
@@ -172,7 +172,7 @@ def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_the_same_command_resumes_after_a_rollback_that_was_stopped(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a scheduler repeats it; also where the checkpoint that it named is gone, and in another run's folder."""
+    """A scheduler repeats the command, even if its checkpoint is deleted or is in the folder of a different run."""
     early = run / "checkpoints/recovery/step=00000004.ckpt"
     away = tmp_path / "elsewhere.ckpt"
     shutil.copy(early, away)

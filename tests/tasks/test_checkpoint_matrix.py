@@ -40,7 +40,7 @@ BATCHES = 5
 
 
 def config_of(domain: str) -> dict[str, Any]:
-    """A shipped configuration, small, with everything that keeps books at once."""
+    """Return a small version of a shipped configuration with all callbacks that have state."""
     if domain == "classification":
         config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
         config["model"]["init_args"] |= {"dim": 16, "depth": 1, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
@@ -100,14 +100,14 @@ def prepare(folder: Path, domain: str, trainer: str) -> None:
 
 
 def fit(folder: Path, run: str, **options: Any) -> tuple[int, str]:
-    """``lightning fit`` in a new process."""
+    """Run ``lightning fit`` in a new process."""
     command = ("fit", "--config", "config.yaml", "--allow=stopper", f"--run_dir={run}")
     return fork_server().run(*command, folder=folder, WANDB_SILENT="true", WANDB_MODE="offline", **options)
 
 
 @functools.cache
 def alone(base: Path, domain: str, trainer: str) -> Path:
-    """The run that nothing happens to."""
+    """Train the undisturbed run, and return its folder."""
     folder = base / domain / trainer.replace(" ", "-") / "alone"
     prepare(folder, domain, trainer)
     status, text = fit(folder, "run")
@@ -121,13 +121,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(run: Path) -> set[str]:
-    """Files that a run left, but for those of loggers."""
+    """Return the files of a run, except those of loggers."""
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     return {name for name in names if not name.startswith(("metrics", "events", "wandb", "lock", "hparams"))}
 
 
 def books(run: Path) -> dict[str, Any]:
-    """What the callbacks know at the end, with paths relative to the run."""
+    """Return the final states of the callbacks, with paths relative to the run."""
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     kept: dict[str, Any] = {}
     for name, state in content["callbacks"].items():
@@ -143,7 +143,7 @@ def books(run: Path) -> dict[str, Any]:
 
 
 def check_equal(run: Path, other: Path) -> None:
-    """Weights, optimiser, schedule, books and files."""
+    """Compare the weights, optimizers, schedules, callback states and files of two runs."""
     ours, theirs = (torch.load(each / "checkpoints/last.ckpt", weights_only=True) for each in (run, other))
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     assert not [place for key in keys for place in differences(theirs[key], ours[key], key)]
@@ -154,7 +154,7 @@ def check_equal(run: Path, other: Path) -> None:
 
 
 def check_names(run: Path) -> None:
-    """The loss in the name of a best checkpoint is that of its weights, and they are the best ones."""
+    """Check that the loss in the name of a best checkpoint is that of its weights, and that these are the best."""
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     losses = dict(map(tuple, content["callbacks"]["RunReport"]["points"]["val/loss"]))
     steps = {

@@ -43,14 +43,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """A command line whose options are parsed and agree; nothing is built."""
+    """Parse a command line and make its options agree, without building anything."""
     monkeypatch.setattr(SuiteCLI, "instantiate_classes", lambda self: None)
     monkeypatch.setattr(SuiteCLI, "_set_seed", lambda self: None)
     return build(make_plan(read_words(arguments, LIGHTNING)))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command line that must fail prints."""
+    """Run a command line that has to fail, and return the text that it prints."""
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *arguments)
     assert stop.value.code, "a failing command must leave with a status above 0"
@@ -122,7 +122,7 @@ def test_wrong_argument(
         (["fit", "--config", "absent.yaml"], "--config=absent.yaml: the file does not exist; mhla:// lists"),
         (["fit", "--config=elsewhere/configs/video/folder.yaml"], "the package brings it as mhla://video/folder.yaml"),
         (["validate", "--run_dir=absent"], "--run_dir=absent: the folder does not exist"),
-        (["fitt"], "fitt is not a command; there are fit, validate, test, predict"),
+        (["fitt"], "fitt is not a command; the commands are fit, validate, test, predict"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),
         (["predict", "--config", str(DIGITS)], "predict has no weights and would draw noise"),
@@ -205,7 +205,7 @@ def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.
 
 @cache
 def known_tasks() -> set[str]:
-    """All that lm-eval has; it takes seconds to list them."""
+    """List all tasks of lm-eval, which takes seconds."""
     return set(TaskManager().all_tasks)
 
 
@@ -264,7 +264,7 @@ def test_deit_sizes_have_the_published_numbers_of_parameters() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small run on the digits, through the command line."""
+    """Train a small run on the digits by the command line, and return its checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
     config = yaml.safe_load(DIGITS.read_text())
     config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}

@@ -57,7 +57,7 @@ OPTIONS = st.one_of(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with modules that nothing may import."""
+    """Working folder with modules that must not be imported."""
     for name in (PLANTED, "last"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w')\nclass Class: pass\n")
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(words: list[str], folder: Path) -> Plan | None:
-    """The plan of a command line; None for one that is rejected."""
+    """Return the plan of a command line; None if it is rejected."""
     before = set(sys.modules)
     try:
         made = make_plan(read_words(words, LIGHTNING))

@@ -50,7 +50,7 @@ class Lines(LightningDataModule):
 
 
 def small(folder: Path, name: str) -> Path:
-    """A configuration with fewer layers, losses in a CSV file, a checkpoint at every step."""
+    """Write a configuration with fewer layers, losses in a CSV file, and a checkpoint at every step."""
     config = LINES if name == "language" else yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
     config["model"]["init_args"] |= SMALL[name]
     checkpoint = {

@@ -32,7 +32,7 @@ EXPORTS: dict[str, list[Path]] = {}
 
 
 def in_small(path: Path) -> str:
-    """A configuration after :func:`shrunk`, without its name and the share of blocks that are skipped."""
+    """Return a configuration after :func:`shrunk`, without its name and the share of skipped blocks."""
     config = shrunk(path, Path("world"), Path("start"))
     for logger in config["trainer"]["logger"]:
         logger["init_args"].pop("name")
@@ -51,7 +51,7 @@ for _path in sorted(MODELS, key=lambda path: path.stem not in STARTS.values()):
 
 @pytest.fixture(scope="module")
 def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small data in every layout that the configurations ask for, made by the commands that the documentation names."""
+    """Small data in every layout that the configurations require, made by the documented commands."""
     world = tmp_path_factory.mktemp("world")
     save_images(world / "images", ("class0", "class1", "class2"), {"train": 12, "val": 4})
     save_models(world)
@@ -223,7 +223,7 @@ def test_a_shipped_evaluation_scores_all_its_tasks(
 
 
 def test_augmentation_of_the_imagenet_recipe_takes_every_image() -> None:
-    """RandAugment asks Pillow for no bits at all, once in some hundred images, and newer ones refuse."""
+    """RandAugment asks Pillow for zero bits, once in some hundred images, which newer versions of Pillow reject."""
     from mhla_tasks.classification import ImageNetShards
 
     transform = ImageNetShards("a.tar", "b.tar", image_size=32)._transform(train=True)

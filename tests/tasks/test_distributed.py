@@ -23,7 +23,7 @@ FSDP = ROOT / "configs/trainer/fsdp.yaml"
 
 
 def small_config(folder: Path) -> Path:
-    """The digits configuration, smaller, with a checkpoint at every step and losses in a CSV file."""
+    """Write a smaller digits configuration with a checkpoint at every step and losses in a CSV file."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
     config["data"]["init_args"] = {"batch_size": 240}
@@ -45,14 +45,14 @@ def small_config(folder: Path) -> Path:
 
 
 def logged(folder: Path, name: str) -> dict[int, str]:
-    """A logged metric by step, as text, to the last digit."""
+    """Return a logged metric by step, as text with all digits."""
     with (folder / "log" / "metrics.csv").open() as stream:
         return {int(row["step"]): row[name] for row in csv.DictReader(stream) if row.get(name)}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that was never stopped."""
+    """Undisturbed run of two processes."""
     folder = tmp_path_factory.mktemp("whole")
     run_cli(
         "fit",

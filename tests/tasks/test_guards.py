@@ -1,4 +1,4 @@
-"""What watches a run: numbers that are not finite, processes that stand still, needs and speed."""
+"""Guards of a run: values that are not finite, processes that hang, memory and speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = 2
 
 
 class Poison(Callback):
-    """Puts a NaN somewhere at one step."""
+    """Callback that puts a NaN somewhere at one step."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -145,7 +145,7 @@ print("done", flush=True)
 
 
 def on_two_processes(tmp_path: Path, program: str) -> str:
-    """Run a program as torchrun does; return its output."""
+    """Run a program as torchrun does, and return its output."""
     options = {"folder": tmp_path, "output": tmp_path / "log.txt", "processes": 2}
     status, said = fork_server().program(program, **options, PATH_OF_TESTS=str(Path(__file__).parent))
     assert status == 0, said[-3000:]

@@ -42,7 +42,7 @@ def domain(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def start(domain: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options that name a model with its own attention, where a domain fine-tunes one."""
+    """Options that name a model with its own attention, for domains that fine-tune one."""
     if "finetune" not in domain:
         return []
     folder = tmp_path_factory.mktemp("pretrained")

@@ -220,7 +220,7 @@ WORDS = ("red", "green", "blue", "yellow")
 
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
-    """Four images with one to four captions, in ``metadata.jsonl``."""
+    """Write four images with one to four captions in ``metadata.jsonl``."""
     folder = tmp_path / "pictures"
     save(folder, [f"{number}.png" for number in range(4)])
     rows = [
@@ -233,7 +233,7 @@ def several(tmp_path: Path) -> Path:
 
 
 def drawn(data: Any, epochs: int) -> list[list[str]]:
-    """The captions of each epoch."""
+    """Return the captions of each epoch."""
     found = []
     for epoch in range(epochs):
         loader = data.train_dataloader()

@@ -26,7 +26,7 @@ SHORT = ["--trainer.max_steps=4", "--trainer.max_epochs=-1", "--trainer.val_chec
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working folder with the kind in it."""
+    """Working folder with the module of an attention kind."""
     (tmp_path / FILE.name).write_text(FILE.read_text())
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_the_error_for_an_unknown_kind_names_it(folder: Path) -> None:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kind in this process, for the time of a test."""
+    """Attention kind that is registered in this process during a test."""
     monkeypatch.syspath_prepend(str(FILE.parent))
     import toykind
 

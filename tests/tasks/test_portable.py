@@ -23,7 +23,7 @@ STAGES = StageConfig(
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model with drawn weights, and inputs; blocks that do not divide the grid."""
+    """Build a model with random weights, and inputs; blocks do not divide its grid."""
     torch.manual_seed(0)
     blocks = AttentionConfig(block_grid=[3, 3], lepe=3, gate=True)
     model: nn.Module

@@ -42,7 +42,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(kind: str, world: Path, source: Path, target: Path) -> list[str]:
-    """The arguments of a command, four or five samples in a shard."""
+    """Return the arguments of a command that writes shards of four or five samples."""
     places = [str(source), str(target)]
     clip = ["--frames", "5", "--height", "16", "--width", "16", "--fps", "4", "--text_length", "8"]
     return {
@@ -81,7 +81,7 @@ def samples(folder: Path) -> int:
 
 
 def edited(path: Path) -> None:
-    """Write other content of the same size, with the times that the file had."""
+    """Change the content of a file, but not its size and times."""
     times = path.stat()
     data = path.read_bytes()
     if path.suffix == ".png":
@@ -93,7 +93,7 @@ def edited(path: Path) -> None:
 
 
 def grown(path: Path) -> None:
-    """Append to a file, as a program does that still writes it."""
+    """Append to a file, like a program that is still writing it."""
     with path.open("a") as stream:
         stream.write("one more line\n" * 1000)
 
@@ -279,7 +279,7 @@ NO_LOCKS = "import fcntl\nfcntl.flock = lambda *_: None\n"
 
 
 class Writer:
-    """A process that writes shards."""
+    """Process that writes shards."""
 
     def __init__(self, folder: Path, prefix: str = "train", program: str = WRITER) -> None:
         self.folder, self.prefix, self.go = folder, prefix, folder.parent / "go"
@@ -294,7 +294,7 @@ class Writer:
             time.sleep(0.01)
 
     def wait_until_begun(self, parts: int = 1) -> None:
-        """Wait until half of a shard is there, of as many processes."""
+        """Wait until all processes have written half of a shard."""
         pattern = f"{self.prefix}-0000.tar*.part"
         self.wait_for(lambda: sum(path.stat().st_size > 50_000 for path in self.folder.glob(pattern)) == parts)
 
@@ -307,7 +307,7 @@ class Writer:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of the shard that one process alone writes."""
+    """Digest of the shard that a single process writes."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "go").touch()
     Writer(folder / "shards").end()

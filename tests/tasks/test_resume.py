@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed ends in the same bits as one never stopped."""
+"""A run that is stopped and resumed ends bit-identical to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCHS = 3
 
 
 class Record(Callback):
-    """Logged losses and the images seen, by step."""
+    """Callback that records logged losses and the images of each step."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -82,7 +82,7 @@ def fit(folder: Path, workers: int, record: Record, resume: Path | None = None) 
 
 
 def same_tensors(a: Any, b: Any, path: str = "") -> list[str]:
-    """Paths of everything in which two checkpoints differ."""
+    """Return the paths of all entries in which two checkpoints differ."""
     if isinstance(a, torch.Tensor):
         return [] if torch.equal(a, b) else [path]
     if isinstance(a, dict):

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_config(folder: Path, schedule: str = "cosine", **trainer: Any) -> Path:
-    """The digits configuration, smaller, with its own logger and callbacks and a table beside."""
+    """Write a smaller digits configuration with its own logger and callbacks, and a CSV table."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}
     config["model"]["init_args"]["optimizer"] = {"lr": 2e-3, "min_lr": 1e-4, "schedule": schedule}
@@ -51,7 +51,7 @@ def write_config(folder: Path, schedule: str = "cosine", **trainer: Any) -> Path
 
 
 def table(run: Path, column: str) -> dict[int, float]:
-    """Values by step; of a step that a later start repeated, those of the later one."""
+    """Return the logged values by step; for a repeated step, those of the later start."""
     found: dict[int, float] = {}
     for path in sorted(run.glob("metrics*.csv"), key=lambda path: (path.name == "metrics.csv", path.name)):
         for row in csv.DictReader(path.open()):

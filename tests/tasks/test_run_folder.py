@@ -27,7 +27,7 @@ STEPS = 24  # two epochs of six steps, validation after each, in batches of 240
 
 
 def write_config(folder: Path, **trainer: Any) -> Path:
-    """The digits configuration, smaller, with a checkpoint every seven steps."""
+    """Write a smaller digits configuration with a checkpoint every seven steps."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
     config["data"]["init_args"] = {"batch_size": 240}
@@ -59,14 +59,14 @@ def last(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happens to."""
+    """Undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     main(["fit", "--config", str(write_config(folder)), f"--run_dir={folder / 'run'}"])
     return folder / "run"
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGUSR1) -> None:
-    """Send this process a signal in the middle of a step."""
+    """Make the training send this process a signal in the middle of a step."""
     training_step = cli_module().training_step
 
     def stepped(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -169,7 +169,7 @@ def test_evaluation_takes_the_newest(whole: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_the_whole_group_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    """As schedulers, timeout and Ctrl+C send it: to the processes that load data, too."""
+    """Schedulers, timeout and Ctrl+C send signals to all processes of a group, including those that load data."""
     run, said = tmp_path / "run", tmp_path / "said.txt"
     config = write_config(tmp_path, max_steps=100_000)
     words = ("fit", "--config", str(config), f"--run_dir={run}", "--data.num_workers=2")

@@ -62,14 +62,14 @@ LOGGERS = (
 
 
 def spellings(secret: str) -> set[bytes]:
-    """A secret as text, in a URL, in base64 at each of three offsets, in UTF-16 and UTF-32."""
+    """Return a secret as text, in a URL, in base64 at each of three offsets, in UTF-16 and in UTF-32."""
     packed = {base64.b64encode(b" " * shift + secret.encode())[4:-4] for shift in range(3)}
     wide = {secret.encode("utf-16-le"), secret.encode("utf-32-le")}
     return {secret.encode(), quote(secret, safe="").encode(), *wide, *packed} - {b""}
 
 
 def contents(data: bytes, name: str) -> Iterator[tuple[str, bytes]]:
-    """The bytes of a file, and of all that is packed in it."""
+    """Yield the bytes of a file, and of all files packed in it."""
     yield name, data
     for magic, unpack in ((b"\x1f\x8b", gzip.decompress), (b"BZh", bz2.decompress), (b"\xfd7zXZ", lzma.decompress)):
         if data.startswith(magic):
@@ -86,7 +86,7 @@ def contents(data: bytes, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def leaks(folder: Path, secrets: tuple[str, ...] = SECRETS) -> list[str]:
-    """Files whose name or content holds one of the secrets."""
+    """Return the files whose name or content contains one of the secrets."""
     found = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         for name, data in contents(path.read_bytes(), str(path.relative_to(folder))):
@@ -96,7 +96,7 @@ def leaks(folder: Path, secrets: tuple[str, ...] = SECRETS) -> list[str]:
 
 
 class Guarded(http_server._Handler):
-    """Serves those who know the password and the signature."""
+    """Request handler that requires the password and the signature."""
 
     @override
     def do_GET(self) -> None:
@@ -114,7 +114,7 @@ def url(server: Server, password: str = PASSWORD) -> str:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of grey images in two classes."""
+    """Write two shards of gray images in two classes."""
     folder = tmp_path_factory.mktemp("served")
 
     def member(index: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def words(where: str, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run on guarded shards, its cache, and what it printed."""
+    """Folder with a run on guarded shards, its cache, and its output."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -289,7 +289,7 @@ def test_configurations_of_libraries_lose_paths_and_tokenizers_keep_their_words(
 
 
 class ForeignData(LightningDataModule):
-    """A data module that knows nothing of this suite."""
+    """Data module without code of this suite."""
 
     def __init__(self, where: str, options: dict[str, Any]) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class ForeignData(LightningDataModule):
 
 
 class ForeignModel(LightningModule):
-    """A model that knows nothing of this suite."""
+    """Model without code of this suite."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from lightning_mhla import AttentionConfig
 
 @dataclass
 class Node:
-    """Names itself."""
+    """Class with a parameter of its own type."""
 
     share: float = 1.0
     following: Node | None = None

@@ -64,7 +64,7 @@ def test_a_signal_and_a_killed_rank_lose_nothing(cluster: Cluster, tmp_path: Pat
 def ask(
     cluster: Cluster, folder: Path, export: str = "ALL,PYTHON={task},RUN_DIR={folder}/run", **options: str | int | bool
 ) -> list[str]:
-    """Submit the script with a stand-in for the interpreter; what it and the tasks say, sorted."""
+    """Submit the script with a stand-in for the interpreter, and return the sorted output of the script and its tasks."""
     task, out = folder / "task", folder / "out.txt"
     task.write_text(TASK)
     task.chmod(0o755)

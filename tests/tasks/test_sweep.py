@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def config(folder: Path, **trainer: Any) -> str:
-    """The digits configuration, small, four steps of two epochs."""
+    """Write a small digits configuration of two epochs with four steps."""
     kept = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     kept["model"]["init_args"] |= {"dim": 16, "depth": 1, "heads": 2}
     kept["data"]["init_args"] = {"batch_size": 718}
@@ -40,7 +40,7 @@ def config(folder: Path, **trainer: Any) -> str:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands that were run, in processes without start-up."""
+    """Record the commands of a sweep, and run them in processes without startup time."""
     found: list[list[str]] = []
 
     def wait(command: list[str], output: Path) -> int:
@@ -150,7 +150,7 @@ def test_jobs_are_submitted_once(
 
 
 def begun(folder: Path, seeds: str) -> Child:
-    """A sweep whose first run, which does not end, has validated."""
+    """Start a sweep whose first run does not end, and wait until it has validated."""
     line = [
         "fit",
         "--config",
@@ -213,7 +213,7 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine of a cluster has sbatch
     assert sweep.run(["fit", "--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
-    assert "there is no program sbatch here" in capsys.readouterr().err
+    assert "the program sbatch is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_names_tell_keys_apart() -> None:
 
 
 def record(folder: Path, options: dict[str, Any], **changes: Any) -> None:
-    """A run as RunReport and the command line leave it."""
+    """Write a run as RunReport and the command line do."""
     folder.mkdir(parents=True)
     kept = {"finished": True, "steps": 1200, "seconds": 3725.0, "parameters": 1_000_000, "trained_parameters": 5, "processes": 1,
             "best": {"metric": "val/loss", "mode": "min", "value": 0.25, "step": 600},

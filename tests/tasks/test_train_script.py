@@ -64,7 +64,7 @@ exec unshare $map --mount bash -c '
 
 
 class Submission:
-    """A folder to submit from, with stand-ins for the programs of a cluster."""
+    """Folder to submit from, with stand-ins for the programs of a cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.work, self.programs, self.seen = folder / "work", folder / "programs", folder / "seen"
@@ -99,13 +99,13 @@ class Submission:
         return subprocess.run(command, cwd=self.work, env=every, capture_output=True, text=True, timeout=60)
 
     def train(self, *arguments: str, **variables: str) -> list[str]:
-        """Run the script to a good end; the arguments of the interpreter."""
+        """Run the script, check that it succeeds, and return the arguments of the interpreter."""
         done = self.run(*arguments, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return (self.work / "run-of-python").read_text().splitlines()
 
     def reject(self, *arguments: str, **variables: str) -> str:
-        """Run the script; the only line that it says before it ends, nothing having been started."""
+        """Run the script, check that it starts nothing, and return the only line that it prints."""
         done = self.run(*arguments, **variables)
         lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
         assert (done.returncode, len(lines)) == (2, 1), lines
@@ -114,12 +114,12 @@ class Submission:
 
     @property
     def options(self) -> list[str]:
-        """The options that srun got."""
+        """Return the options that srun received."""
         return [word for word in (self.seen / "options").read_text().splitlines() if word.startswith("--")]
 
     @property
     def exported(self) -> dict[str, str]:
-        """The variables that srun got."""
+        """Return the environment variables that srun received."""
         return dict(line.partition("=")[::2] for line in (self.seen / "variables").read_text().splitlines())
 
 
@@ -291,7 +291,7 @@ def test_other_surroundings_that_cannot_work_are_one_clear_line(submission: Subm
 
 
 def binds(submission: Submission) -> list[str]:
-    """Arguments that a container was given."""
+    """Return the folders that a container was started with."""
     words = (submission.seen / "container").read_text().splitlines()
     return [word for option, word in pairwise(words) if option == "--bind"]
 
@@ -349,7 +349,7 @@ def test_a_container_that_does_not_start_is_not_tried_again(
 
 @pytest.fixture
 def contained(submission: Submission) -> Submission:
-    """Jobs of this one run in a root of their own, with the interpreter of the working folder."""
+    """Run jobs of this submission in a separate root with the interpreter of the working folder."""
     submission.program("apptainer", APPTAINER)
     submission.program("python", PYTHON, submission.work)
     (submission.work / "image.sif").touch()

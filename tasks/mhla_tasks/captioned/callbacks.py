@@ -27,7 +27,7 @@ class DrawnSamples(PeriodicEvaluation):
 
     Args:
         prompts: a sample is drawn for each.
-        every_n_steps: optimiser steps between two evaluations; None for none on the way.
+        every_n_steps: optimizer steps between two evaluations; None for none on the way.
         at_end: whether the last weights draw.
         at_start: whether the first weights draw: right after replacing, of a pretrained model.
         seed: seed of the noise.

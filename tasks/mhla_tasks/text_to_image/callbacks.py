@@ -28,7 +28,7 @@ class ImagePictures(DrawnSamples):
 
     Args:
         prompts: an image is drawn for each.
-        every_n_steps: optimiser steps between two pictures; null for no evaluation during training.
+        every_n_steps: optimizer steps between two pictures; null for no evaluation during training.
         at_end: whether to draw with the final weights.
         at_start: whether to draw with the initial weights, those of a pretrained model right after its attention was replaced.
         seed: seed of the noise.
@@ -56,7 +56,7 @@ class ImagePictures(DrawnSamples):
 
 
 class SceneScores(ImagePictures):
-    """Draw scenes of digits, and log the share with the right digits, colours, count and relation.
+    """Draw scenes of digits, and log the share with the right digits, colors, count and relation.
 
     Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
     for each evaluation. The scores come from :mod:`mhla_tasks.text_to_image.judge`, which passes 87% of real held-out scenes.
@@ -64,7 +64,7 @@ class SceneScores(ImagePictures):
     Args:
         prompts: captions of scenes; null for sixty captions of all kinds of scenes.
         per_prompt: number of images for each prompt.
-        every_n_steps: optimiser steps between two evaluations; null for no evaluation during training.
+        every_n_steps: optimizer steps between two evaluations; null for no evaluation during training.
         at_end: whether to score the final weights.
         at_start: whether to score the initial weights, those of a pretrained model right after its attention was replaced.
         seed: seed of the noise.
@@ -103,7 +103,7 @@ class ClipScore(ImagePictures):
     Args:
         model: folder or hub name of a CLIP model of transformers with its processor.
         prompts: an image is drawn for each.
-        every_n_steps: optimiser steps between two evaluations; null for no evaluation during training.
+        every_n_steps: optimizer steps between two evaluations; null for no evaluation during training.
         at_end: whether to score the final weights.
         at_start: whether to score the initial weights, those of a pretrained model right after its attention was replaced.
         seed: seed of the noise.

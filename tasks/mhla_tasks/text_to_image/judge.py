@@ -1,6 +1,6 @@
-"""Judge whether a picture shows the scene of its caption: digits, colours, count and relation.
+"""Judge whether a picture shows the scene of its caption: digits, colors, count and relation.
 
-GenEval (arXiv 2310.11513) asks the same of an object detector. Here strokes are connected areas of light, their colour is
+GenEval (arXiv 2310.11513) asks the same of an object detector. Here strokes are connected areas of light, their color is
 the nearest of the four, and a support vector machine on MNIST's training digits reads them.
 """
 
@@ -38,7 +38,7 @@ class Found:
 
     Attributes:
         label: as which it is read.
-        colour: name of the nearest colour.
+        color: name of the nearest color.
         row: of its middle.
         column: of its middle.
     """
@@ -96,7 +96,7 @@ def find_digits(pixels: Tensor) -> list[Found]:
 
 
 def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
-    """Check a picture ``[3, H, W]`` uint8 for the right digits, colours, count and, if the caption has one, relation."""
+    """Check a picture ``[3, H, W]`` uint8 for the right digits, colors, count and, if the caption has one, relation."""
     scene, found = parse_caption(caption), find_digits(pixels)
     right = {
         "digit": sorted(each.label for each in found) == sorted(label for label, _ in scene.shown),

@@ -1,4 +1,4 @@
-"""Scenes of coloured handwritten digits, with captions that name digits, number and places."""
+"""Scenes of colored handwritten digits, with captions that name digits, number and places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {
     "blue": (0.25, 0.35, 1.0),
     "yellow": (1.0, 1.0, 0.15),
 }
-"""Colours of strokes, as red, green and blue."""
+"""Colors of strokes, as red, green and blue."""
 
 RELATIONS = ("left of", "above")
 COUNTS = {2: "two", 3: "three"}
@@ -41,7 +41,7 @@ class Scene:
     """Content of a picture.
 
     Args:
-        digits: label and colour of each digit; of equal ones, once.
+        digits: label and color of each digit; of equal ones, once.
         count: number of digits.
         relation: of the first digit to the second; None for one digit, or for equal ones.
     """
@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def shown(self) -> list[tuple[int, str]]:
-        """Labels and colours of the digits."""
+        """Labels and colors of the digits."""
         return [self.digits[min(number, len(self.digits) - 1)] for number in range(self.count)]
 
     @property

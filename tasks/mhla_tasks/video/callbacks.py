@@ -21,7 +21,7 @@ class ClipPictures(DrawnSamples):
 
     Args:
         prompts: a clip is drawn for each.
-        every_n_steps: optimiser steps between two pictures; null for none on the way.
+        every_n_steps: optimizer steps between two pictures; null for none on the way.
         at_end: whether the last weights draw one.
         frames: number of frames of a strip.
         seed: seed of the noise.

@@ -41,7 +41,7 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of the original Wan, or of the authors' Wan-MHLA; see the module's description.
 
     Raises:
-        ValueError: for weights of the authors' other attentions, which are none of ours.
+        ValueError: if the weights belong to a kind of attention of the authors that this suite does not have.
     """
     converted: dict[str, Tensor] = {}
     for name, tensor in convert_wan_transformer_to_diffusers(dict(state)).items():

@@ -22,7 +22,7 @@ class SamplingConfig:
         height: in pixels.
         width: in pixels.
         fps: frames a second of the files.
-        crf: x264's constant rate factor, 0 (no loss but of colour resolution) to 51.
+        crf: x264's constant rate factor, 0 (no loss but of color resolution) to 51.
         negative_prompt: prompt that guidance leads away from; empty as in training with caption_dropout.
     """
 

@@ -1,4 +1,4 @@
-"""What several test files of the diffusion domain start from."""
+"""Fixtures of several test files of the diffusion domain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiny import tiny_dit
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DiT of digits that makes something of noise."""
+    """Checkpoint of a DiT for digits whose outputs depend on its inputs."""
     folder = tmp_path_factory.mktemp("start") / "dit"
     tiny_dit(channels=1, patch_size=1, attention={"lepe": 3, "gate": True}).save_pretrained(folder)
     return folder

@@ -30,7 +30,7 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of ten photos in two classes, a VAE, and their latents in shards of four."""
+    """Folder of ten photos in two classes, a VAE, and their latents in shards of four."""
     folder = tmp_path_factory.mktemp("latents")
     generator = np.random.default_rng(0)
     for number in range(10):
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encode(folder: Path, *options: str, rank: int = 0, world: int = 1) -> None:
-    """The command, as torchrun would start it."""
+    """Run ``lightning prepare latents`` as torchrun would start it."""
     command = [str(folder / "photos"), str(folder / "latents"), "--vae", str(folder / "vae")]
     command += ["--image_size", "16", "--per_shard", "4", "--device", "cpu", *options]
     with pytest.MonkeyPatch.context() as patch:
@@ -58,12 +58,12 @@ def data(place: Path, **options: object) -> LatentShards:
 
 
 def photo_of(number: int) -> int:
-    """Which photo sample ``number`` of the shards is: those of a folder are shuffled."""
+    """Return the number of the photo in sample ``number`` of the shards, which shuffle the photos of a folder."""
     return [*range(0, 10, 2), *range(1, 10, 2)][np.random.default_rng(0).permutation(10)[number]]
 
 
 def moments_of(place: Path, number: int, mirrored: bool) -> Tensor:
-    """Mean and deviation by diffusers itself."""
+    """Compute means and deviations of latents with diffusers alone."""
     vae = AutoencoderKL.from_pretrained(place / "vae").eval()
     photo = photo_of(number)
     image = SignedImage(16)(Image.open(place / "photos" / f"class{photo % 2}" / f"{photo}.png"))
@@ -180,7 +180,7 @@ def test_batches_that_do_not_fit_the_model(place: Path) -> None:
             model._clean({"latent": torch.zeros(1, 4, 8, 8), "label": torch.tensor([label])})
     with pytest.raises(ValueError, match="samples of 4 channels are latents; name the VAE"):
         model.check_drawable()
-    with pytest.raises(FileNotFoundError, match="vae nowhere is no folder"):
+    with pytest.raises(FileNotFoundError, match="vae nowhere is neither a folder"):
         LatentCodec("nowhere").model(torch.device("cpu"))
 
 
@@ -251,7 +251,7 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
 
 
 def test_images_of_twice_the_size_are_halved_by_boxes() -> None:
-    """As guided-diffusion's center_crop_arr does."""
+    """Images are reduced in the same way as by guided-diffusion's center_crop_arr."""
     from mhla_tasks.diffusion.sources import shrink
 
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

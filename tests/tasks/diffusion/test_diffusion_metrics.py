@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights in the layout of torch-fidelity's Inception-v3, its activations normalised."""
+    """Draw random weights in the layout of torch-fidelity's Inception-v3, with normalized activations."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     path = tmp_path_factory.mktemp("inception") / "weights.pth"
@@ -49,7 +49,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two folders of fourteen images of different brightness and size."""
+    """Two folders of fourteen images with different brightness and size."""
     place, generator = tmp_path_factory.mktemp("folders"), np.random.default_rng(0)
     for name, low in (("one", 0), ("two", 60)):
         (place / name).mkdir()
@@ -113,7 +113,7 @@ def test_statistics_of_an_npz_give_the_formula_of_adms_evaluator(tmp_path: Path)
     generator = np.random.default_rng(0)
 
     class Mean(FeatureNetwork):
-        """Sixty-four pixels as pooled features, twelve as spatial ones."""
+        """Feature network with sixty-four pixels as pooled features and twelve as spatial ones."""
 
         def network(self) -> nn.Module:
             return nn.Identity()
@@ -317,5 +317,5 @@ def test_random_features_are_a_function_of_their_seed() -> None:
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "/tmp/x", "a\0b"])
 def test_a_name_of_samples_leads_out_of_no_folder(name: str) -> None:
     for kind in (SampleGrid, GenerationMetrics):
-        with pytest.raises(ValueError, match="cannot have a slash or begin with a dot"):
+        with pytest.raises(ValueError, match="must not contain a slash or begin with a dot"):
             kind(name=name)

@@ -32,7 +32,7 @@ def batch(count: int = 3, channels: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def published(tied: bool = True) -> DiTTransformer2DModel:
-    """A random softmax DiT of diffusers whose blocks share their embeddings, as those of published weights do."""
+    """Build a random softmax DiT of diffusers whose blocks share their embeddings, as in published weights."""
     torch.manual_seed(3)
     model = DiTTransformer2DModel(
         num_attention_heads=2,
@@ -55,7 +55,7 @@ def published(tied: bool = True) -> DiTTransformer2DModel:
 
 
 def original_layout(model: DiTTransformer2DModel) -> dict[str, Tensor]:
-    """The same weights by the names of DiT's own code."""
+    """Rename weights to the names of DiT's original code."""
     renamed = {
         r"pos_embed\.proj": "x_embedder.proj",
         r"transformer_blocks\.0\.norm1\.emb\.timestep_embedder\.linear_1": "t_embedder.mlp.0",
@@ -152,7 +152,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_pretrained(deeper, str(tmp_path / "dit"))
     with pytest.raises(ValueError, match="not the weights of a DiT"):
         convert_state({"something.else": torch.zeros(1)})
-    with pytest.raises(FileNotFoundError, match=r"nowhere is no file"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is neither a file"):
         read_state(str(tmp_path / "nowhere"))
     torch.save(
         {"ema": original_layout(published()), "args": argparse.Namespace(model="DiT-S/2")}, tmp_path / "train.pt"

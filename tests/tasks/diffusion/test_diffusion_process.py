@@ -29,7 +29,7 @@ ALL_SAMPLERS = [
 
 
 class Oracle(nn.Module):
-    """Predicts exactly what leads to one image, whose value is the label over ten."""
+    """Network that predicts a single image, whose value is the label over ten."""
 
     channels, sides, num_classes = 1, (4, 4), 10
 
@@ -58,7 +58,7 @@ def test_samplers_find_the_image_that_the_network_knows(config: ProcessConfig, s
 
 
 class Gaussian(nn.Module):
-    """The best prediction for data that are normal with this mean and deviation."""
+    """Network with the best prediction for normally distributed data of a given mean and deviation."""
 
     channels, sides, num_classes = 1, (64, 64), 10
     mean, deviation = 0.4, 0.3
@@ -82,7 +82,7 @@ class Gaussian(nn.Module):
 
 @pytest.mark.parametrize(("config", "sampler"), ALL_SAMPLERS)
 def test_samplers_draw_from_the_distribution_that_the_network_knows(config: ProcessConfig, sampler: Any) -> None:
-    """Which finds steps of the wrong length: the deviation would be wrong."""
+    """The standard deviation of the samples would be wrong if a step had the wrong length."""
     network: Any = Gaussian(config)
     steps = 50 if sampler == "dpm-solver++" else 250
     drawn = draw_samples(
@@ -151,7 +151,7 @@ def test_the_flow_loss_is_the_velocitys() -> None:
 
 
 def test_ddpm_250_visits_dits_timesteps() -> None:
-    """Those of respacing in DiT's code: 250 strides over 0 .. 999."""
+    """Timesteps are those of respacing in DiT's code: 250 strides over 0 .. 999."""
     scheduler = make_process(ProcessConfig()).scheduler("ddpm")
     scheduler.set_timesteps(250)
     assert scheduler.timesteps.tolist() == [round(i * 999 / 249) for i in reversed(range(250))]

@@ -22,7 +22,7 @@ GRID = (3, 4)
 
 
 def dig(attention: AttentionConfig, depth: int = 5, **options: Any) -> DiT:
-    """A small model on 6 x 8 pixels, everything drawn."""
+    """Build a small random model for 6 x 8 pixels."""
     model = DiT([6, 8], 2, 3, attention, dim=16, depth=depth, heads=2, dig=DiGConfig(mlp_width=24, **options)).double()
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -31,7 +31,7 @@ def dig(attention: AttentionConfig, depth: int = 5, **options: Any) -> DiT:
 
 
 def one_block(w: dict[str, Tensor], at: str, x: Tensor, condition: Tensor, kind: str, causal: bool) -> Tensor:
-    """An image ``[H, W, dim]`` as the block sees it, to the same; tokens one after the other."""
+    """Apply one block to an image ``[H, W, dim]``, token by token."""
     grid, dim = x.shape[:2], x.shape[2]
     flat = x.flatten(0, 1)
 
@@ -72,7 +72,7 @@ def one_block(w: dict[str, Tensor], at: str, x: Tensor, condition: Tensor, kind:
 
 
 def expected(model: DiT, x: Tensor, time: float, label: int, kind: str, directions: str, causal: bool) -> Tensor:
-    """``[2, 6, 8]``: every block is shown the image from its own side, and what it gives is turned back."""
+    """Compute the outputs ``[2, 6, 8]``: every block reads the image in its own direction, and its output is turned back."""
     w = model.state_dict()
     frequencies = 10_000 ** (-torch.arange(128, dtype=torch.float32) / 128)
     angles = torch.tensor(time) * frequencies  # in float32, as diffusers embeds times
@@ -126,7 +126,7 @@ def test_other_kinds_turn_with_it(causal: bool) -> None:
 
 
 def sees(model: DiT) -> Tensor:
-    """``[12, 12]`` bool: which output tokens change with which input token."""
+    """Return ``[12, 12]`` bool, true if an output token changes with an input token."""
     tokens = torch.randn(1, 12, 16, dtype=torch.float64, requires_grad=True)
     out = model.backbone(tokens, torch.randn(1, 16, dtype=torch.float64)) @ torch.randn(16, dtype=torch.float64)
     rows = [torch.autograd.grad(out[0, t], tokens, retain_graph=True)[0][0].abs().sum(-1) > 1e-12 for t in range(12)]

@@ -1,4 +1,4 @@
-"""Small diffusion models, VAEs and configurations that the tests share."""
+"""Small diffusion models, VAEs and configurations, shared by the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = ROOT / "configs/diffusion/digits.yaml"
 
 
 def tiny_dit(kind: str = "mhla", sample_size: int = 8, channels: int = 4, **options: Any) -> DiT:
-    """A DiT whose output and gates are not zero, as they would be at the start of training."""
+    """Build a small DiT whose output and gates are not zero, unlike at the start of training."""
     attention = AttentionConfig(kind=kind, block_grid=[2, 2], **options.pop("attention", {}))
     sizes = {"dim": 16, "depth": 2, "heads": 2, "patch_size": 2, **options}
     torch.manual_seed(1)
@@ -29,7 +29,7 @@ def tiny_dit(kind: str = "mhla", sample_size: int = 8, channels: int = 4, **opti
 
 
 def save_vae(folder: Path) -> Path:
-    """A random VAE that halves the side of images, in diffusers' layout."""
+    """Write a random VAE that halves the height and width of images, in diffusers' layout, and return its folder."""
     torch.manual_seed(2)
     vae = AutoencoderKL(
         block_out_channels=(8, 8),
@@ -44,7 +44,7 @@ def save_vae(folder: Path) -> Path:
 
 
 def digits_config(folder: Path, **model: Any) -> Path:
-    """The digits configuration, smaller, logging to a CSV file in ``folder``, with few samples drawn at the end."""
+    """Write a smaller version of the digits configuration, which logs to a CSV file, and return its path."""
     config = yaml.safe_load(CONFIG.read_text())
     config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.5, **model}
     config["data"]["init_args"] = {"batch_size": 240}

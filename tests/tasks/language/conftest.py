@@ -1,4 +1,4 @@
-"""A small exported model with its tokenizer, and small copies of task data in the formats of the hub."""
+"""Fixtures of the language domain: a small exported model with its tokenizer, and task data in the formats of the hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def exported(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two subjects of MMLU and two subsets of LongBench, as the hub lays them out, with a few rows each."""
+    """Folder with a few rows of two subjects of MMLU and two subsets of LongBench, in the formats of the hub."""
     root = tmp_path_factory.mktemp("data")
     subjects = {"abstract_algebra": "group", "anatomy": "bone"}
     rows = {

@@ -1,4 +1,4 @@
-"""Small language models for the tests."""
+"""Small language models, shared by the tests."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def attention(name: str) -> AttentionConfig:
 
 
 def small_model(kind: str = "exponential", context: int = 2048, **options: Any) -> LanguageModel:
-    """Weights large enough for logits that differ."""
+    """Build a small language model, with weights large enough for distinct logits."""
     lightning.seed_everything(0, verbose=False)
     sizes = {"vocab_size": 320, "dim": 32, "depth": 2, "heads": 4, "mlp_width": 64, "initializer_range": 0.2}
     return LanguageModel(attention(kind), context=context, **{**sizes, **options}).eval()
 
 
 def greedy(network: Any, ids: torch.Tensor, **options: Any) -> list[list[int]]:
-    """Continuations up to the end token."""
+    """Generate greedily, and return the tokens of each row up to its end token."""
     tokens = network.generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=1, **options)
     rows = tokens[:, ids.shape[1] :].tolist()
     end = network.config.eos_token_id

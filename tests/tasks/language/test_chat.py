@@ -260,7 +260,7 @@ def test_a_model_without_template_says_so(server: ForkServer, tmp_path: Path) ->
 
 
 class Terminal:
-    """A real terminal around a command."""
+    """Command that runs in a real terminal."""
 
     def __init__(self, *command: str) -> None:
         self.pid, self.fd = pty.fork()
@@ -270,7 +270,7 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text: str) -> str:
-        """Wait until ``text`` appears; return everything up to its end."""
+        """Wait until ``text`` appears, and return everything up to its end."""
         deadline = time.monotonic() + 200
         while text not in self.seen:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.seen[-2000:]}"

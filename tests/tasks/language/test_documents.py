@@ -302,7 +302,7 @@ def test_a_long_file_streams(tmp_path: Path) -> None:
 
 
 def make_repository(folder: Path) -> None:
-    """A folder of code as people have it, one document in it."""
+    """Write a folder of code as users have it, with one document in it."""
     (folder / "code").mkdir(parents=True)
     (folder / "code" / "a.py").write_text("print('hello')\n")
     for hidden in (

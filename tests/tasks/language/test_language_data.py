@@ -75,7 +75,7 @@ def test_standard_library_is_split_by_file_and_cached(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    """The texts in a text file each, a jsonl file and a parquet file."""
+    """Write the texts to text files, a jsonl file and a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -203,7 +203,7 @@ def test_a_stream_is_the_same_on_any_number_of_processes_and_after_a_stop(tokeni
 
 
 class Tokens(Callback):
-    """What a run trained on."""
+    """Callback that records the tokens of every training batch."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []

@@ -34,7 +34,7 @@ STEPS = 120
 
 @pytest.fixture(scope="module")
 def trained(tokenizer: Any, task_data: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A model that has learned one answer, its checkpoint with a weight average, and what the callback said of it."""
+    """Train a model on one answer; its checkpoint has a weight average, and the results of the callback are returned."""
     folder = tmp_path_factory.mktemp("trained")
     texts = [f"{SENTENCES[i % 5]}\n\nQuestion: who wrote letter {i % 4}?\nAnswer: Maria\n" for i in range(80)]
     tokens = torch.tensor([token for ids in tokenizer(texts)["input_ids"] for token in ids])
@@ -53,7 +53,7 @@ def trained(tokenizer: Any, task_data: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def results_in(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Scores of each task, and every sample."""
+    """Read the scores of each task, and all samples."""
     (scores,) = folder.rglob("results_*.json")
     samples = {}
     for path in folder.rglob("samples_*.jsonl"):

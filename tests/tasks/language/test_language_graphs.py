@@ -13,7 +13,7 @@ from torch.export import Dim
 
 
 class Logits(nn.Module):
-    """Logits as the only output."""
+    """Module that returns only the logits."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Logits(nn.Module):
 
 
 def batch(rows: int, columns: int, padded: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The first row is padded left, the last one right."""
+    """Return a batch whose first row is padded left and whose last row is padded right."""
     ids = torch.randint(3, 300, (rows, columns), generator=torch.Generator().manual_seed(rows))
     mask = torch.ones_like(ids)
     mask[0, :5], mask[-1, -4:] = 0, 0
@@ -32,7 +32,7 @@ def batch(rows: int, columns: int, padded: bool = True) -> tuple[Tensor, Tensor 
 
 
 def assert_same(got: Tensor, want: Tensor, mask: Tensor | None, tolerance: float = 1e-4) -> None:
-    """Compare the logits of real tokens; those of padding mean nothing."""
+    """Compare the logits of non-padding tokens."""
     real = torch.ones(want.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     torch.testing.assert_close(got[real], want[real], rtol=tolerance, atol=tolerance)
 

@@ -1,4 +1,4 @@
-"""Models of transformers in the place of ours: trained, resumed, continued and exported by the same commands."""
+"""Models of transformers in place of our model: trained, resumed, continued and exported by the same commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.co
 
 
 def configuration(folder: Path, path: str, **options: Any) -> str:
-    """stdlib.yaml with another model, in small."""
+    """Write a small stdlib.yaml with a different model."""
     config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
     model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     model |= {"network": {"class_path": path, "init_args": {**NETWORKS.get(path, {}), **options}}, "vocab_size": 512}

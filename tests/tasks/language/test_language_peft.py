@@ -30,7 +30,7 @@ def counter(kind: str = "mhla") -> MHLAForCausalLM:
 
 
 def continued(model: Any, folder: Path, collator: Any = None) -> list[int]:
-    """Tokens after 10 to 14 of a model that is trained with smoothed labels."""
+    """Return the tokens that a model generates after 10 to 14, after training with smoothed labels."""
     arguments = TrainingArguments(
         str(folder), max_steps=100, per_device_train_batch_size=16, learning_rate=1e-2, label_smoothing_factor=0.1,
         report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,

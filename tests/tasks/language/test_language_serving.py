@@ -27,7 +27,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 def save(kind: str, folder: Path) -> Any:
-    """An export with its tokenizer; the model."""
+    """Save an export with its tokenizer, and return the model."""
     tokenizer = train_tokenizer(["Where does the river run? To the sea."] * 3, 300)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def save(kind: str, folder: Path) -> Any:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """A server of one model; its address."""
+    """Start a server of one model, and return its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

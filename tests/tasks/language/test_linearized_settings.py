@@ -1,4 +1,4 @@
-"""Linearised models keep what lies beside the original's weights: end tokens, sampling, and entries that no class knows."""
+"""Linearized models keep what lies beside the original's weights: end tokens, sampling, and entries that no class knows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT = {"eos_token_id": [0, 7], "do_sample": True, "temperature": 0.6, "top_p": 
 
 
 def original(folder: Path, generation: dict[str, Any] | None = None, **entries: Any) -> Path:
-    """A small Llama with its tokenizer, other entries in its config.json, and its settings of generation."""
+    """Save a small Llama with its tokenizer, additional entries in its config.json, and generation settings."""
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     train_tokenizer(["some text"], 300).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | entries
@@ -47,7 +47,7 @@ def linearized(source: Path, **options: Any) -> LinearizedModel:
 
 
 def trained(model: LinearizedModel, path: Path) -> Path:
-    """A checkpoint after one step."""
+    """Train for one step, and return the checkpoint."""
     trainer = Trainer(
         accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
@@ -72,7 +72,7 @@ print(json.dumps([settings.to_diff_dict(), made.shape[1], type(model).__name__])
 
 
 def test_from_the_original_to_generation_in_another_process(tmp_path: Path) -> None:
-    """Linearise, train, save, linearise again from the checkpoint, export by the command line, generate."""
+    """Linearize, train, save, linearize again from the checkpoint, export by the command line, generate."""
     source = original(tmp_path / "chat", CHAT, chat_note="kept")
     first = trained(linearized(source), tmp_path / "first.ckpt")
     second = linearized(source, layer_kinds=["keep", "replace"])

@@ -64,7 +64,7 @@ def answers(tokenizer: Any, texts: list[str]) -> list[Any]:
 
 
 def answers_elsewhere(texts: list[str], checkpoint: Path, exported: Path) -> list[Any]:
-    """The same of the tokenizers of a checkpoint and of an export, by another process."""
+    """Return the results of the tokenizers in a checkpoint and in an export, computed by a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(checkpoint), str(exported)],
         input=json.dumps([CHAT, texts]), capture_output=True, text=True, check=False,

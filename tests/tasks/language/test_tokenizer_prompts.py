@@ -74,7 +74,7 @@ def test_an_empty_prompt_is_what_stands_in_front_or_an_error() -> None:
 
 
 def printed(tokenizer: Any, ids: list[int], prompt: int, skip: bool, capsys: pytest.CaptureFixture[str]) -> str:
-    """The text that is printed while tokens come one by one, after a prompt."""
+    """Return the text that is printed after a prompt while tokens arrive one by one."""
     printer = TextPrinter(tokenizer, skip_prompt=skip)
     printer.put(torch.tensor([ids[:prompt]]))
     for token in ids[prompt:]:

@@ -1,4 +1,4 @@
-"""Real tokenizers of the usual families, small, built here and loaded from their files as users load theirs."""
+"""Small tokenizers of the usual families, built by the tests and loaded from files, as users load theirs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def _template(before: list[str], after: list[str], ids: dict[str, int]) -> proce
 
 
 def byte_level(after: tuple[str, ...] = ()) -> Any:
-    """GPT-2's kind; with tokens after the text like the embedding models of Qwen."""
+    """Build a byte-level tokenizer like GPT-2's.
+
+    Args:
+        after: tokens to append to a text, as the embedding models of Qwen do.
+    """
     tokenizer = train_tokenizer(SENTENCES * 4, 320)
     if after:
         template = _template([], list(after), {"<|endoftext|>": 0, "<|pad|>": 1})
@@ -34,7 +38,7 @@ def byte_level(after: tuple[str, ...] = ()) -> Any:
 
 
 def byte_level_composed() -> Any:
-    """Like Qwen 2's: bytes of text in composed characters."""
+    """Build a byte-level tokenizer like Qwen 2's, which composes characters (NFC) first."""
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     return tokenizer
@@ -51,24 +55,24 @@ def _fallback(signs: list[str], normalizer: Any) -> Any:
 
 
 def fallback() -> Any:
-    """Like Gemma's: spaces become ▁, nothing is put in front."""
+    """Build a tokenizer like Gemma's: spaces become ▁, and nothing is added before a text."""
     return _fallback([*LETTERS, "▁"], normalizers.Replace(" ", "▁"))
 
 
 def fallback_prefixed() -> Any:
-    """As the first files of Llama 2: a ▁ in front of every text."""
+    """Build a tokenizer like the first files of Llama 2, with a ▁ before every text."""
     return _fallback([*LETTERS, "▁"], normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]))
 
 
 def llama(add_eos_token: bool = True) -> Any:
-    """transformers' own class; a ▁ in front unless the text begins with a space."""
+    """Build transformers' Llama tokenizer, which adds a ▁ before a text unless it begins with a space."""
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *BYTES, *LETTERS, "▁", "▁T", "th"])}
     merges = [("▁", "T"), ("t", "h")]
     return LlamaTokenizer(vocab=words, merges=merges, add_bos_token=True, add_eos_token=add_eos_token)
 
 
 def unigram() -> Any:
-    """As T5: the end token is a piece of the vocabulary like any other, unknown characters are lost."""
+    """Build a tokenizer like that of T5: the end token is an ordinary entry, and unknown characters are lost."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" {2,}", " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -83,7 +87,7 @@ def unigram() -> Any:
 
 
 def wordpiece() -> Any:
-    """As BERT: [CLS] in front, [SEP] after, small letters, no spaces, no accents."""
+    """Build a tokenizer like that of BERT: [CLS] before, [SEP] after, lower case, no spaces, no accents."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -99,7 +103,7 @@ def wordpiece() -> Any:
 
 
 def words() -> Any:
-    """Words between spaces; the control tokens are words of the vocabulary."""
+    """Build a tokenizer of words between spaces, whose control tokens are words of the vocabulary."""
     known = sorted({word for sentence in SENTENCES for word in sentence.split()})
     ids = {word: number for number, word in enumerate(["<unk>", "<end>", *known])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -127,12 +131,12 @@ ENDS = {
     "byte_level": 0, "byte_level_end": 1, "byte_level_two_ends": 2, "byte_level_composed": 0, "fallback": 1,
     "fallback_prefixed": 1, "llama": 1, "llama_without_end": 0, "unigram": 1, "wordpiece": 1, "words": 2, "byt5": 1,
 }  # fmt: skip
-"""Tokens that each kind appends to a text."""
+"""Number of tokens that each kind of tokenizer appends to a text."""
 
 
 @cache
 def made(kind: str) -> Any:
-    """A tokenizer, saved and loaded."""
+    """Build a tokenizer of a kind, save it, and return the loaded copy."""
     folder = mkdtemp()
     KINDS[kind]().save_pretrained(folder)
     return load_tokenizer(Path(folder))

@@ -1,4 +1,4 @@
-"""An attention kind of one's own: linear attention whose keys pass a gate that the tokens open."""
+"""Attention kind of a user: linear attention with a gate for each key, computed from its token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_mhla.attention import Attention, AttentionInputs
 
 @dataclass
 class ToyOptions:
-    """Options of the kind.
+    """Options of the attention kind.
 
     Args:
-        sharpness: factor on what the gate is computed from.
+        sharpness: factor on the gate's logits.
     """
 
     sharpness: float = 1.0
@@ -25,7 +25,7 @@ class ToyOptions:
 
 @dataclass(frozen=True)
 class ToyState:
-    """Running sums of the keys and values so far."""
+    """State for generation: running sums over the keys and values so far."""
 
     lengths: tuple[int, ...]
     sums: Tensor
@@ -39,7 +39,7 @@ class ToyState:
 
 
 class Toy(Attention, kind="toy"):
-    """``o_t = sum_j w_tj v_j / sum_j w_tj`` with ``w_tj = relu(q_t) . relu(k_j) sigmoid(gate(x_j))``."""
+    """Attention ``o_t = sum_j w_tj v_j / sum_j w_tj`` with ``w_tj = relu(q_t) . relu(k_j) sigmoid(gate(x_j))``."""
 
     Options = ToyOptions
     handles = ("key_mask", "cu_seqlens")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
-    """Domains on so many processes; 0 for one without sharding."""
+    """Train domains on a number of processes; 0 for one process without sharding."""
     alone = {} if processes != 1 else {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     status, text = fork_server().run(
         str(folder), str(cache), *options, module="worker", processes=max(1, processes), PATH_OF_TESTS=str(WORKER.parent),
@@ -30,7 +30,7 @@ def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One process without sharding, and two with."""
+    """Runs of one process without sharding, and of two processes with sharding."""
     folder = tmp_path_factory.mktemp("sharding")
     return {
         "cache": cache_dir,
@@ -44,7 +44,7 @@ def result(folder: Path, domain: str) -> dict[str, Any]:
 
 
 def compare(alone_folder: Path, folder: Path, domain: str) -> None:
-    """Gradients of the first step to 1e-5, losses of ten steps to 1e-4."""
+    """Compare the gradients of the first step to 1e-5, and the losses of ten steps to 1e-4."""
     alone, two = result(alone_folder, domain), result(folder, domain)
     assert alone["gradients"].keys() == two["gradients"].keys()
     difference = sum((alone["gradients"][n] - g).square().sum() for n, g in two["gradients"].items()).sqrt()

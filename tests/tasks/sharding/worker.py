@@ -31,11 +31,11 @@ from lightning_mhla.training.strategies import FullyShardedStrategy
 STEPS, SAVED, DECAY = 10, 5, 0.8
 DOMAINS = ("classification", "language", "diffusion", "video")
 SHARED = ("language", "hybrid")
-"""What trains with sequence parallelism."""
+"""Cases that train with sequence parallelism."""
 
 
 def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
-    """A small model and its data; two layers, so that blocks are sharded one by one."""
+    """Build a small model of a domain and its data. It has two layers, so that blocks are sharded one by one."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, schedule="constant", mixing_lr_scale=2.0)
     training: dict[str, Any] = {"optimizer": optimizer, "ema_decay": DECAY, "checkpointing": True}
     if domain == "classification":
@@ -75,7 +75,7 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
 
 
 class SharedNumbers(TorchFunctionMode):
-    """Random tensors of a batch are drawn for the whole batch, of which each process takes its rows."""
+    """Function mode that draws random tensors for the global batch, of which each process takes its rows."""
 
     DRAWS = (torch.rand, torch.randn, torch.randint, torch.randn_like, torch.rand_like, torch.normal)
 
@@ -100,7 +100,7 @@ class SharedNumbers(TorchFunctionMode):
 
 
 class Record(Callback):
-    """Losses over all processes, gradients of the first step, and the weights' average, kept here of whole weights."""
+    """Callback that records losses over all processes, gradients of the first step, and an average of unsharded weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.losses = folder, {}
@@ -142,7 +142,7 @@ class Record(Callback):
 
 
 class Save(Checkpoint):
-    """A checkpoint in the middle; Lightning calls its kind after all other callbacks."""
+    """Callback that saves a checkpoint in the middle. Lightning calls checkpoint callbacks after all others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -153,12 +153,12 @@ class Save(Checkpoint):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every process."""
+    """Gather a sharded tensor on every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(domain: str, folder: Path, cache: Path, strategy: Any, resume: Path | None) -> None:
-    """Ten steps, or those that are left; a language model is then validated."""
+    """Train a domain for ten steps, or resume it. A language model is validated at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, data = build(domain, cache)
@@ -185,7 +185,7 @@ def train(domain: str, folder: Path, cache: Path, strategy: Any, resume: Path | 
 
 
 def main() -> None:
-    """Train domains, from the start or from checkpoints of another run."""
+    """Train the requested domains, from the start or from checkpoints of an earlier run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("cache", type=Path)

@@ -1,4 +1,4 @@
-"""Small SANA transformers, pipelines and captioned pictures that the tests share."""
+"""Small SANA transformers, pipelines and captioned images, shared by the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = TransformerConfig(**SHAPE)
 
 
 def shaken(model: Any, seed: int = 1) -> Any:
-    """The model with all weights moved, so that nothing is zero, one or alike by its initialisation."""
+    """Add noise to all weights of a model, so that none are zero, one or equal by initialization, and return it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,13 +38,13 @@ def shaken(model: Any, seed: int = 1) -> Any:
 
 
 def tiny_sana(**options: Any) -> SanaTransformer2DModel:
-    """A random SANA with its own attention."""
+    """Build a small SANA with random weights and its original attention."""
     torch.manual_seed(0)
     return shaken(SanaTransformer2DModel(**{**SHAPE, **options}))
 
 
 def inputs(rows: int = 8, columns: int = 8, batch: int = 2) -> dict[str, torch.Tensor]:
-    """Latents, times and text."""
+    """Draw latents, times and text as inputs of a SANA."""
     torch.manual_seed(5)
     return {
         "hidden_states": torch.randn(batch, 4, rows, columns),
@@ -54,7 +54,7 @@ def inputs(rows: int = 8, columns: int = 8, batch: int = 2) -> dict[str, torch.T
 
 
 def save_pipeline(folder: Path) -> Path:
-    """A SANA pipeline with an autoencoder, a Gemma-2 encoder and a tokenizer, all tiny and random."""
+    """Write a tiny, random SANA pipeline with an autoencoder, a Gemma-2 encoder and a tokenizer, and return its folder."""
     torch.manual_seed(2)
     words = [
         "<pad>",
@@ -97,7 +97,7 @@ def save_pipeline(folder: Path) -> Path:
 
 
 def save_pictures(folder: Path, count: int = 6, captions: bool = True) -> Path:
-    """Pictures of noise with captions beside them."""
+    """Write images of noise with caption files, and return their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         generator = torch.Generator().manual_seed(number)

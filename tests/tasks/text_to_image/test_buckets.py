@@ -29,7 +29,7 @@ SHAPES = [(40, 44), (20, 70), (64, 20), (33, 30), (18, 40), (31, 32)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """30 images of six shapes, of which three are nearly square, and one is broken."""
+    """Folder with 30 images of six shapes; three are nearly square, and one is broken."""
     home = tmp_path / "pictures"
     home.mkdir()
     for number in range(30):

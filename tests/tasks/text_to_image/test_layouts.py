@@ -18,7 +18,7 @@ PROMPTS = {"one": "a red three", "two": "a blue seven"}
 
 
 def draw(source: RequestedSamples, folder: Path) -> None:
-    """Images whose level is their index."""
+    """Write images whose brightness is their index."""
     folder.mkdir()
     for index in range(len(source)):
         Image.new("RGB", (4, 4), (index, index, index)).save(folder / source[index]["file"])
@@ -140,7 +140,7 @@ def test_a_line_of_geneval_ends_at_line_feeds_alone(sign: str, tmp_path: Path) -
 
 
 def save_clip(folder: Path) -> Path:
-    """A tiny random CLIP."""
+    """Save a tiny random CLIP, and return its folder."""
     torch.manual_seed(0)
     words = ["<|startoftext|>", "<|endoftext|>", "a</w>", "red</w>", "blue</w>", "three</w>", "seven</w>"]
     tower = {
@@ -160,7 +160,7 @@ def save_clip(folder: Path) -> Path:
 
 
 def test_clip_score(tmp_path: Path) -> None:
-    """As by the model's own logits, whose scale is known."""
+    """Scores agree with the model's own logits, whose scale is known."""
     callback = ClipScore(str(save_clip(tmp_path / "clip")), list(PROMPTS.values()))
     pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     model, processor = CLIPModel.from_pretrained(callback.model), CLIPProcessor.from_pretrained(callback.model)

@@ -154,7 +154,7 @@ NVLABS = {
 
 
 def nvlabs_names(model: SanaTransformer2DModel) -> dict[str, torch.Tensor]:
-    """The weights by NVlabs' names: queries, keys and values in one tensor."""
+    """Rename weights to NVlabs' names: queries, keys and values in one tensor."""
     state, out = dict(model.state_dict()), {}
     for index in range(len(model.transformer_blocks)):
         own, theirs = f"transformer_blocks.{index}.", f"blocks.{index}."

@@ -21,7 +21,7 @@ UNIFORM = {"kind": "mhla", "feature_map": "sana", "block_grid": [2, 2], "mixing_
 
 
 def config(folder: Path, name: str, model: dict[str, Any] | None = None, steps: int = 4) -> str:
-    """A small SANA on the scenes, with a log of numbers."""
+    """Write a configuration of a small SANA for the scenes, with a CSV log."""
     settings = {
         "transformer": PIXELS,
         "text": {"length": 8},
@@ -59,7 +59,7 @@ def fit(server: ForkServer, folder: Path, *arguments: str, module: str = "mhla_t
 
 @pytest.fixture(scope="module")
 def pretrained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of SANA's own attention."""
+    """Run of a SANA with its own attention."""
     folder = tmp_path_factory.mktemp("pretrained")
     fit(server, folder, "fit", "--config", config(folder, "plain"))
     return folder / "plain"

@@ -1,4 +1,4 @@
-"""Videos that are unusual but right, and those that are broken, written by PyAV."""
+"""Unusual but valid videos, and broken ones, written by PyAV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import av
 import numpy as np
 
 ONE = 1 << 16
-"""1 in the fixed-point numbers of a track's header."""
+"""Fixed-point representation of the number 1 in a track's header."""
 
 MATRICES = {
     "as stored": (1, 0, 0, 1),
@@ -27,12 +27,16 @@ MATRICES = {
     "transposed": (0, 1, 1, 0),
     "transposed the other way": (0, -1, -1, 0),
 }
-"""Entries a, b, c, d: column x and row y are shown at a x + c y and b x + d y."""
+"""Entries a, b, c, d of display matrices: column x and row y are shown at a x + c y and b x + d y."""
 
 
 @contextmanager
 def written(container: str, muxer: dict[str, str] | None) -> Iterator[tuple[Any, list[bytes]]]:
-    """An open file of PyAV's, and a list that holds its bytes afterwards; a real file, which faststart needs."""
+    """Open a temporary video file of PyAV in a ``with`` block; a real file, which ``faststart`` needs.
+
+    Yields:
+        The open file, and a list to which its bytes are added at the end of the block.
+    """
     data: list[bytes] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "video"
@@ -42,7 +46,7 @@ def written(container: str, muxer: dict[str, str] | None) -> Iterator[tuple[Any,
 
 
 def picture(height: int = 64, width: int = 96, seed: int = 0) -> np.ndarray:
-    """Coloured squares ``[H, W, 3]`` without any symmetry."""
+    """Colored squares ``[H, W, 3]`` without any symmetry."""
     colours = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3))
     return np.kron(colours, np.ones((8, 8, 1)))[:height, :width].astype(np.uint8)
 
@@ -58,17 +62,17 @@ def encode(
     times: Sequence[float] | None = None,
     **context: Any,
 ) -> bytes:
-    """A video of frames ``[H, W, 3]``, without loss where the codec is x264.
+    """Encode frames as a video, without loss if the codec is x264, and return the bytes of the file.
 
     Args:
-        frames: the frames.
-        codec: the encoder.
-        pix_fmt: how it stores pixels.
-        fps: frames a second.
-        options: of the encoder.
+        frames: frames ``[H, W, 3]``.
+        codec: name of the encoder.
+        pix_fmt: pixel format of the video.
+        fps: frames per second.
+        options: options of the encoder.
         container: format of the file.
         muxer: options of the container.
-        times: when each frame is shown, in seconds; at equal times without.
+        times: time of each frame in seconds; None for equal intervals.
         context: attributes of the codec context, such as ``sample_aspect_ratio``.
     """
     with written(container, muxer) as (out, data):
@@ -89,39 +93,46 @@ def encode(
 
 
 def moving(count: int = 10, height: int = 64, width: int = 96, **options: Any) -> bytes:
-    """A video of coloured squares that move to the right; ``options`` as for :func:`encode`."""
+    """Encode a video of colored squares that move to the right. Options are those of :func:`encode`."""
     return encode([np.roll(picture(height, width), number, 1) for number in range(count)], **options)
 
 
 def levels(count: int, times: Sequence[float] | None = None, **options: Any) -> bytes:
-    """A video whose frame i has brightness 10 i."""
+    """Encode a video whose frame i has brightness 10 i."""
     return encode([np.full((16, 16, 3), 10 * number, np.uint8) for number in range(count)], times=times, **options)
 
 
 def with_matrix(video: bytes, entries: Sequence[float], x: float = 0, y: float = 0) -> bytes:
-    """The same video with the display matrix of ``a, b, c, d`` and a translation."""
+    """Return a video with a changed display matrix.
+
+    Args:
+        video: bytes of the file.
+        entries: entries a, b, c, d of the matrix.
+        x: horizontal translation.
+        y: vertical translation.
+    """
     a, b, c, d = (round(entry * ONE) for entry in entries)
     translation = (round(x * ONE), round(y * ONE), 1 << 30)
     return _patched(video, video.index(b"tkhd") + 44, struct.pack(">9i", a, b, 0, c, d, 0, *translation))
 
 
 def with_shown_size(video: bytes, width: int, height: int) -> bytes:
-    """The same video with a width and height in the header of its track."""
+    """Return a video with a changed width and height in the header of its track."""
     return _patched(video, video.index(b"tkhd") + 80, struct.pack(">2I", width * ONE, height * ONE))
 
 
 def with_pasp(video: bytes, horizontal: int, vertical: int) -> bytes:
-    """The same video with another pixel aspect ratio in its container; in the stream it stays."""
+    """Return a video with a changed pixel aspect ratio in its container, but not in its stream."""
     return _patched(video, video.index(b"pasp") + 4, struct.pack(">2I", horizontal, vertical))
 
 
 def remuxed(video: bytes, shift: int = 0, sound: bool = False, muxer: dict[str, str] | None = None) -> bytes:
-    """The same frames in a new file.
+    """Write the encoded frames of a video to a new file, and return its bytes.
 
     Args:
-        video: the file.
-        shift: frames by which all are shown later, or earlier if negative.
-        sound: whether a track of sound that begins at 0 comes before the video.
+        video: bytes of the file.
+        shift: number of frames by which all are shown later, or earlier if negative.
+        sound: whether to add a track of sound, which begins at 0, before the video.
         muxer: options of the container.
     """
     with av.open(io.BytesIO(video)) as given, written("mp4", muxer) as (out, data):
@@ -139,7 +150,7 @@ def remuxed(video: bytes, shift: int = 0, sound: bool = False, muxer: dict[str, 
 
 
 def mux_silence(out: Any, track: Any) -> None:
-    """One second of it."""
+    """Write one second of silence to a track."""
     for _ in range(8):
         frame = av.AudioFrame.from_ndarray(np.zeros((2, 1024), np.float32), format="fltp", layout="stereo")
         frame.sample_rate = 8000
@@ -148,7 +159,7 @@ def mux_silence(out: Any, track: Any) -> None:
 
 
 def with_cover(cover: np.ndarray, frames: Sequence[np.ndarray] = ()) -> bytes:
-    """Sound, and a cover picture; with ``frames`` a video, too."""
+    """Return a file with sound and a cover picture, and with a video if there are frames."""
     with written("mp4", None) as (out, data):
         track: Any = out.add_stream("aac", rate=8000)
         still: Any = out.add_stream("png", rate=1)

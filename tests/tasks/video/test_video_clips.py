@@ -210,7 +210,7 @@ def test_clips_cover_the_size_asked(size: tuple[int, int]) -> None:
 
 
 def uneven_video(path: Path, times: list[float], base: int) -> bytes:
-    """Frames of brightness 10 i at ``times``, rounded to ``1 / base`` of a second."""
+    """Encode frames of brightness 10 i at ``times``, rounded to ``1 / base`` of a second."""
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=30)
         stream.height, stream.width, stream.pix_fmt = 16, 16, "yuv420p"

@@ -31,18 +31,18 @@ from lightning_mhla.data import BrokenSampleError
 
 
 def frames_of(video: bytes, count: int, fps: float | None = None, position: float = 0.0) -> np.ndarray:
-    """Frames ``[count, H, W, 3]`` of a video that passes the check, too."""
+    """Decode the frames ``[count, H, W, 3]`` of a video, and check that it passes the check of videos."""
     check_video(video, "video")
     return read_clip(video, "video", count, fps, position).permute(0, 2, 3, 1).numpy()
 
 
 def shown_levels(video: bytes, count: int, fps: float | None = None, position: float = 0.0) -> list[int]:
-    """Numbers of the frames of :func:`levels` that are in a clip."""
+    """Return the numbers of the frames of :func:`levels` that a clip contains."""
     return [round(level / 10) for level in frames_of(video, count, fps, position).mean((1, 2, 3)).tolist()]
 
 
 def mapped(image: np.ndarray, entries: tuple[int, int, int, int]) -> np.ndarray:
-    """Each pixel of a picture at the place to which a display matrix maps it."""
+    """Move each pixel of a picture to the place to which a display matrix maps it."""
     a, b, c, d = entries
     rows, columns = np.indices(image.shape[:2])
     x, y = a * columns + c * rows, b * columns + d * rows
@@ -309,7 +309,7 @@ def test_frames_without_times_are_errors() -> None:
     ],
 )
 def test_colours_come_back(pix_fmt: str, options: dict[str, object]) -> None:
-    """Of limited and full range, 8 and 10 bits, with and without transparency."""
+    """Colors survive in limited and full range, with 8 and 10 bits, with and without transparency."""
     image = picture()
     if options.get("grey"):
         image = np.repeat(image[..., :1], 3, 2)
@@ -338,7 +338,7 @@ def test_a_cover_is_not_the_video() -> None:
 
 
 def renamed(kind: str) -> bytes:
-    """A file of another format."""
+    """Write a file of a different format."""
     if kind in ("WebM or Matroska", "AVI"):
         codec, container = ("libvpx", "webm") if kind.startswith("WebM") else ("mpeg4", "avi")
         return moving(3, codec=codec, pix_fmt="yuv420p", container=container)

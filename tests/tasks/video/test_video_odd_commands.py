@@ -22,7 +22,7 @@ SIZE = {"frames": 5, "height": 16, "width": 24}
 
 
 def good_videos() -> dict[str, bytes]:
-    """Videos that show :func:`moving` in the corner of some other way of storing it."""
+    """Return videos that show :func:`moving`, each stored in an unusual way."""
     plain = moving(9)
     mirrored = encode([np.roll(picture(), number, 1)[:, ::-1] for number in range(9)])
     turned = encode([np.rot90(np.roll(picture(), number, 1), -1) for number in range(9)])
@@ -37,7 +37,7 @@ def good_videos() -> dict[str, bytes]:
 
 
 def bad_videos() -> dict[str, tuple[bytes, str]]:
-    """Videos that cannot be used, and why."""
+    """Return videos that cannot be used, each with the reason."""
     plain = moving(9)
     slanted = with_matrix(plain, (0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5))
     return {
@@ -50,7 +50,7 @@ def bad_videos() -> dict[str, tuple[bytes, str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Five good videos and four bad ones, each with a caption."""
+    """Folder with five good videos and four bad ones, each with a caption."""
     place = tmp_path / "videos"
     place.mkdir()
     for name, video in {**good_videos(), **{name: video for name, (video, _) in bad_videos().items()}}.items():
@@ -149,7 +149,7 @@ def test_prepare_clip_latents_encodes_the_good_and_names_the_bad(
 
 
 def test_shards_of_a_hidden_file_are_not_shards(tmp_path: Path) -> None:
-    """What macOS writes beside each file of another disk."""
+    """macOS writes a hidden file next to each file on a foreign disk, which must be ignored."""
     place = tmp_path / "shards"
     place.mkdir()
     make_shard(place / "train-0000.tar", [{"mp4": moving(9), "txt": b"a"}])

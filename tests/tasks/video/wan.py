@@ -1,4 +1,4 @@
-"""Small Wan transformers, pipelines, videos and configurations that the tests share."""
+"""Small Wan transformers, pipelines, videos and configurations, shared by the tests."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SHAPE: dict[str, Any] = {
 }
 TINY = TransformerConfig(**SHAPE)
 PAPER = AttentionConfig(block_grid=[2, 2, 3], normalize=False, gate=True)
-"""Attention as the paper's video models have it."""
+"""Attention options of the paper's video models, with a small block grid."""
 
 
 def shaken(model: Any, seed: int = 1) -> Any:
-    """The model with all weights moved, so that nothing is zero, one or alike by its initialisation."""
+    """Add noise to all weights of a model, so that none are zero, one or equal by initialization, and return it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,19 +45,19 @@ def shaken(model: Any, seed: int = 1) -> Any:
 
 
 def tiny_wan(**options: Any) -> WanTransformer3DModel:
-    """A random softmax Wan."""
+    """Build a small Wan with random weights and softmax attention."""
     return shaken(WanTransformer3DModel(**{**SHAPE, **options}))
 
 
 def inputs(grid: tuple[int, int, int] = (5, 3, 5), batch: int = 2, channels: int = 4) -> tuple[torch.Tensor, ...]:
-    """Latent, times and text for a token grid."""
+    """Draw latents, times and text as inputs of a Wan, for a token grid."""
     frames, rows, columns = grid
     latent = torch.randn(batch, channels, frames, 2 * rows, 2 * columns)
     return latent, torch.linspace(3, 900, batch), torch.randn(batch, 7, 16)
 
 
 def save_pipeline(folder: Path) -> Path:
-    """A Wan pipeline with a VAE, a UMT5 encoder and a tokenizer, all tiny and random, in diffusers' layout."""
+    """Write a tiny, random Wan pipeline with a VAE, a UMT5 encoder and a tokenizer, and return its folder."""
     torch.manual_seed(2)
     words = [
         "<pad>",
@@ -92,7 +92,7 @@ def save_pipeline(folder: Path) -> Path:
 
 
 def video_file(path: Path, frames: int = 12, height: int = 32, width: int = 48, seed: int = 0) -> Path:
-    """A video whose frames grow brighter."""
+    """Write a video whose frames become brighter, and return its path."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randint(0, 40, (1, 3, height, width), generator=generator)
     ramp = torch.linspace(0, 200, frames).view(-1, 1, 1, 1)
@@ -101,7 +101,13 @@ def video_file(path: Path, frames: int = 12, height: int = 32, width: int = 48, 
 
 
 def digits_config(folder: Path, name: str = "digits_pretrain", **model: Any) -> Path:
-    """A configuration of the digits, smaller, logging to a CSV file in ``folder``."""
+    """Write a smaller version of a configuration for moving digits, which logs to a CSV file, and return its path.
+
+    Args:
+        folder: folder of the configuration and the log.
+        name: name of the shipped configuration.
+        model: changed options of the model.
+    """
     config = yaml.safe_load((ROOT / f"configs/video/{name}.yaml").read_text())
     arguments = config["model"]["init_args"]
     arguments.pop("pretrained", None)
