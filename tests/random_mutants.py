@@ -174,7 +174,7 @@ def draw(count: int, seed: int) -> list[Mutant]:
 
 
 class Recording:
-    """Which tests execute which line, and how long each takes."""
+    """The tests that execute each line, and how long each takes."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
