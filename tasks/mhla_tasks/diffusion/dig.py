@@ -19,21 +19,22 @@ SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24
 """Width, depth and number of heads of each size (DiG, table 1; its code has 18 heads in XL)."""
 
 PROJECTION_GAIN = 2.0**-2.5
-"""Gain of the Xavier initialization of the mixer's projections, from flash-linear-attention's GLA, which DiG uses."""
+"""Gain of the Xavier initialization of the attention's projections, from flash-linear-attention's GLA, which DiG uses."""
 
 
 @dataclass(frozen=True)
 class DiGConfig:
-    """Options that make a DiT a DiG.
+    """Options of a DiG (arXiv 2405.18428), a DiT whose blocks scan the image in alternating directions.
 
     Args:
-        directions: scan directions of the blocks. four: the image is reversed after every block and transposed after every
-            second one, so that blocks scan rows forward and backward, then columns; two: it is reversed only; one: neither.
+        directions: number of scan directions. four: the image is reversed after every block and transposed after every
+            second block, so that the blocks scan rows forward and backward, then columns; two: the image is only reversed;
+            one: the image stays as it is.
         causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
             with block_grid.
         mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' width rounded up to a multiple of 256.
         key_ratio: width of a key divided by the width of a value.
-        local: whether a depthwise 3 x 3 convolution follows each block.
+        local: whether each block ends with a depthwise 3 x 3 convolution.
     """
 
     directions: Literal["four", "two", "one"] = "four"
@@ -84,15 +85,15 @@ class DiGBlock(Block):
 
 
 class TurningBackbone(nn.Module):
-    """Sequence of blocks between which the image is reversed and transposed, followed by a norm.
+    """Backbone of a DiG: blocks, with the image reversed and transposed between them, and a final norm.
 
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
         grid: rows and columns of the image.
         attention: attention configurations, one for each layer.
-        config: scan directions and widths of the DiG.
-        condition_dim: width of the condition.
+        config: options of the DiG.
+        condition_dim: width of the conditioning vector.
         mlp_norm_eps: epsilon of the norm before the MLP.
         checkpointing: whether to recompute each block in the backward pass.
     """
@@ -157,7 +158,7 @@ class TurningBackbone(nn.Module):
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order.
-            condition: condition of each sample, ``[B, condition_dim]``.
+            condition: conditioning vector of each sample, ``[B, condition_dim]``.
 
         Returns:
             Tokens ``[B, N, dim]`` in raster order.
@@ -180,7 +181,10 @@ class TurningBackbone(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialize the mixers' projections as DiG's code does: each by its own Xavier bound, times 2^-2.5."""
+        """Initialize the projections of all attention layers as DiG's code does.
+
+        Queries, keys, values and outputs each get the Xavier initialization of a separate matrix, with gain 2^-2.5.
+        """
         for block in self.blocks:
             attention = cast(DiGBlock, block).attn
             for layer in (module for module in attention.modules() if isinstance(module, nn.Linear)):
@@ -193,5 +197,5 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Transpose the image whose tokens ``[B, rows * columns, dim]`` are in raster order over ``grid``."""
+    """Transpose an image of tokens ``[B, rows * columns, dim]`` in raster order; ``grid`` is its rows and columns."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

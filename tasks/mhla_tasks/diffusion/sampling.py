@@ -43,7 +43,7 @@ class SamplingConfig:
 def draw_samples(
     network: DiT, process: NoiseProcess, config: SamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
 ) -> Tensor:
-    """Draw samples, each of which depends on the weights, its label, the seed and its index only.
+    """Draw samples, each of which depends only on the weights, its label, the seed and its index.
 
     Args:
         network: network in evaluation mode.
@@ -107,9 +107,9 @@ def denoise(
 
 
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """Predict with classifier-free guidance: extrapolate from the prediction without a class to that with the class.
+    """Predict with classifier-free guidance: extrapolate from the prediction without a class to the one with the class.
 
-    A learned variance is not extrapolated; it is that with the class.
+    A learned variance is not extrapolated but taken from the prediction with the class.
     """
     if guidance == 1:
         return network(x, times, labels).float()
@@ -138,10 +138,10 @@ def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
 
 
 def check_labels(labels: Iterable[int], num_classes: int) -> None:
-    """Check that labels lie below the number of classes.
+    """Check that all labels are in 0 to ``num_classes - 1``.
 
     Raises:
-        ValueError: if one does not; the message names the first.
+        ValueError: if a label is not; the message names the first one.
     """
     for label in labels:
         if not 0 <= label < num_classes:

@@ -66,7 +66,7 @@ class LatentSamples:
         sample_size: required side of the latents, in latent pixels.
         num_classes: number of classes of the data set, larger than every label.
         flip: probability that a sample is the latent of the mirror image.
-        labels: label in the data set for each label in the shards; None if they are the same.
+        labels: label of the data set for each label in the shards; None if they are the same.
 
     Raises:
         ValueError: if the shards hold latents of a different size, or no latents.
@@ -119,11 +119,11 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """Read the scale of the latents from the manifests beside the shards.
+    """Read the factor that scales the latents from the manifests beside the shards; 1 without shards.
 
     Raises:
         FileNotFoundError: if there is no manifest beside the shards.
-        ValueError: if shards have different scales, or do not hold latents.
+        ValueError: if the shards have different scales, or a scale is missing or not a positive number.
     """
     scales = set()
     for manifest in sorted({beside_shard(path, "manifest.json") for path in reader.shards}):
