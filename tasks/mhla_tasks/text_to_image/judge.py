@@ -1,7 +1,7 @@
-"""Judge whether a picture shows the scene of its caption: digits, colours, count and relation.
+"""Checks that a picture shows the scene of its caption: digits, colors, count and relation.
 
-GenEval (arXiv 2310.11513) asks the same of an object detector. Here strokes are connected areas of light, their colour is
-the nearest of the four, and a support vector machine on MNIST's training digits reads them.
+GenEval (arXiv 2310.11513) makes the same checks with an object detector. Here a digit is a connected area of bright pixels,
+its color is the nearest of four, and a support vector machine trained on MNIST's training digits classifies it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_mhla.data.digits import load_mnist
 from mhla_tasks.text_to_image.scenes import COLOURS, COUNTS, NAMES, RELATIONS, Scene
 
 DARK = 90
-"""Threshold of the brightest channel below which a pixel is background."""
+"""Largest value of a background pixel's brightest channel, from 0 to 255."""
 
 SMALLEST = 12
-"""Smallest area of a stroke in pixels; smaller areas are noise."""
+"""Smallest area of a digit in pixels; smaller areas are treated as noise."""
 
 READ = 12
-"""Side of the box into which a digit is scaled before classification."""
+"""Side in pixels of the box that a digit is scaled to before it is classified."""
 
 CHECKS = ("digit", "colour", "count", "relation")
 
@@ -37,10 +37,10 @@ class Found:
     """Digit found in a picture.
 
     Attributes:
-        label: as which it is read.
-        colour: name of the nearest colour.
-        row: of its middle.
-        column: of its middle.
+        label: digit that the classifier recognizes, 0 to 9.
+        colour: name of the nearest color.
+        row: vertical position of the center, in pixels.
+        column: horizontal position of the center, in pixels.
     """
 
     label: int
@@ -50,10 +50,10 @@ class Found:
 
 
 def parse_caption(caption: str) -> Scene:
-    """Parse the scene of a caption.
+    """Parse a caption such as ``a red three left of a green seven`` into the scene that it describes.
 
     Raises:
-        ValueError: for another caption.
+        ValueError: if the caption does not describe a scene of digits.
     """
     colours, names, counts = "|".join(COLOURS), "|".join(NAMES), "|".join(COUNTS.values())
     if match := re.fullmatch(rf"({counts}) ({colours}) ({names})e?s", caption):
@@ -71,7 +71,7 @@ def parse_caption(caption: str) -> Scene:
 
 
 def find_digits(pixels: Tensor) -> list[Found]:
-    """Find the digits in a picture ``[3, H, W]`` uint8."""
+    """Find and classify the digits in a picture ``[3, H, W]`` uint8."""
     from scipy import ndimage
 
     light = pixels.amax(0).numpy() > DARK
@@ -96,7 +96,18 @@ def find_digits(pixels: Tensor) -> list[Found]:
 
 
 def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
-    """Check a picture ``[3, H, W]`` uint8 for the right digits, colours, count and, if the caption has one, relation."""
+    """Check whether a picture shows the scene of a caption.
+
+    Args:
+        pixels: picture ``[3, H, W]`` uint8.
+        caption: caption of the scene.
+
+    Returns:
+        Whether digits, colors, count and, if the caption has one, relation are correct, by the names in :data:`CHECKS`.
+
+    Raises:
+        ValueError: if the caption does not describe a scene of digits.
+    """
     scene, found = parse_caption(caption), find_digits(pixels)
     right = {
         "digit": sorted(each.label for each in found) == sorted(label for label, _ in scene.shown),
@@ -111,7 +122,15 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
 
 
 def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
-    """Compute the shares of pictures ``[n, 3, H, W]`` uint8 that pass each check of :data:`CHECKS`, and ``all`` of them."""
+    """Compute the share of pictures that pass each check.
+
+    Args:
+        pictures: pictures ``[n, 3, H, W]`` uint8.
+        captions: caption of each picture.
+
+    Returns:
+        Share from 0 to 1 for each check in :data:`CHECKS` that applies to a caption, and for ``all`` checks together.
+    """
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
     for name in CHECKS:
@@ -129,7 +148,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Scale a digit ``[h, w]`` to fill a box of :data:`READ` pixels, keeping its proportions, with brightest pixel 1."""
+    """Scale a digit ``[h, w]`` to a box ``[READ, READ]`` without changing its proportions, and its brightest pixel to 1."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -142,7 +161,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Train a classifier of boxed digits on MNIST's training digits, at the size of digits among others."""
+    """Train a classifier of digits scaled by :func:`_boxed`, on MNIST's training digits at the size they have in scenes."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

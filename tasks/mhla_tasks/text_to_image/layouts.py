@@ -1,4 +1,4 @@
-"""Folder layouts that benchmarks of text-to-image models read."""
+"""Copies of drawn images in the folder layouts that text-to-image benchmarks read."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from lightning_mhla.system.untrusted import BROKEN
 from mhla_tasks.captioned.text import read_prompts
 
 TILES = 4
-"""Number of images of a prompt that DPG-Bench reads as quarters of one image."""
+"""Number of images of a prompt that DPG-Bench expects as the quarters of one image."""
 
 
 def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
-    """Copy the images of predict into a benchmark's layout.
+    """Copy images that predict has drawn into the folder layout of a benchmark.
 
     Args:
-        images: folder of ``NAME-NUMBER.png``.
-        prompts: the benchmark's own list, for which they were drawn.
-        layout: one of :data:`LAYOUTS`.
-        target: folder to write; made if missing.
+        images: folder of the images, named ``NAME-NUMBER.png``.
+        prompts: file of the benchmark's prompts that the images were drawn for.
+        layout: name of the benchmark, a key of :data:`LAYOUTS`.
+        target: folder to write to, created if missing.
 
     Returns:
         Number of prompts.
 
     Raises:
-        FileNotFoundError: when an image is missing.
-        ValueError: for a name in the list that is not that of a file, one that comes twice, or a file that is not an image.
+        FileNotFoundError: if an image is missing.
+        ValueError: if a name in the list is not a valid file name or occurs twice, or if a file is not an image.
     """
     names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
     if wrong := [name for name in names if not is_file_name(name)]:
@@ -54,7 +54,7 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
-    """Write GenEval's layout: ``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
+    """Copy images into GenEval's layout: ``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
     if prompts.suffix != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for _, line in read_lines(prompts)]
@@ -67,7 +67,7 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Write DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
+    """Join the images of each prompt into DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         found = _numbered(images, name)
@@ -89,7 +89,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Write one image of each prompt as ``NAME.png``."""
+    """Copy the first image of each prompt into MJHQ-30K's layout: ``NAME.png``."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         _copy(_numbered(images, name)[0], target / f"{name}.png")
@@ -103,10 +103,10 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """Sort the images of a prompt by number.
+    """List the images ``NAME-0.png``, ``NAME-1.png`` and so on of a prompt.
 
     Raises:
-        FileNotFoundError: when there is none.
+        FileNotFoundError: if there are none.
     """
     found: list[Path] = []
     while (path := images / f"{name}-{len(found)}.png").is_file():
@@ -117,10 +117,10 @@ def _numbered(images: Path, name: str) -> list[Path]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy an image, and nothing else that a link of its name may lead to.
+    """Copy an image file after checking that it is one; a link could lead to any file.
 
     Raises:
-        BrokenSampleError: when the file is not an image.
+        BrokenSampleError: if the file is not an image.
     """
     data = read_sample(path)
     try:
@@ -131,7 +131,7 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file in place of the one that is there, or of the link."""
+    """Write a file atomically, replacing an existing file or link."""
     aside = path.with_name(f"{path.name}.part")
     aside.unlink(missing_ok=True)
     with aside.open("xb") as stream:
