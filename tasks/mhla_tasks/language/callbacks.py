@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class TokenThroughput(Callback):
-    """Log ``train/tokens_per_second`` over all processes, and ``train/mfu`` if the peak performance of the device is known.
+    """Callback that logs ``train/tokens_per_second`` over all processes, and ``train/mfu`` if the device's peak is known.
 
-    Model FLOPs utilization is :attr:`LanguageModel.flops_per_token` times the tokens per second of a process, divided by the
-    peak performance of its device in the precision of the run. Lightning knows the peak of common GPUs.
+    ``train/mfu``, the model FLOPs utilization, is :attr:`LanguageModel.flops_per_token` times the tokens per second of a
+    process, divided by the peak performance of its device in the precision of the run. Lightning knows the peak of common
+    GPUs.
 
     Args:
         peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning knows.
@@ -47,7 +48,7 @@ class TokenThroughput(Callback):
         self.restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude the time of validation."""
+        """Restart the timer, so that validation does not count as training time."""
         self.restart(trainer)
 
     def restart(self, trainer: Trainer) -> None:
@@ -75,7 +76,7 @@ class TokenThroughput(Callback):
 
 
 class TextSamples(Callback):
-    """Continue prompts at each validation, with the weights that validation uses.
+    """Callback that continues prompts at each validation, with the weights that validation uses.
 
     The texts are written to ``samples.md`` in the log folder and to TensorBoard. Nothing is done if the weights are sharded
     (FSDP).

@@ -54,9 +54,9 @@ class CausalLanguageModel(TrainingModule):
         """Store the network and its options.
 
         Args:
-            network: a causal language model.
+            network: causal language model, of this package or of transformers.
             context: number of tokens in a training sample.
-            generation: options of predict for continuations.
+            generation: options with which prompts are continued.
             checkpointing: whether layers are recomputed in the backward pass, to save memory.
         """
         self.network, self.context, self.generation = network, context, generation
@@ -79,10 +79,10 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Check the run's requirements, and use the data's tokenizer unless the stage is predict.
+        """Check that data and attention support the run, and use the data's tokenizer unless the stage is predict.
 
         Raises:
-            ValueError: if data or tokenizer do not fit the model, or the attention does not support what the run asks for.
+            ValueError: if data or tokenizer do not fit the model, or the attention lacks a feature that the run needs.
         """
         super().setup(stage)
         asked = {
@@ -106,7 +106,7 @@ class CausalLanguageModel(TrainingModule):
             self._use_tokenizer_of_data()
 
     def _require(self, *names: str) -> None:
-        """Raise ValueError if the network does not support a feature; see :meth:`Attention.require`."""
+        """Raise ValueError if the network does not support one of the features ``names``; see :meth:`Attention.require`."""
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
                 layer.attn.require(*names)
@@ -130,7 +130,7 @@ class CausalLanguageModel(TrainingModule):
             self.use_tokenizer(tokenizer)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer, which checkpoints keep, and copy its special tokens to the configuration.
+        """Set the model's tokenizer, which checkpoints then include, and copy its special tokens to the configuration.
 
         Raises:
             ValueError: if the tokenizer has more tokens than the model.
@@ -168,11 +168,11 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the validation sums."""
+        """Add the losses or answers of a batch to the validation sums."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the test sums."""
+        """Add the losses or answers of a batch to the test sums."""
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
@@ -211,9 +211,9 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B).
+        """Model FLOPs of training on one token: the forward pass, and twice as many backward (arXiv 2204.02311, appendix B).
 
-        Models of transformers are counted by their weight matrices alone.
+        For models of transformers, only the weight matrices are counted.
         """
         if not isinstance(self.network, MHLAForCausalLM):
             return training_flops(self.network)
@@ -257,7 +257,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Update the sums for sequences in which only some tokens are predicted."""
+        """Add losses and answers to the sums, for sequences in which only some tokens are predicted."""
         asked = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][asked]
         scores = self.network(batch["tokens"]).logits[asked].float()

@@ -1,4 +1,4 @@
-"""Chat in the terminal: replies are printed while they are generated, and the model keeps its state between turns."""
+"""Chat in the terminal. Replies are printed while they are generated, and the model keeps its state between turns."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) 
 def chat(
     path: str, system: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Chat with a model until the input ends.
+    """Chat with a model in the terminal until the input ends.
 
     Args:
-        path: checkpoint, folder of a run, exported folder, or name on the hub.
+        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
-        sampling: options of :class:`GenerationOptions`; those that are missing come from the model's generation settings.
+        sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
         seed: seed of sampling.
         device: cpu or cuda; None for a GPU if there is one.
 
@@ -63,7 +63,7 @@ def chat(
 
 
 class Chat:
-    """Conversation with a model, whose state is kept between turns.
+    """Conversation with a model in the terminal; the model's state is kept between turns.
 
     Args:
         model: causal language model.
@@ -92,7 +92,7 @@ class Chat:
         self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
-        """Print the reply to a message, then its time and the memory of the model's state."""
+        """Generate and print the reply to a message, then print the time it took and the memory of the model's state."""
         ids = self.conversation.ask(text)
         limit = longest(self.model)
         room = self.count if limit is None else min(self.count, limit - len(ids) + 1)
@@ -145,7 +145,7 @@ class Chat:
 
 
 def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine sampling options: requested ones first, then the model's own settings, then the defaults for prompts."""
+    """Combine sampling options into arguments of ``generate``: requested ones, else the model's own, else our defaults."""
     own = model.generation_config
     names = ("temperature", "top_k", "top_p")
     saved = {name: getattr(own, name, None) for name in names} if own.do_sample else {}
@@ -169,7 +169,7 @@ def _bytes(cache: Any) -> int:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Read messages of the user until the input ends."""
+    """Yield the user's messages, without surrounding spaces, until the input ends."""
     if interactive:
         import readline  # noqa: F401  adds line editing and history to input()
     while True:

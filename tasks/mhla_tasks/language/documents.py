@@ -1,4 +1,4 @@
-"""Checking and encoding documents."""
+"""Checks and encoding of documents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mhla_tasks.language.encoding import encode_texts
 
 
 def check_text(value: Any, source: str) -> str:
-    """Return a value that must be text.
+    """Check that a value is a string, and return it.
 
     Args:
         value: value to check.
-        source: name of its place, for the message.
+        source: location of the value, for the message.
 
     Raises:
         ValueError: if the value is not a string.
@@ -36,16 +36,16 @@ def encode_documents(
         read_control_tokens: whether the letters of a control token in a text become that token.
 
     Returns:
-        The tokens, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
+        Tokens, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
     """
     encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
     return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Put the special tokens that begin and end a document around its tokens.
+    """Add the special tokens that begin and end a document to its tokens.
 
-    A tokenizer that has one token for both purposes puts it at the start only.
+    If the tokenizer has one token for both purposes, it is added at the start only.
 
     Args:
         ids: token indices of the text.

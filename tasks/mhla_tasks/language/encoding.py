@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from lightning_mhla.system.untrusted import reason
 
 WORDS = ("a", "0", "the", " ")
-"""Texts to try until the tokenizer has a token for one of them."""
+"""Texts to try, one after the other, until the tokenizer has a token for one of them."""
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return index and name of each control token: begin, end, padding, turns of a chat.
+    """Return index and text of each control token: those that begin and end texts, padding, and those of chat turns.
 
     The token for unknown text is included only if it also begins or ends texts, as in GPT-2.
     """
@@ -107,8 +107,11 @@ def encode_prompts(
 def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str], text: str) -> list[int]:
     """Encode a text with a copy of the tokenizer whose vocabulary lacks the control tokens.
 
-    Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so that they find them in a
-    text even if the tokenizer is told not to look for control tokens.
+    Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so they find them in a text
+    even if the tokenizer is told not to look for control tokens.
+
+    Raises:
+        ValueError: if the result still has control tokens, or the tokenizer fails on the text.
     """
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         with _failures(tokenizer):

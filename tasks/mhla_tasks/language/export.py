@@ -35,11 +35,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-"""Python code that loads an export; FOLDER stands for its path."""
+"""Python code that loads an export, where FOLDER is its path."""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Return Python code that loads the export of a model; it is the same for all language models."""
+    """Return Python code that loads the export of ``model``, the same for all language models."""
     return LOADING
 
 
@@ -48,7 +48,7 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
 
     Args:
         path: path of the checkpoint or of a run's folder.
-        live: whether to load the trained weights if the checkpoint also has their moving average.
+        live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -62,11 +62,14 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
 
 
 def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in evaluation mode, and its tokenizer.
+    """Load a causal language model and its tokenizer.
 
     Args:
-        path: training checkpoint, exported folder, or name on the hub.
-        tokenizer: folder of a tokenizer or name of a model on the hub, in place of the model's own tokenizer.
+        path: path of a training checkpoint or of an exported folder, or name on the hub.
+        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+
+    Returns:
+        The model, in evaluation mode, and the tokenizer.
 
     Raises:
         FileNotFoundError: if there is no such model, or it has no tokenizer.
@@ -90,7 +93,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
 
 
 def export(model: CausalLanguageModel, folder: Path) -> None:
-    """Write model and tokenizer to a folder in the format of transformers.
+    """Write model and tokenizer to a folder in the format of transformers, after merging LoRA adapters.
 
     Raises:
         ValueError: if the model has no tokenizer.
@@ -106,13 +109,13 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
     """Export a model with the options of the command line.
 
     Args:
-        model: the trained model.
-        folder: folder to write to.
-        tokenizer: folder or name on the hub of a tokenizer, in place of the model's own.
-        context: number of tokens that the model is first extended to.
+        model: trained model.
+        folder: path of the folder to write to.
+        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+        context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:
-        ValueError: if ``context`` is given for a model without mixing coefficients, or as for :func:`export`.
+        ValueError: if ``context`` is given for a model without mixing coefficients, or the model has no tokenizer.
     """
     if tokenizer:
         model.use_tokenizer(load_tokenizer(tokenizer))

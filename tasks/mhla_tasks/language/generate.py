@@ -1,4 +1,4 @@
-"""Continue prompts in the terminal, token by token."""
+"""Continuation of prompts in the terminal, printed token by token."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LONGEST = 256
 def continue_prompts(
     path: str, prompt: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Print a prompt with its continuation.
+    """Print a prompt, or each prompt that the user types, with its continuation.
 
     Args:
-        path: checkpoint, exported folder, or name on the hub.
+        path: path of a checkpoint or of an exported folder, or name on the hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
         sampling: options of :class:`GenerationOptions` except ``max_new_tokens``.

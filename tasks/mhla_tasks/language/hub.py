@@ -19,7 +19,7 @@ from mhla_tasks.language.columns import MissingColumnError, Rows, read_column, t
 from mhla_tasks.language.documents import check_text
 
 KINDS = {"json": "json", "parquet": "parquet", "csv": "csv", "text": "lines"}
-"""File formats that can be given in place of a data set's name, and their kinds in :func:`read_column`."""
+"""File formats that can be used in place of a data set's name, and their kinds in :func:`read_column`."""
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
 """Suffixes of files that ``datasets`` unpacks."""
@@ -29,7 +29,7 @@ Files = list[tuple[str, str]]
 
 
 class StreamedDataSet:
-    """A data set whose rows are streamed from the first one on each iteration.
+    """Data set whose rows are streamed; each iteration starts with the first row.
 
     Args:
         data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the hub, or one of :data:`KINDS`), ``name``
@@ -47,7 +47,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Iterate over the place and the text of each row; None for a null.
+        """Iterate over the rows, as a location and a text each; the text is None for a null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -63,6 +63,9 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
     Args:
         data_set: ``path`` (one of :data:`KINDS`), ``data_files`` and ``split``.
+
+    Returns:
+        Path or URL, and kind, of each file.
 
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.

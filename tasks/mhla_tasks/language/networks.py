@@ -1,4 +1,4 @@
-"""Causal language models of transformers as baselines, trained with the same data, optimizer and reports as ours."""
+"""Causal language models of transformers, trained as baselines with the same data, optimizer and reports as ours."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
     If they are, the loss can compute them for a slice of the tokens at a time.
 
     Args:
-        network: the model.
+        network: causal language model of transformers.
         context: number of tokens in a training sample.
 
     Returns:
@@ -124,7 +124,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
     """Compute the cross-entropy of the targets, as a mean or of each token.
 
     Args:
-        network: the model.
+        network: causal language model of transformers.
         inputs: input tokens, ``[B, N]`` int64.
         targets: next token of each input, ``[B, N]`` int64; -100 is ignored.
         mean: whether to return the mean.
@@ -146,7 +146,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the number of tokens of the longest sequence that a model accepts; None for no limit."""
+    """Return the maximum number of tokens in a sequence that a model accepts; None for no limit."""
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 

@@ -72,13 +72,13 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
 def document_bounds(
     options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
 ) -> Sequence[int] | Tensor | None:
-    """Find the bounds of packed documents from whichever argument marks them.
+    """Determine the bounds of packed documents from the argument that marks them.
 
     Args:
         options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` returns them.
         cu_seqlens: the bounds themselves.
-        position_ids: positions of the tokens; a document begins where they start again. An exported graph cannot depend on
-            their values, so that they mark no documents there.
+        position_ids: positions of the tokens; a document begins where they start again. In an exported graph, which cannot
+            depend on their values, they mark no documents.
         x: tokens, ``[B, N, ...]``.
 
     Returns:
@@ -129,7 +129,7 @@ def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
     """Shift labels by one column, so that each token has the next one as its target.
 
     Args:
-        labels: ``[B, N]`` int64.
+        labels: token indices, ``[B, N]`` int64.
         real: mask of non-padding tokens, ``[B, N]`` bool; None if all are real.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Writing token shards of text, for ``lightning prepare text``."""
+"""Conversion of text to token shards, for ``lightning prepare text``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Group documents into runs of at least ``characters`` characters; the last run may be shorter."""
+    """Group documents into lists with at least ``characters`` characters in total; the last list may have fewer."""
     group: list[str] = []
     size = 0
     for document in documents:
@@ -54,14 +54,14 @@ def write_token_shards(
     the bytes of tokens do not add up to the bytes of the text, ``KEY.missing.npy`` holds the difference for each document.
 
     Args:
-        target: folder to write to, created if missing.
+        target: path of the folder to write to, created if missing.
         sources: files, folders and data sets, as :func:`mhla_tasks.language.corpus.read_documents` takes them.
         tokenizer: tokenizer of at most 2^32 tokens.
         prefix: prefix of the file names.
         column: name of the column that holds the text of tables.
         run_characters: approximate number of characters in a sample.
         runs_per_shard: number of samples in a shard.
-        skip: number of documents at the start to leave out.
+        skip: number of documents to leave out at the start.
         limit: maximum number of documents; None for all.
         control_tokens: whether the letters of a control token in a document become that token.
         force: whether to delete the shards of an earlier call first.
@@ -101,7 +101,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List every file of the sources, to detect changes; a data set of the hub is identified by its name alone."""
+    """List the origins of all documents, to detect changes: every file of the sources, or the name of a data set of the hub."""
     found: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())

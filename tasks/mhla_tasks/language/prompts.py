@@ -29,8 +29,8 @@ class GenerationOptions:
         top_k: number of likeliest tokens to sample from; 0 for all.
         top_p: total probability of the likeliest tokens to sample from.
         beams: number of beams of beam search; more than 1 requires temperature 0.
-        control_tokens: read the letters of a control token in a prompt, such as <|im_start|>, as that token, which prompts
-            made by a chat template need; false leaves them text.
+        control_tokens: whether the letters of a control token in a prompt, such as <|im_start|>, become that token, as in
+            prompts made by a chat template; false leaves them as text.
     """
 
     max_new_tokens: int = 128
@@ -59,7 +59,7 @@ class PromptFile:
     """Sample source of prompts: the lines of a text file, or the column ``prompt`` of a table. Blank lines are skipped.
 
     Args:
-        path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table, compressed or not.
+        path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table; may be compressed.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -96,7 +96,7 @@ def _checked_prompt(prompt: str | None, place: str) -> str:
 
 
 class ContinuationFile(Callback):
-    """Write ``continuations.jsonl`` to the log folder: ``prompt`` and ``continuation``, in the order of the prompts."""
+    """Callback that writes each prompt and its continuation, in order, to ``continuations.jsonl`` in the log folder."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, str, str]] = []

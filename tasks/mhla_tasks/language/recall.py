@@ -1,4 +1,4 @@
-"""Synthetic sequences that test memory: associative recall, and a needle in a long context."""
+"""Data modules of synthetic sequences that test memory: associative recall, and a needle in a haystack."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.language.loss import IGNORED
 
 STAGES = {"train": 0, "validate": 1, "test": 2}
-"""Number of each stage, a part of the seed of its samples."""
+"""Number of each stage, which is part of the seed of its samples."""
 
 
 @dataclass(frozen=True)
 class RecallPart:
-    """Set of recall sequences that have the same length and number of pairs.
+    """Set of associative recall sequences with the same length and number of pairs.
 
     Args:
         tokens: number of tokens in a sequence, even.
-        pairs: number of pairs of key and value, each asked for once; at most a quarter of the tokens.
+        pairs: number of pairs of key and value, each of which has one question; at most a quarter of ``tokens``.
         samples: number of sequences.
     """
 
@@ -44,7 +44,7 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """Base class of data modules whose sequences ask questions: few tokens are predicted, and answers are counted by group.
+    """Base class of data modules for sequences with questions: few tokens are predicted, and answers are counted by group.
 
     A batch holds ``tokens`` ``[B, N]`` int64, ``labels`` ``[B, N]`` int64 with -100 for tokens that are not predicted, and
     the ``group`` of each sequence, ``[B]`` int64.
@@ -72,7 +72,7 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Cut off the columns after the last question of the batch, which pad shorter sequences."""
+        """Cut off the columns after the last question of the batch, which only pad shorter sequences."""
         if isinstance(batch, dict) and "labels" in batch:
             asked = (batch["labels"] != IGNORED).any(0).nonzero()
             end = int(asked[-1]) + 1 if len(asked) else batch["labels"].shape[1]
@@ -93,12 +93,12 @@ class AssociativeRecall(QuestionData):
         train: sets of sequences to train on, by length and number of pairs.
         val: sets of sequences to validate and test on; the sequences differ from those of training.
         vocab_size: number of tokens in the vocabulary; token 0 is neither key nor value.
-        power: exponent of the distribution of distances; small values put questions close to the pairs.
+        power: exponent of the distribution of the questions' positions; small values put them close to the pairs.
         random_non_queries: whether tokens between the questions are random tokens of the full vocabulary; otherwise they are
             0.
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process.
-        seed: seed of the sequences and their order; null takes seed_everything.
+        batch_size: number of samples in a batch, over all processes together.
+        num_workers: number of worker processes for each training process.
+        seed: seed of the sequences and their order; null for the value of seed_everything.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class _RecallSamples:
 
 
 class Needle(QuestionData):
-    """A needle in a haystack: a key and its value at a random place among random tokens, and the key again at the end.
+    """Needle in a haystack: a key and its value at a random position among random tokens, and the key again at the end.
 
     Keys, values and the haystack come from different thirds of the vocabulary. Accuracy is logged by length
     (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the
@@ -181,13 +181,13 @@ class Needle(QuestionData):
 
     Args:
         tokens: number of tokens in a training sequence.
-        lengths: lengths of the sequences to validate and test on, as multiples of the training length.
+        lengths: lengths of the sequences to validate and test on, as multiples of ``tokens``.
         vocab_size: number of tokens in the vocabulary.
         samples: number of training sequences in an epoch.
         val_samples: number of sequences of each length to validate on.
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process.
-        seed: seed of the sequences and their order; null takes seed_everything.
+        batch_size: number of samples in a batch, over all processes together.
+        num_workers: number of worker processes for each training process.
+        seed: seed of the sequences and their order; null for the value of seed_everything.
     """
 
     DEPTHS = 5

@@ -12,7 +12,7 @@ from lightning_mhla import GenerationCache
 
 
 class StateCache(GenerationCache, Cache):
-    """States of all layers, which transformers and peft recognize as a cache.
+    """Generation states of all layers, in a class that transformers and peft recognize as a cache.
 
     A state is a summary of the tokens that it has seen. It cannot be cropped, and it does not accept keys and values.
 
@@ -31,7 +31,7 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; -1 before the first tokens."""
+        """Number of rows in the batch; -1 before the first tokens."""
         return len(self.lengths) or -1
 
     max_batch_size = batch_size

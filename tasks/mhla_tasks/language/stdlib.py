@@ -1,4 +1,4 @@
-"""Tokenized source code of the running Python's standard library."""
+"""Source code of the running Python's standard library, tokenized for training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT_OUT = {
 """Folders that are not part of the library, or hold tables of data."""
 
 HELD_OUT = 20
-"""About one file in ``HELD_OUT`` is kept for validation, chosen by the hash of its name."""
+"""Approximate number of files for each file that is held out for validation, chosen by the hash of its name."""
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Packing streamed documents into batches, with a position that checkpoints keep.
+"""Packing of streamed documents into batches, from a position that checkpoints store.
 
 Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore
-do not depend on the number of processes. Two numbers are the position of a row: its next document, and the number of that
-document's tokens that are used. Every batch contains the positions after it; a checkpoint keeps those of the last batch
+do not depend on the number of processes. The position of a row has two numbers: its next document, and the number of that
+document's tokens that are used. Every batch contains the positions after it; a checkpoint stores those of the last batch
 that was trained.
 """
 
@@ -24,11 +24,11 @@ Encode = Callable[[str], np.ndarray]
 """Function that returns the tokens of a document, ``[n]`` int64."""
 
 KEPT = 64
-"""Number of batches whose positions are remembered, more than a trainer and its worker prefetch."""
+"""Number of batches whose positions are remembered, more than a Trainer and its worker process prefetch."""
 
 
 class RowPosition(NamedTuple):
-    """Position of a row in the stream.
+    """Position of a row of the global batch in the stream of documents.
 
     Attributes:
         document: index of the next document.
@@ -40,10 +40,10 @@ class RowPosition(NamedTuple):
 
 
 class PackedRows(IterableDataset):
-    """Endless stream of this process's batches.
+    """Endless stream of the batches of one process, whose rows pack documents without gaps.
 
     Args:
-        documents: function that returns a new iterator over the endless stream of documents, the same each time.
+        documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
         encode: function that returns the tokens of a document.
         positions: start position of each row of the global batch.
         rows: rows of the global batch that this process packs.
@@ -70,7 +70,7 @@ class PackedRows(IterableDataset):
         self.context, self.token_bytes, self.separate_documents = context, token_bytes, separate_documents
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Iterate over batches.
+        """Iterate over the batches that follow the start positions.
 
         A batch holds ``tokens`` ``[b, context + 1]`` int64, ``bytes`` ``[b]``, the ``position`` of each row after the batch,
         ``[b, 2]``, ``valid`` ``[b]`` bool, and with separate documents ``starts`` ``[b, context]`` bool.
@@ -90,7 +90,7 @@ class PackedRows(IterableDataset):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
     def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
-        """Encode a row's waiting documents until a sample is full; return whether it is."""
+        """Encode waiting documents of a row until it has enough tokens for a sample; return whether it has."""
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
             tokens = self.encode(document)
@@ -112,7 +112,7 @@ class PackedRows(IterableDataset):
 
 
 class _Window(NamedTuple):
-    """One sample: its tokens, a mask of those that begin a document, the row's position after it, and its missing bytes."""
+    """Sample of one row: its tokens, a mask of those that begin a document, the position after it, and its missing bytes."""
 
     tokens: np.ndarray
     first: np.ndarray
@@ -121,7 +121,7 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A document in a row: its index, the number of used tokens, all its tokens, and its missing bytes."""
+    """Document in a row: its index, the number of used tokens, all its tokens, and its missing bytes."""
 
     document: int
     used: int
@@ -135,7 +135,7 @@ class _Part(NamedTuple):
 
 
 class _Pack:
-    """Tokens of one row that are encoded and not used yet."""
+    """Queue of the encoded tokens of one row that no sample has used yet."""
 
     def __init__(self, used: int) -> None:
         self.skip = used
@@ -143,7 +143,7 @@ class _Pack:
         self.size = 0
 
     def add(self, document: int, tokens: np.ndarray, missing: int) -> None:
-        """Append a document to the row."""
+        """Append an encoded document, with its index and its missing bytes, to the row."""
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))
         self.size += len(tokens) - skip

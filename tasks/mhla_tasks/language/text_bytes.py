@@ -1,4 +1,4 @@
-"""Counting the bytes of texts for bits per byte, exactly with any tokenizer.
+"""Exact counting of the bytes of texts with any tokenizer, for bits per byte.
 
 Tokens count the bytes of their letters (:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text
 before they split it: they add a space in front, drop spaces, or compose or replace characters. The bytes of their tokens do
@@ -29,7 +29,7 @@ SAMPLES = (
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Test on samples whether the bytes of a text's tokens add up to the bytes of the text."""
+    """Test on sample texts whether the bytes of a text's tokens add up to the bytes of the text."""
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -41,7 +41,7 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 class MissingBytes:
     """Counter of missing bytes: the bytes of a document's text minus the bytes of its tokens, which may be negative.
 
-    Control tokens inside a document, if they were read as such, count no bytes, and neither do their letters in the text.
+    A control token inside a document counts as many bytes as its letters, so it adds nothing to the difference.
 
     Args:
         tokenizer: tokenizer of the documents.

@@ -1,4 +1,4 @@
-"""Reading parts of long runs of tokens from shards."""
+"""Reading of parts of long token runs from shards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_mhla.system.untrusted import parse_array, parse_array_header
 from mhla_tasks.language.text_bytes import missing_between
 
 TOKENS, STARTS, MISSING = "tokens.npy", "starts.npy", "missing.npy"
-"""Members of a sample: its tokens, the first token of each document, and the bytes of each document minus the bytes of its
-tokens. The last member is omitted if they are equal."""
+"""Names of the members of a sample: its tokens, the first token of each document, and the bytes of each document minus the
+bytes of its tokens. The last member is omitted if all differences are 0."""
 
 
 class ShardRuns:
-    """Runs of tokens in shards, one in each sample; see ``sources.TokenRuns``. Only the requested part of a run is read.
+    """Token runs in shards, one in each sample; an implementation of ``sources.TokenRuns`` that reads only requested parts.
 
     Args:
         reader: reader of the shards.
@@ -103,5 +103,5 @@ class ShardRuns:
         return missing_between(first, stop, starts, self._missing[run], self.lengths[run])
 
     def describe(self, run: int) -> str:
-        """Return shard and sample of a run, for messages."""
+        """Return the names of the shard and the sample of a run, for messages."""
         return self.reader.describe(run)

@@ -44,11 +44,11 @@ SPACE_BYTES = ("<0X96>", "<0X81>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer as GPT-2's, which can encode any text.
+    """Train a byte-level BPE tokenizer like GPT-2's, which can encode any text.
 
     Args:
         texts: texts to train on.
-        vocab_size: number of tokens, with the special tokens for the end of a text and for padding.
+        vocab_size: number of tokens, including the special tokens for the end of a text and for padding.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,7 +86,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class _Letters:
-    """Rules by which the letters of a tokenizer's vocabulary represent bytes of text."""
+    """Rules by which the letters of a tokenizer's tokens represent bytes of text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -103,7 +103,7 @@ class _Letters:
         self.ending = model.get("end_of_word_suffix") or ""
 
     def count(self, token: str) -> int:
-        """Return the number of bytes of a token that is neither special nor added."""
+        """Return the number of bytes of text that a token stands for; the token must be neither special nor added."""
         if self.raw_bytes and len(token) == 1 and ord(token) < 256:
             return 1
         if self.ending and token.endswith(self.ending):  # the end of a word is a space
@@ -118,7 +118,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Iterate over the type names of all steps inside a part of a tokenizer."""
+    """Iterate over the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):

@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 
 
 class LMEval(PeriodicEvaluation):
-    """Score the model on tasks of lm-evaluation-harness and log every metric as ``lm_eval/TASK/METRIC``.
+    """Callback that scores the model on tasks of lm-evaluation-harness and logs each metric as ``lm_eval/TASK/METRIC``.
 
     The evaluation runs on all processes, with the averaged weights if there are any, and shows lm-eval's progress bars. The
     scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder. Prompts that are too long are cut in the
-    middle; ``lm_eval/TASK/prompts_cut`` is their share.
+    middle; ``lm_eval/TASK/prompts_cut`` is the share of these prompts.
 
     Args:
-        tasks: tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
+        tasks: names of tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether the final weights are scored.
+        at_end: whether to score the final weights.
         num_fewshot: number of examples in a prompt; null for the default of each task.
-        limit: number of documents of each task, for quick trials; null for all.
+        limit: maximum number of documents of each task, for quick trials; null for all.
         batch_size: batch size of each process.
         max_length: maximum number of tokens in prompt and answer together; null for the model's context.
-        cut: part that prompts lose if they are too long: middle or left.
+        cut: part to remove from prompts that are too long: middle or left.
         data_dir: folder with local copies of the tasks' data; null for the hub.
         include_path: folder with your own tasks.
     """
@@ -86,7 +86,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the weights that validation uses on all processes, and log the scores on the first."""
+        """Score the weights that validation uses, on all processes, and log the scores on the first process."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM
@@ -145,10 +145,13 @@ class LMEval(PeriodicEvaluation):
 
 
 def flat_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Flatten lm-eval's results to values by ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
+    """Flatten lm-eval's results to one value for each task and metric. Standard errors are omitted.
 
     Args:
-        results: values by task and then by ``METRIC,FILTER``; standard errors are omitted.
+        results: values by task and then by ``METRIC,FILTER``.
+
+    Returns:
+        Values by ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
     """
     flat = {}
     for task, metrics in results.items():

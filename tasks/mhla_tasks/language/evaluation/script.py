@@ -1,4 +1,4 @@
-"""Command of lm-evaluation-harness with the model type mhla.
+"""Command line of lm-evaluation-harness, with the additional model type mhla.
 
     mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
 
@@ -25,7 +25,7 @@ from mhla_tasks.language.evaluation.tasks import local_data
 
 
 def main() -> None:
-    """Run lm-eval's command line, and report errors as messages."""
+    """Run lm-eval's command line, and print expected errors as messages instead of tracebacks."""
     prepare_streams()
     show_log(sys.stderr)
     with reported():

@@ -1,4 +1,4 @@
-"""Running tasks of lm-eval on local copies of their data.
+"""Tasks of lm-eval on local copies of their data.
 
 A local copy is a folder with the same contents and the same name as the data set on the hub: ``DATA/cais/mmlu/`` for MMLU and
 ``DATA/Xnhyacinth/LongBench/`` for LongBench. It holds the data files and the ``README.md`` whose ``configs:`` block assigns
@@ -25,7 +25,7 @@ BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 @contextmanager
 def local_data(folder: str | Path | None) -> Iterator[None]:
-    """Context manager in which tasks load their data sets from a folder, if it has them.
+    """Context manager in which lm-eval's tasks load their data sets from a folder if it has them, else from the hub.
 
     Args:
         folder: folder with local copies of data sets; None changes nothing.
@@ -66,9 +66,9 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
 
 
 def _cache_of(folder: Path) -> Path:
-    """Return the folder for the converted form of a local data set.
+    """Return the cache folder for the converted form of a local data set.
 
-    Its name depends on size and time of the files, because ``datasets`` would otherwise reuse an outdated conversion.
+    Its name depends on the sizes and times of the files, because ``datasets`` would otherwise reuse an outdated conversion.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
@@ -77,7 +77,7 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that all tasks exist.
+    """Check that all tasks of lm-eval exist.
 
     Args:
         names: names of tasks, or paths of task files.
