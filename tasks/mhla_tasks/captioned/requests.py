@@ -103,16 +103,16 @@ class RequestedSamples:
 class SampleFolder(Callback):
     """Base class of callbacks that write samples to files as each process draws them.
 
-    Samples are written to ``KIND/NAME-0.EXTENSION`` and so on. The folder holds nothing else, because tools that score samples
-    find them by these names. ``KIND.jsonl`` has the prompt, the seed, the number and the time in seconds of each sample, and
-    ``KIND.png`` shows the first samples.
+    Samples are written to ``KIND/NAME-0.EXTENSION`` and so on, where KIND is :attr:`kind`. The folder holds nothing else,
+    because tools that score samples find them by these names. ``KIND.jsonl`` has the prompt, the seed, the number and the time
+    in seconds of each sample, and ``KIND.png`` shows the first samples.
 
     Args:
         folder: path of the folder; None for the folder of the run. Samples that already exist there are not drawn again.
     """
 
     kind: ClassVar[str]
-    """Name of the folder: ``videos`` or ``images``."""
+    """Name of the folder, in the plural: ``videos`` or ``images``."""
 
     def __init__(self, folder: str | None) -> None:
         self._asked = folder

@@ -197,5 +197,5 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Transpose an image of tokens ``[B, rows * columns, dim]`` in raster order; ``grid`` is its rows and columns."""
+    """Transpose an image of tokens ``[B, rows * columns, dim]`` in raster order; ``grid`` holds its rows and columns."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

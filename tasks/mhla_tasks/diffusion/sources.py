@@ -1,4 +1,4 @@
-"""Samples of class-to-image diffusion: images in -1 .. 1, and latents from shards."""
+"""Samples for class-to-image diffusion: images in -1 .. 1, and latents from shards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
 
 
 class LatentSamples:
-    """Source of latents and labels from shards.
+    """Sample source of latents and labels in shards.
 
     Args:
         reader: reader of the shards.

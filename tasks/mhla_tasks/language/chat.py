@@ -70,7 +70,7 @@ class Chat:
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
-        sampling: options as for :func:`chat`.
+        sampling: sampling options, as for :func:`chat`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from mhla_tasks.language.loss import IGNORED
 
 
 def in_graph() -> bool:
-    """Return whether ``torch.compile`` or ``torch.export`` records a graph, in which values of tensors are unknown."""
+    """Return whether ``torch.compile`` or ``torch.export`` is recording a graph, in which the values of tensors are unknown."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 

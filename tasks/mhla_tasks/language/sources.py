@@ -69,7 +69,7 @@ class ArrayRuns:
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus those of the tokens; see :meth:`TokenRuns.missing_bytes`."""
+        """Return the bytes of text minus the bytes of tokens for part of a run; see :meth:`TokenRuns.missing_bytes`."""
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:

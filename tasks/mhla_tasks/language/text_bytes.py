@@ -72,7 +72,7 @@ class MissingBytes:
 
 
 def spread(missing: int, count: int, position: int) -> int:
-    """Return the missing bytes of the first ``position`` tokens of a document, spread evenly over its tokens.
+    """Return the part of a document's missing bytes that falls on its first ``position`` tokens, if spread evenly over all.
 
     Args:
         missing: missing bytes of the document.
@@ -85,7 +85,7 @@ def spread(missing: int, count: int, position: int) -> int:
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return the missing bytes of the tokens ``first`` to ``stop - 1``.
+    """Return the missing bytes (bytes of text minus bytes of tokens) of the tokens ``first`` to ``stop - 1``.
 
     Args:
         first: index of the first token.

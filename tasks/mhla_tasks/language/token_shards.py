@@ -84,7 +84,7 @@ class ShardRuns:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus those of the tokens; see ``sources.TokenRuns.missing_bytes``."""
+        """Return the bytes of text minus the bytes of tokens for part of a run; see ``sources.TokenRuns.missing_bytes``."""
         if not self.has_missing(run):
             return 0
         starts = self._document_starts(run)

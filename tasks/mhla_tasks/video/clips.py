@@ -31,7 +31,7 @@ def read_clip(
         frames: number of frames in the clip.
         fps: number of frames per second of video; None for consecutive frames.
         position: start of the clip within the video, from 0 (earliest) to 1 (latest). The clip starts at the beginning if the
-            file has fewer frames than its duration and rate promise.
+            file has fewer frames than its duration and rate imply.
         size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
 
     Returns:
@@ -97,7 +97,7 @@ def _too_short(video: Video, frames: int, fps: float | None, span: float) -> boo
 
 
 def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
-    """Yield consecutive frames.
+    """Yield ``count`` consecutive frames of a video.
 
     Args:
         video: opened video.
@@ -167,7 +167,7 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
         path: path of the MP4 file.
         clip: frames ``[F, 3 or 1, H, W]`` uint8.
         fps: number of frames per second.
-        crf: constant rate factor of x264, from 0 (loses only color resolution) over 15 (hardly visible loss) to 51 (worst).
+        crf: constant rate factor of x264: 0 loses only color resolution, 15 hardly anything visible, 51 the most.
     """
     import av
 

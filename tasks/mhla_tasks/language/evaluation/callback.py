@@ -44,7 +44,7 @@ class LMEval(PeriodicEvaluation):
         max_length: maximum number of tokens in prompt and answer together; null for the model's context.
         cut: part to remove from prompts that are too long: middle or left.
         data_dir: folder with local copies of the tasks' data; null for the hub.
-        include_path: folder with your own tasks.
+        include_path: folder with additional tasks.
     """
 
     def __init__(
