@@ -128,8 +128,8 @@ class EncodedSamples:
                 "that is not [tokens, width]"
             )
         text = torch.zeros(self.text_length, tokens.shape[1])
-        kept = torch.from_numpy(tokens[: self.text_length]).float()
-        text[: len(kept)] = kept
+        embeddings = torch.from_numpy(tokens[: self.text_length]).float()
+        text[: len(embeddings)] = embeddings
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
 
     def _embedding(self, index: int) -> str:
@@ -256,8 +256,8 @@ def encode_samples(
                 aside.write_bytes(array_bytes(captions.tokens("", device).half()))
         sizes = sample_groups(source.samples)
 
-        def encoded(here: range) -> Iterator[dict[str, Any]]:
-            for number, sample in readable(source.samples, order, here, call.skipped):
+        def encoded(shard_range: range) -> Iterator[dict[str, Any]]:
+            for number, sample in readable(source.samples, order, shard_range, call.skipped):
                 index = order[number]
                 assert index is not None
                 texts = source.files.captions(index)

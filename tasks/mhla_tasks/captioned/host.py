@@ -140,8 +140,8 @@ def load_weights(model: Any, path: str, host: Host) -> None:
         FileNotFoundError: if there is nothing at the path.
         ValueError: if the weights are from a model with different sizes or attention.
     """
-    own, blocks = model.state_dict(), _blocks_of(path)
-    state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path, host).items()}
+    model_state, blocks = model.state_dict(), _blocks_of(path)
+    state = {_inside_adapter(name, model_state): tensor for name, tensor in read_weights(path, host).items()}
     mixing = {
         f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseCoefficients)
     }
@@ -150,24 +150,24 @@ def load_weights(model: Any, path: str, host: Host) -> None:
         carried = mixing[name].carried("weight", state[name], blocks)
         state[name] = state[name] if carried is None else carried
     wrong = [
-        f"{n} {list(t.shape)} for {list(own[n].shape)}"
+        f"{n} {list(t.shape)} for {list(model_state[n].shape)}"
         for n, t in state.items()
-        if n in own and t.shape != own[n].shape
+        if n in model_state and t.shape != model_state[n].shape
     ]
-    foreign = sorted(set(state) - set(own))
+    foreign = sorted(set(state) - set(model_state))
     if wrong or foreign:
         raise ValueError(
             f"the weights of {path} are of another shape or attention: {'; '.join([*wrong, *foreign][:3])}; set "
             "transformer, attention and layer_kinds as they were trained"
         )
-    added = [name for name in own if name not in state]
+    added = [name for name in model_state if name not in state]
     missing = [name for name in added if ADDED not in name and ".lora_" not in name]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
     model.load_state_dict(state, strict=False)
-    taken = len(state) - len(resized)
+    loaded = len(state) - len(resized)
     log.info(
-        "started from %s: %d tensors taken, %d resized, %d newly initialised", path, taken, len(resized), len(added)
+        "started from %s: %d tensors taken, %d resized, %d newly initialised", path, loaded, len(resized), len(added)
     )
 
 
@@ -180,8 +180,8 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
     return Pretrained({}, saved).block_grid
 
 
-def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:
-    """Return the name of a weight in a model with the weight names ``own``, where LoRA may have wrapped its layer."""
+def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
+    """Return the name that a weight has in the model with the weights ``state``, where LoRA may have wrapped its layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
-    return adapted if adapted in own else name
+    return adapted if adapted in state else name

@@ -139,8 +139,8 @@ class SampleFolder(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Determine and create the folder, and check that its samples come from the same model and options."""
-        own = run_folder(trainer)
-        self.folder = own if self._asked is None else Path(self._asked)
+        default_folder = run_folder(trainer)
+        self.folder = default_folder if self._asked is None else Path(self._asked)
         self._shown = []
         if trainer.is_global_zero:
             (self.folder / self.kind).mkdir(parents=True, exist_ok=True)
@@ -161,13 +161,13 @@ class SampleFolder(Callback):
             **{name: pl_module.hparams[name] for name in ORIGIN},
         }
         origin = redacted(json.loads(json.dumps(origin)))
-        before = json.loads(path.read_text()) if path.exists() else origin
+        recorded = json.loads(path.read_text()) if path.exists() else origin
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
-        for record in (origin, before):  # records of earlier versions have fewer options
+        for record in (origin, recorded):  # records of earlier versions have fewer options
             record["attention"] = asdict(as_dataclass(AttentionConfig, record["attention"]))
             record["sampling"] = asdict(as_dataclass(sampling, record["sampling"]))
             record["text"] = asdict(as_dataclass(TextConfig, record["text"]))
-        differing = [name for name in origin if before.get(name) != origin[name]]
+        differing = [name for name in origin if recorded.get(name) != origin[name]]
         if differing:
             raise ValueError(
                 f"{self.folder / self.kind} holds samples of other {', '.join(differing)} (see {path.name}); choose another "
@@ -188,16 +188,16 @@ class SampleFolder(Callback):
         Raises:
             ValueError: if an existing sample was drawn for a different prompt or from different noise.
         """
-        known = {row["file"]: row for row in self._lines()}
+        recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:
-            before = known.get(row["file"], row)
-            if any(before[key] != row[key] for key in row):
+            recorded = recorded_rows.get(row["file"], row)
+            if any(recorded[key] != row[key] for key in row):
                 raise ValueError(
                     f"{self.folder / self.kind / row['file']} was drawn for another prompt, number or seed (see "
                     f"{self.kind}.jsonl); choose another --model.output"
                 )
-        here = [(self.folder / self.kind / row["file"]).exists() for row in rows]
-        return [index for index, found in enumerate(here) if not found]
+        exists = [(self.folder / self.kind / row["file"]).exists() for row in rows]
+        return [index for index, is_written in enumerate(exists) if not is_written]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any

@@ -114,8 +114,8 @@ class WordVectors(CaptionEncoder):
         words = caption.lower().split()[: self.config.length]
         seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
         vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
-        for before, vector in pairwise(vectors):
-            vector += np.float32(self.config.carry) * before
+        for previous, vector in pairwise(vectors):
+            vector += np.float32(self.config.carry) * previous
         return torch.from_numpy(np.stack(vectors) if vectors else np.zeros((0, self.width), np.float32)).to(device)
 
 
@@ -138,14 +138,14 @@ class TransformersText(CaptionEncoder):
         else:
             text = caption.lower().strip()
         instruction = self._instruction() if text and instructed else ""
-        before = len(tokenizer.encode(instruction)) if instruction else 0
-        length = before + self.config.length - 2 if before else self.config.length
+        instruction_length = len(tokenizer.encode(instruction)) if instruction else 0
+        length = instruction_length + self.config.length - 2 if instruction_length else self.config.length
         words = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
         if not words.input_ids.shape[1]:  # the empty caption, if the tokenizer adds no tokens
             return torch.zeros(0, self.width, device=device)
         with torch.autocast(device.type, enabled=False):
             hidden = model(words.input_ids, attention_mask=words.attention_mask).last_hidden_state[0].float()
-        return torch.cat([hidden[:1], hidden[before - 1 :]]) if before else hidden
+        return torch.cat([hidden[:1], hidden[instruction_length - 1 :]]) if instruction_length else hidden
 
     @override
     def rest(self) -> None:
@@ -236,8 +236,8 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     """
     file = Path(path)
     if file.is_dir():
-        files = sorted(each for each in file.glob("*.txt") if is_visible(each.name))
-        pairs = [(each.stem, read_text(each).strip()) for each in files]
+        files = sorted(text_file for text_file in file.glob("*.txt") if is_visible(text_file.name))
+        pairs = [(text_file.stem, read_text(text_file).strip()) for text_file in files]
     elif not file.is_file():
         raise FileNotFoundError(f"prompts {file} is not a file; give a text file with a prompt on each line")
     elif file.suffix == ".jsonl":

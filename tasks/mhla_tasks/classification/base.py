@@ -196,8 +196,8 @@ class Classifier(NamesClasses):
             ``probability`` ``[n, num_classes]`` and ``index`` ``[n]`` of the n remaining images.
         """
         probabilities = self(batch["image"]).softmax(-1)
-        kept = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
-        return {"probability": probabilities[kept], "index": batch["index"][kept]}
+        decoded = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
+        return {"probability": probabilities[decoded], "index": batch["index"][decoded]}
 
     def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> None:
         scores = self(batch["image"])

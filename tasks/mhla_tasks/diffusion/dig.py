@@ -113,22 +113,24 @@ class TurningBackbone(nn.Module):
         super().__init__()
         self.grid, self.config, self.checkpointing = grid, config, checkpointing
         self.blocks = nn.ModuleList()
-        for index, each in enumerate(attention):
-            seen, own = grid, each
+        for index, layer_config in enumerate(attention):
+            layer_grid = grid
             if self.transposed(index):
                 # This layer gets the transposed image, so its grid and its blocks are transposed too.
-                seen = (grid[1], grid[0])
-                own = replace(each, block_grid=each.block_grid and each.block_grid[::-1])
+                layer_grid = (grid[1], grid[0])
+                layer_config = replace(
+                    layer_config, block_grid=layer_config.block_grid and layer_config.block_grid[::-1]
+                )
             # Causal attention treats the image as one sequence; other attention needs rows and columns.
-            layout = layout_for([own], (grid[0] * grid[1],) if config.causal else seen)
+            layout = layout_for([layer_config], (grid[0] * grid[1],) if config.causal else layer_grid)
             self.blocks.append(
                 DiGBlock(
-                    seen,
+                    layer_grid,
                     config.local,
                     dim,
                     heads,
                     layout,
-                    own.at_layer(index),
+                    layer_config.at_layer(index),
                     mlp_ratio=config.inner(dim) / dim,
                     mlp="swiglu",
                     mlp_norm_eps=mlp_norm_eps,
@@ -163,7 +165,7 @@ class TurningBackbone(nn.Module):
         Returns:
             Tokens ``[B, N, dim]`` in raster order.
         """
-        seen, four = self.grid, self.config.directions == "four"
+        current_grid, transposes = self.grid, self.config.directions == "four"
         for index, block in enumerate(self.blocks):
             if self.checkpointing and torch.is_grad_enabled():
                 x = cast(Tensor, checkpoint(block, x, condition, use_reentrant=False))
@@ -171,12 +173,12 @@ class TurningBackbone(nn.Module):
                 x = block(x, condition)
             if self.config.directions != "one":
                 x = x.flip(1)
-            if four and index % 2:
-                x, seen = _exchanged(x, seen), (seen[1], seen[0])
+            if transposes and index % 2:
+                x, current_grid = _exchanged(x, current_grid), (current_grid[1], current_grid[0])
         if len(self.blocks) % 2 and self.config.directions != "one":  # an even number of reversals cancels out
             x = x.flip(1)
         if self.transposed(len(self.blocks) // 2 * 2):
-            x = _exchanged(x, seen)
+            x = _exchanged(x, current_grid)
         return self.norm(x)
 
     @torch.no_grad()

@@ -88,12 +88,12 @@ def encode_images(
         if source.classes is not None and share[0] == 0:
             write_classes(target / f"{prefix}-{CLASSES}", source.classes)
 
-        def encoded(here: range) -> Iterator[dict[str, Any]]:
-            for few in grouped(readable(source.samples, order, here, call.skipped), batch_size):
-                images = torch.stack([sample["image"] for _, sample in few]).to(device)
+        def encoded(shard_range: range) -> Iterator[dict[str, Any]]:
+            for batch in grouped(readable(source.samples, order, shard_range, call.skipped), batch_size):
+                images = torch.stack([sample["image"] for _, sample in batch]).to(device)
                 # The latent of a mirror image is not the mirrored latent, so both images are encoded.
-                both = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
-                for (number, sample), latent, flipped in zip(few, *both, strict=True):
+                moments = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
+                for (number, sample), latent, flipped in zip(batch, *moments, strict=True):
                     members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped)}
                     yield {"__key__": sample_key(number), **members, "cls": str(sample["label"]).encode()}
 

@@ -131,13 +131,13 @@ class DenoisingProcess(NoiseProcess):
 
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__(config)
-        # kept is alpha bar, the share of the data in the variance at each timestep; before is that of the previous timestep.
+        # alpha_bar is the share of the data in the variance at each timestep. self.kept and self.before store both tables.
         self.kept: Tensor = DDPMScheduler(**BETAS).alphas_cumprod
-        kept = self.kept.double()
-        before = torch.cat([kept.new_ones(1), kept[:-1]])
-        posterior = (1 - before) / (1 - kept) * (1 - kept / before)
+        alpha_bar = self.kept.double()
+        previous_alpha_bar = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
+        posterior = (1 - previous_alpha_bar) / (1 - alpha_bar) * (1 - alpha_bar / previous_alpha_bar)
         posterior[0] = posterior[1]  # else 0, which has no logarithm
-        self.before, self.posterior = before.float(), posterior.log().float()
+        self.before, self.posterior = previous_alpha_bar.float(), posterior.log().float()
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -150,8 +150,8 @@ class DenoisingProcess(NoiseProcess):
 
         As in DiT's code, the bound is not weighted. It trains only the variance, because the mean in it is detached.
         """
-        (kept,) = self._at(times, self.kept)
-        noisy = kept.sqrt() * clean + (1 - kept).sqrt() * noise
+        (alpha_bar,) = self._at(times, self.kept)
+        noisy = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
         out = network(noisy, times, labels).float()
         if not self.config.learn_sigma:
             return (out - noise).square().flatten(1).mean(1)
@@ -175,11 +175,12 @@ class DenoisingProcess(NoiseProcess):
         Returns:
             Terms ``[B]``, in bits per dimension.
         """
-        kept, before, posterior = self._at(times, self.kept, self.before, self.posterior)
-        beta = 1 - kept / before
+        alpha_bar, previous_alpha_bar, posterior = self._at(times, self.kept, self.before, self.posterior)
+        beta = 1 - alpha_bar / previous_alpha_bar
         # The posterior mean is a linear combination of the clean and the noisy sample (arXiv 2006.11239, equation 7).
-        to_clean, to_noisy = (x / (1 - kept) for x in (before.sqrt() * beta, (kept / before).sqrt() * (1 - before)))
-        guess = (noisy - (1 - kept).sqrt() * predicted) / kept.sqrt()
+        to_clean = previous_alpha_bar.sqrt() * beta / (1 - alpha_bar)
+        to_noisy = (alpha_bar / previous_alpha_bar).sqrt() * (1 - previous_alpha_bar) / (1 - alpha_bar)
+        guess = (noisy - (1 - alpha_bar).sqrt() * predicted) / alpha_bar.sqrt()
         mean, target = (to_clean * x + to_noisy * noisy for x in (guess, clean))
         share = (between + 1) / 2
         log_variance = share * beta.log() + (1 - share) * posterior

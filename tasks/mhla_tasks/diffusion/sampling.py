@@ -114,10 +114,10 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
     if guidance == 1:
         return network(x, times, labels).float()
     # One batch of twice the size; the second half has no class.
-    both = torch.cat([labels, torch.full_like(labels, network.num_classes)])
-    given, free = network(x.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
-    mean = free[:, : network.channels] + guidance * (given - free)[:, : network.channels]
-    return torch.cat([mean, given[:, network.channels :]], 1)
+    all_labels = torch.cat([labels, torch.full_like(labels, network.num_classes)])
+    conditional, unconditional = network(x.repeat(2, 1, 1, 1), times.repeat(2), all_labels).float().chunk(2)
+    mean = unconditional[:, : network.channels] + guidance * (conditional - unconditional)[:, : network.channels]
+    return torch.cat([mean, conditional[:, network.channels :]], 1)
 
 
 def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:

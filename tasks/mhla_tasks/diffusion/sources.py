@@ -143,12 +143,12 @@ def latent_scale(reader: ShardReader) -> float:
             raise ValueError(f"{manifest} gives scale {str(scale)[:40]}, which is not a positive number")
         scales.add(float(scale))
         if isinstance(samples, int) and isinstance(per_shard, int) and per_shard > 0:
-            here, wanted = (
-                sum(beside_shard(path, "manifest.json") == manifest for path in reader.shards),
-                -(-samples // per_shard),
-            )
-            if here != wanted:
-                log.warning("%s: %d of %d shards are here", str(manifest).removesuffix("-manifest.json"), here, wanted)
+            present = sum(beside_shard(path, "manifest.json") == manifest for path in reader.shards)
+            expected = -(-samples // per_shard)
+            if present != expected:
+                log.warning(
+                    "%s: %d of %d shards are here", str(manifest).removesuffix("-manifest.json"), present, expected
+                )
     if len(scales) > 1:
         raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
     return scales.pop() if scales else 1.0

@@ -67,12 +67,12 @@ class TokenThroughput(Callback):
             return
         tokens, start = self._tokens, self._start
         self.restart(trainer)
-        each = tokens / (self._start - start)
-        together = each * process_share(trainer)[1]
-        pl_module.log("train/tokens_per_second", together, prog_bar=True, batch_size=1)
+        process_speed = tokens / (self._start - start)
+        total_speed = process_speed * process_share(trainer)[1]
+        pl_module.log("train/tokens_per_second", total_speed, prog_bar=True, batch_size=1)
         if self.peak_flops:
-            utilisation = together / trainer.world_size * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
-            pl_module.log("train/mfu", utilisation, batch_size=1)
+            utilization = total_speed / trainer.world_size * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
+            pl_module.log("train/mfu", utilization, batch_size=1)
 
 
 class TextSamples(Callback):

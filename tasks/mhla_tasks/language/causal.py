@@ -85,19 +85,20 @@ class CausalLanguageModel(TrainingModule):
             ValueError: if data or tokenizer do not fit the model, or the attention lacks a feature that the run needs.
         """
         super().setup(stage)
-        asked = {
+        requirements = {
             "cu_seqlens": getattr(self.trainer.datamodule, "separate_documents", False),  # type: ignore[attr-defined]
             "share": self.sequence_group is not None,
-            "state": stage == "predict" or any(isinstance(each, TextSamples) for each in self.trainer.callbacks),  # type: ignore[attr-defined]
+            "state": stage == "predict"
+            or any(isinstance(callback, TextSamples) for callback in self.trainer.callbacks),  # type: ignore[attr-defined]
         }
-        self._require(*(name for name, wanted in asked.items() if wanted))
+        self._require(*(name for name, required in requirements.items() if required))
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         if len(groups) > MOST:
             raise ValueError(f"answers are counted in {len(groups)} groups, at most {MOST} can be; ask for fewer")
-        theirs = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
-        if groups and theirs > self.network.config.vocab_size:
+        data_vocab_size = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
+        if groups and data_vocab_size > self.network.config.vocab_size:
             raise ValueError(
-                f"the data has vocab_size={theirs}, the model {self.network.config.vocab_size}; give both the same "
+                f"the data has vocab_size={data_vocab_size}, the model {self.network.config.vocab_size}; give both the same "
                 "(--model.vocab_size, --data.vocab_size)"
             )
         if groups and self.sequence_group is not None:
@@ -110,8 +111,8 @@ class CausalLanguageModel(TrainingModule):
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
                 layer.attn.require(*names)
-        elif refused := sorted({"cu_seqlens", "share"}.intersection(names)):
-            raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[refused[0]]}")
+        elif unsupported := sorted({"cu_seqlens", "share"}.intersection(names)):
+            raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[unsupported[0]]}")
 
     def on_predict_start(self) -> None:
         """Use the data's tokenizer if no checkpoint has supplied one.
@@ -238,13 +239,13 @@ class CausalLanguageModel(TrainingModule):
         super().on_load_checkpoint(checkpoint)
         if "tokenizer" not in checkpoint:
             return
-        theirs = unpack_tokenizer(checkpoint["tokenizer"])
-        if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(theirs):
+        saved_tokenizer = unpack_tokenizer(checkpoint["tokenizer"])
+        if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(saved_tokenizer):
             raise ValueError(
                 "the checkpoint was trained with another tokenizer than that of the data, so its tokens mean other text; "
                 "use the data (and for PythonSource the Python version) that it was trained on"
             )
-        self.use_tokenizer(theirs)
+        self.use_tokenizer(saved_tokenizer)
 
     def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
         if "labels" in batch:
@@ -258,10 +259,10 @@ class CausalLanguageModel(TrainingModule):
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
         """Add losses and answers to the sums, for sequences in which only some tokens are predicted."""
-        asked = (batch["labels"] != IGNORED) & batch["valid"][:, None]
-        targets = batch["labels"][asked]
-        scores = self.network(batch["tokens"]).logits[asked].float()
-        groups = batch["group"][:, None].expand(asked.shape)[asked]
+        predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
+        targets = batch["labels"][predicted]
+        scores = self.network(batch["tokens"]).logits[predicted].float()
+        groups = batch["group"][:, None].expand(predicted.shape)[predicted]
         nats = F.cross_entropy(scores, targets, reduction="sum")
         self._sums(stage).add(nats=nats, tokens=len(targets), bytes=0, samples=batch["valid"].sum())
         self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)

@@ -111,9 +111,9 @@ class Chat:
         seconds = time.perf_counter() - start
         tokens = streamer.tokens[:-1] if streamer.tokens and streamer.tokens[-1] in stops else streamer.tokens
         self.conversation.reply(tokens)
-        held = "" if self.cache is None else f", state of {_bytes(self.cache) / 2**20:.2f} MiB"
+        state_size = "" if self.cache is None else f", state of {_bytes(self.cache) / 2**20:.2f} MiB"
         total = len(self.conversation.ids)
-        _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{held}")
+        _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{state_size}")
 
     def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
@@ -138,18 +138,18 @@ class Chat:
 
     def _stops(self) -> list[int]:
         """Return the tokens that end a reply, according to the model, its tokenizer and its chat template."""
-        own = self.model.generation_config.eos_token_id
-        listed = own if isinstance(own, list) else [own]
-        found = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
-        return sorted(found)
+        end_tokens = self.model.generation_config.eos_token_id
+        listed = end_tokens if isinstance(end_tokens, list) else [end_tokens]
+        stops = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
+        return sorted(stops)
 
 
-def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Combine sampling options into arguments of ``generate``: requested ones, else the model's own, else our defaults."""
-    own = model.generation_config
+    model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
-    saved = {name: getattr(own, name, None) for name in names} if own.do_sample else {}
-    chosen = {name: value for name, value in {**saved, **asked}.items() if value is not None}
+    saved = {name: getattr(model_settings, name, None) for name in names} if model_settings.do_sample else {}
+    chosen = {name: value for name, value in {**saved, **requested}.items() if value is not None}
     options = GenerationOptions(**chosen).for_generate()
     return {name: value for name, value in options.items() if name != "max_new_tokens"}
 

@@ -158,10 +158,10 @@ class MHLAConfig(PreTrainedConfig):
         Raises:
             ValueError: if a list does not have ``depth`` entries, or an option is invalid.
         """
-        given = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
-        if len(given) != self.depth:
-            raise ValueError(f"attention lists {len(given)} layers, but depth={self.depth}")
-        return [AttentionConfig(**options) for options in given]
+        layers = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
+        if len(layers) != self.depth:
+            raise ValueError(f"attention lists {len(layers)} layers, but depth={self.depth}")
+        return [AttentionConfig(**options) for options in layers]
 
 
 def default_attention() -> AttentionConfig:

@@ -132,8 +132,8 @@ class Conversation:
             rendered = self._render(reply=False)
         finally:
             self.roles = roles
-        _, _, after = rendered.rpartition(_mark(len(roles) + 1))
-        following = encode_texts(self.tokenizer, [after.lstrip()], read_control_tokens=True)[0] if after else []
+        _, _, reply_end = rendered.rpartition(_mark(len(roles) + 1))
+        following = encode_texts(self.tokenizer, [reply_end.lstrip()], read_control_tokens=True)[0] if reply_end else []
         return {following[0]} if following and following[0] in self.control else set()
 
 

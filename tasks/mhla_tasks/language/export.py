@@ -75,21 +75,21 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
         FileNotFoundError: if there is no such model, or it has no tokenizer.
         ValueError: if the model is not a causal language model.
     """
-    own: Any = None
+    model_tokenizer: Any = None
     if Path(path).is_dir() and (Path(path) / "config.json").exists():
         load = load_swapped if is_swapped(path) else AutoModelForCausalLM.from_pretrained
         model = load(str(path))
     elif Path(path).exists() or Path(path).suffix == ".ckpt":
         module = load_checkpoint(path)
-        model, own = module.network, module.tokenizer
+        model, model_tokenizer = module.network, module.tokenizer
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
         except OSError as error:
             raise FileNotFoundError(f"{path} is no checkpoint, no exported folder and no model on the hub") from error
-    if tokenizer is not None or own is None:
-        own = load_tokenizer(tokenizer or path)
-    return model.eval(), own
+    if tokenizer is not None or model_tokenizer is None:
+        model_tokenizer = load_tokenizer(tokenizer or path)
+    return model.eval(), model_tokenizer
 
 
 def export(model: CausalLanguageModel, folder: Path) -> None:

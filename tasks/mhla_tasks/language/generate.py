@@ -35,8 +35,8 @@ def continue_prompts(
     model, tokenizer = load_model(path)
     where = process_device(device)
     model = model.to(where)
-    for given in _prompts(prompt):
-        ids, mask = (x.to(where) for x in left_padded(tokenizer, [given], bool(sampling.get("control_tokens"))))
+    for text in _prompts(prompt):
+        ids, mask = (x.to(where) for x in left_padded(tokenizer, [text], bool(sampling.get("control_tokens"))))
         new = count
         if new is None:
             limit = longest(model)
@@ -46,9 +46,9 @@ def continue_prompts(
         model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
 
 
-def _prompts(given: str | None) -> Iterator[str]:
-    if given is not None:
-        yield given
+def _prompts(single_prompt: str | None) -> Iterator[str]:
+    if single_prompt is not None:
+        yield single_prompt
         return
     while True:
         try:

@@ -71,13 +71,13 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
         FileNotFoundError: if a file does not exist or a pattern has no match.
         ValueError: if the split is not train.
     """
-    given, split = data_set["data_files"], data_set.get("split")
+    data_files, split = data_set["data_files"], data_set.get("split")
     if split not in (None, "train"):
         raise ValueError(
             f"split={split}: local files have the split train alone; name the files of {split} in data_files"
         )
     files: Files = []
-    for pattern in [given] if isinstance(given, str) else given:
+    for pattern in [data_files] if isinstance(data_files, str) else data_files:
         plain = "://" in pattern or Path(pattern).is_file()
         names = [pattern] if plain else sorted(glob(pattern, recursive=True)) if has_magic(pattern) else []
         if not names:
@@ -112,9 +112,9 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"
-    given = {key: value for key, value in data_set.items() if value is not None and key != "split"}
+    arguments = {key: value for key, value in data_set.items() if value is not None and key != "split"}
     try:
-        builder = load_dataset_builder(**given)
+        builder = load_dataset_builder(**arguments)
     except Exception as error:
         raise _not_loaded(data_set, error) from error
     format_name, config = type(builder).__module__.rpartition(".")[2], builder.config
@@ -160,8 +160,8 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
 
 
 def _not_loaded(data_set: Mapping[str, Any], error: Exception) -> FileNotFoundError:
-    given = {key: value for key, value in data_set.items() if value is not None}
+    arguments = {key: value for key, value in data_set.items() if value is not None}
     return FileNotFoundError(
-        f"the data set {given} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the network, "
-        "or give local files: path: json and data_files"
+        f"the data set {arguments} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the "
+        "network, or give local files: path: json and data_files"
     )

@@ -175,8 +175,8 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
         # Skip ignored tokens only where their number is at hand: reading it from a device waits for the device, and a graph
         # cannot depend on it.
-        known = mean and targets.device.type == "cpu" and not in_graph()
-        if known and (counts := targets != IGNORED).sum() < len(targets) // 2:
+        can_count = mean and targets.device.type == "cpu" and not in_graph()
+        if can_count and (counts := targets != IGNORED).sum() < len(targets) // 2:
             rows, targets = rows[counts], targets[counts]
         if type(self.head) is nn.Linear:
             compute = linear_cross_entropy if mean else token_losses

@@ -40,9 +40,9 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     options = dict(network.get("init_args") or {})
     if options.setdefault("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
-    known = known_options(kind)
-    if wrong := sorted(set(options) - known):
-        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(known))}")
+    option_names = known_options(kind)
+    if wrong := sorted(set(options) - option_names):
+        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(option_names))}")
     try:
         config = kind(**{**(network.get("extra") or {}), **options})
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

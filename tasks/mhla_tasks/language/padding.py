@@ -47,7 +47,7 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
     if len(lengths) != len(counts):
         raise ValueError(f"the state is of {len(lengths)} rows, but there are {len(counts)}")
-    empty = [row for row, (before, count) in enumerate(zip(lengths, counts, strict=True)) if before + count == 0]
+    empty = [row for row, (length, count) in enumerate(zip(lengths, counts, strict=True)) if length + count == 0]
     if empty:
         raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")
 

@@ -102,15 +102,15 @@ def write_token_shards(
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
     """List the origins of all documents, to detect changes: every file of the sources, or the name of a data set of the hub."""
-    found: list[tuple[str, tuple[Path, ...]]] = []
+    named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
-        found += [(str(path), (path,)) for path in paths] or [(source, ())]
-    times = Counter[str]()  # a source may be named twice
+        named_files += [(str(path), (path,)) for path in paths] or [(source, ())]
+    occurrences = Counter[str]()  # a source may be named twice
     origins = []
-    for name, files in found:
-        times[name] += 1
-        origins.append(Origin(f"{name} ({times[name]})" if times[name] > 1 else name, files))
+    for name, files in named_files:
+        occurrences[name] += 1
+        origins.append(Origin(f"{name} ({occurrences[name]})" if occurrences[name] > 1 else name, files))
     return origins
 
 

@@ -113,6 +113,9 @@ class ContinuationFile(Callback):
         self._rows = []
         if not trainer.is_global_zero:
             return
-        lines = (json.dumps({"prompt": one, "continuation": two}, ensure_ascii=False) for _, one, two in sorted(rows))
+        lines = (
+            json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False)
+            for _, prompt, continuation in sorted(rows)
+        )
         write_whole(path, "".join(f"{line}\n" for line in lines))
         log.info("%d continuations written to %s", len(rows), path)

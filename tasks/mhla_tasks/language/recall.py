@@ -74,8 +74,8 @@ class QuestionData(ResumableDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Cut off the columns after the last question of the batch, which only pad shorter sequences."""
         if isinstance(batch, dict) and "labels" in batch:
-            asked = (batch["labels"] != IGNORED).any(0).nonzero()
-            end = int(asked[-1]) + 1 if len(asked) else batch["labels"].shape[1]
+            question_columns = (batch["labels"] != IGNORED).any(0).nonzero()
+            end = int(question_columns[-1]) + 1 if len(question_columns) else batch["labels"].shape[1]
             batch = {**batch, **{name: batch[name][:, :end] for name in ("tokens", "labels")}}
         return batch
 
@@ -116,7 +116,8 @@ class AssociativeRecall(QuestionData):
         self.save_hyperparameters()
         keep_plain(self)
         parts = {
-            name: [as_dataclass(RecallPart, part) for part in given] for name, given in (("train", train), ("val", val))
+            name: [as_dataclass(RecallPart, part) for part in part_options]
+            for name, part_options in (("train", train), ("val", val))
         }
         self.parts = {"train": parts["train"], "validate": parts["val"], "test": parts["val"]}
         for part in (*parts["train"], *parts["val"]):
@@ -164,10 +165,10 @@ class _RecallSamples:
         tokens[0:first:2], tokens[1:first:2] = keys, values
         chances = np.arange(1, (part.tokens - first) // 2 + 1) ** (self.power - 1)
         slots = draw.choice(len(chances), part.pairs, replace=False, p=chances / chances.sum())
-        asked = first + 2 * slots
+        question_positions = first + 2 * slots
         if self.fill:
             tokens[first : part.tokens] = draw.integers(0, self.vocab_size, part.tokens - first)
-        tokens[asked], labels[asked] = keys, values
+        tokens[question_positions], labels[question_positions] = keys, values
         group = self.pairs.index(part.pairs) if part.pairs in self.pairs else 0
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels), "group": group, "bytes": 0}
 
@@ -239,10 +240,10 @@ class _NeedleSamples:
         labels = np.full(max(self.sizes), IGNORED, dtype=np.int64)
         key, value = int(draw.integers(self.third)), self.third + int(draw.integers(self.third))
         tokens[:size] = 2 * self.third + draw.integers(0, self.third, size)
-        place = int(draw.integers(0, size - 2))
-        tokens[place : place + 2] = key, value
+        position = int(draw.integers(0, size - 2))
+        tokens[position : position + 2] = key, value
         tokens[size - 1], labels[size - 1] = key, value
-        depth = place * self.depths // (size - 2)
+        depth = position * self.depths // (size - 2)
         return {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),

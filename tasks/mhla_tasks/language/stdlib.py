@@ -80,9 +80,9 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
             check_own(file)
     if not (folder / "tokens.npz").exists():
         _prepare(texts, vocab_size, folder)
-    with np.load(folder / "tokens.npz", allow_pickle=False) as kept:
-        tokens = {stage: kept[f"{stage}_tokens"] for stage in ("train", "validate")}
-        starts = {stage: kept[f"{stage}_starts"] for stage in ("train", "validate")}
+    with np.load(folder / "tokens.npz", allow_pickle=False) as arrays:
+        tokens = {stage: arrays[f"{stage}_tokens"] for stage in ("train", "validate")}
+        starts = {stage: arrays[f"{stage}_starts"] for stage in ("train", "validate")}
     return StdlibText(load_tokenizer(folder), tokens, starts)
 
 

@@ -76,15 +76,15 @@ class PackedRows(IterableDataset):
         ``[b, 2]``, ``valid`` ``[b]`` bool, and with separate documents ``starts`` ``[b, context]`` bool.
         """
         number = len(self.positions)
-        wanted = {row: self.positions[row] for row in self.rows}
+        row_positions = {row: self.positions[row] for row in self.rows}
         waiting: dict[int, list[tuple[int, str]]] = {row: [] for row in self.rows}
-        packs = {row: _Pack(position.used) for row, position in wanted.items()}
+        packs = {row: _Pack(position.used) for row, position in row_positions.items()}
         # The stream is read from its first document, so that its shuffle is the same; only documents in use are encoded.
-        first = min(position.document for position in wanted.values())
+        first = min(position.document for position in row_positions.values())
         stream = enumerate(self.documents())
         for index, document in stream:
             row = index % number
-            if index >= first and row in wanted and index >= wanted[row].document:
+            if index >= first and row in row_positions and index >= row_positions[row].document:
                 waiting[row].append((index, document))
             while all(self._filled(packs[row], waiting[row]) for row in self.rows):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
@@ -160,8 +160,8 @@ class _Pack:
                 first[position] = True
             low = part.used + (position == 0)  # the first token of a sample is not predicted in it
             high = min(len(part.tokens), part.used + context + 1 - position)
-            before, after = (spread(part.missing, len(part.tokens), at) for at in (low, high))
-            missing += after - before
+            missing_before, missing_after = (spread(part.missing, len(part.tokens), token) for token in (low, high))
+            missing += missing_after - missing_before
             position += part.left
         # Drop the documents that are used up; ``context`` tokens are used, not ``context + 1``.
         left = context
@@ -222,12 +222,12 @@ class StreamLoader:
         """Return the positions of all rows after the last batch that was trained. Call it on every process."""
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
-        mine = self._after.get(trained, [list(self.start[row]) for row in self.rows])
+        own_positions = self._after.get(trained, [list(self.start[row]) for row in self.rows])
         if self.trainer is None or self.trainer.world_size == 1:
-            return {"rows": mine}
-        everyone: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(everyone, (process_share(self.trainer)[0], mine))
-        parts = dict(everyone)  # processes that share sequences have the same rows
+            return {"rows": own_positions}
+        gathered: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(gathered, (process_share(self.trainer)[0], own_positions))
+        parts = dict(gathered)  # processes that share sequences have the same rows
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -64,8 +64,8 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
     """
     sums: dict[str, list[int]] = {}
     for name, (right, asked) in zip(names, counts.T.tolist(), strict=False):
-        together = name.rpartition("_")[0]
-        for key in {"accuracy", f"accuracy_{name}", *([f"accuracy_{together}"] if together else [])}:
+        common_name = name.rpartition("_")[0]
+        for key in {"accuracy", f"accuracy_{name}", *([f"accuracy_{common_name}"] if common_name else [])}:
             total = sums.setdefault(key, [0, 0])
             total[0] += right
             total[1] += asked

@@ -99,6 +99,8 @@ def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarr
     for document in range(low, int(np.searchsorted(starts, stop, side="left"))):
         start = int(starts[document])
         count = (int(starts[document + 1]) if document + 1 < len(starts) else length) - start
-        before, after = (spread(int(missing[document]), count, min(max(0, at - start), count)) for at in (first, stop))
-        total += after - before
+        missing_before, missing_after = (
+            spread(int(missing[document]), count, min(max(0, token - start), count)) for token in (first, stop)
+        )
+        total += missing_after - missing_before
     return total

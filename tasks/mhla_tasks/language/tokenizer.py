@@ -128,8 +128,8 @@ def _types(part: Any) -> Iterable[str]:
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the index of a padding token. Any token is suitable, because the model never attends to padding."""
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(index for index in known if index is not None)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(index for index in candidates if index is not None)
 
 
 def left_padded(

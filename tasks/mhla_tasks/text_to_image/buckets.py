@@ -88,8 +88,8 @@ def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: 
 
     count = sum(files.shard_sizes)
     with ThreadPoolExecutor(8) as pool:
-        found = track(pool.map(bucket, range(count)), "reading image sizes", total=count, disable=count < 10_000)
-        groups = np.fromiter(found, np.int64, count)
+        buckets = track(pool.map(bucket, range(count)), "reading image sizes", total=count, disable=count < 10_000)
+        groups = np.fromiter(buckets, np.int64, count)
     check_groups(groups, [f"{height}x{width}" for height, width in sizes], batch_size, "images")
     return groups
 

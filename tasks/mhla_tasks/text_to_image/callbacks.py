@@ -89,10 +89,10 @@ class SceneScores(ImagePictures):
         """Check the images, log the shares of correct ones, and add a line to ``scenes.jsonl``."""
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
         path = folder / "scenes.jsonl"
-        before = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in before if json.loads(line)["step"] < step]
+        lines = path.read_text().splitlines() if path.exists() else []
+        earlier_lines = [line for line in lines if json.loads(line)["step"] < step]
         line = json.dumps({"step": step, "images": len(samples), "seed": self.seed, **scores})
-        write_whole(path, "\n".join([*kept, line]) + "\n")
+        write_whole(path, "\n".join([*earlier_lines, line]) + "\n")
         self.log_values(trainer, "scenes", scores)
 
 
@@ -135,8 +135,8 @@ class ClipScore(ImagePictures):
         model, processor = self._load()
         values = []
         for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
-            given = processor(text=[prompt], images=[image], return_tensors="pt", truncation=True)
-            out = model(**given)
+            inputs = processor(text=[prompt], images=[image], return_tensors="pt", truncation=True)
+            out = model(**inputs)
             values.append(100 * F.cosine_similarity(out.image_embeds, out.text_embeds).clamp(min=0))
         return float(torch.cat(values).mean())
 

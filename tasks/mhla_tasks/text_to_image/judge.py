@@ -77,7 +77,7 @@ def find_digits(pixels: Tensor) -> list[Found]:
     light = pixels.amax(0).numpy() > DARK
     areas, count = ndimage.label(light, structure=np.ones((3, 3)))
     boxes = ndimage.find_objects(areas)
-    found, images = [], []
+    properties, images = [], []
     palette = torch.tensor(list(COLOURS.values()))
     for number in range(1, count + 1):
         mask = torch.from_numpy(areas[boxes[number - 1]] == number)
@@ -88,11 +88,11 @@ def find_digits(pixels: Tensor) -> list[Found]:
         colour = area[:, mask].mean(1)
         nearest = int(F.cosine_similarity(palette, colour[None]).argmax())
         images.append(_boxed(area.amax(0) * mask))
-        found.append((list(COLOURS)[nearest], (rows.start + rows.stop) / 2, (columns.start + columns.stop) / 2))
-    if not found:
+        properties.append((list(COLOURS)[nearest], (rows.start + rows.stop) / 2, (columns.start + columns.stop) / 2))
+    if not properties:
         return []
     labels = _reader().predict(torch.stack(images).flatten(1).numpy())
-    return [Found(int(label), *each) for label, each in zip(labels, found, strict=True)]
+    return [Found(int(label), *values) for label, values in zip(labels, properties, strict=True)]
 
 
 def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
@@ -108,16 +108,16 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
     Raises:
         ValueError: if the caption does not describe a scene of digits.
     """
-    scene, found = parse_caption(caption), find_digits(pixels)
+    scene, digits = parse_caption(caption), find_digits(pixels)
     right = {
-        "digit": sorted(each.label for each in found) == sorted(label for label, _ in scene.shown),
-        "colour": sorted(each.colour for each in found) == sorted(colour for _, colour in scene.shown),
-        "count": len(found) == scene.count,
+        "digit": sorted(digit.label for digit in digits) == sorted(label for label, _ in scene.shown),
+        "colour": sorted(digit.colour for digit in digits) == sorted(colour for _, colour in scene.shown),
+        "count": len(digits) == scene.count,
     }
     if scene.relation is not None:
-        places = {each.colour: each for each in found}
+        places = {digit.colour: digit for digit in digits}
         first, second = (places.get(colour) for _, colour in scene.shown)
-        right["relation"] = len(found) == 2 and _stand(scene.relation, first, second)
+        right["relation"] = len(digits) == 2 and _stand(scene.relation, first, second)
     return right
 
 
@@ -134,9 +134,9 @@ def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
     for name in CHECKS:
-        each = [check[name] for check in checks if name in check]
-        if each:
-            shares[name] = sum(each) / len(each)
+        results = [check[name] for check in checks if name in check]
+        if results:
+            shares[name] = sum(results) / len(results)
     return {**shares, "all": sum(all(check.values()) for check in checks) / len(checks)}
 
 

@@ -70,16 +70,16 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
     """Join the images of each prompt into DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
-        found = _numbered(images, name)
-        if len(found) < TILES:
+        paths = _numbered(images, name)
+        if len(paths) < TILES:
             raise FileNotFoundError(
-                f"{images} has {len(found)} images of {name}, DPG-Bench wants {TILES}: "
+                f"{images} has {len(paths)} images of {name}, DPG-Bench wants {TILES}: "
                 f"--data.prompts.per_prompt={TILES}"
             )
-        tiles = [decode_file(path) for path in found[:TILES]]
+        tiles = [decode_file(path) for path in paths[:TILES]]
         width, height = tiles[0].size
         if any(tile.size != tiles[0].size for tile in tiles):
-            raise BrokenSampleError(f"{found[0]}: the {TILES} images of a prompt have different sizes; draw them again")
+            raise BrokenSampleError(f"{paths[0]}: the {TILES} images of a prompt have different sizes; draw them again")
         canvas = Image.new("RGB", (2 * width, 2 * height))
         for number, tile in enumerate(tiles):
             canvas.paste(tile, (number % 2 * width, number // 2 * height))
@@ -108,12 +108,12 @@ def _numbered(images: Path, name: str) -> list[Path]:
     Raises:
         FileNotFoundError: if there are none.
     """
-    found: list[Path] = []
-    while (path := images / f"{name}-{len(found)}.png").is_file():
-        found.append(path)
-    if not found:
+    paths: list[Path] = []
+    while (path := images / f"{name}-{len(paths)}.png").is_file():
+        paths.append(path)
+    if not paths:
         raise FileNotFoundError(f"{images / f'{name}-0.png'} is missing; draw all prompts of the list first")
-    return found
+    return paths
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -80,14 +80,14 @@ def draw_scene(random: np.random.Generator) -> Scene:
 
 def every_caption() -> list[str]:
     """Return sixty fixed captions: 20 of one digit, 16 of equal digits and 24 of two digits in a relation."""
-    random, wanted = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
+    random, missing = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
     captions: list[str] = []
-    while any(wanted.values()):
+    while any(missing.values()):
         scene = draw_scene(random)
         kind = scene.count, scene.relation is not None
-        if wanted[kind] and scene.caption not in captions:
+        if missing[kind] and scene.caption not in captions:
             captions.append(scene.caption)
-            wanted[kind] -= 1
+            missing[kind] -= 1
     return captions
 
 
@@ -107,8 +107,8 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
     for (top, left), (_, colour), digit in zip(_places(scene, size, random), scene.shown, digits, strict=True):
         image = F.interpolate(digit[None], (size, size), mode="bilinear", antialias=True)[0]
         stroke = image * torch.tensor(COLOURS[colour]).view(3, 1, 1)
-        here = canvas[:, top : top + size, left : left + size]
-        torch.maximum(here, stroke, out=here)
+        area = canvas[:, top : top + size, left : left + size]
+        torch.maximum(area, stroke, out=area)
     return canvas * 2 - 1
 
 
@@ -120,7 +120,7 @@ def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[
         return [(middle + int(down), middle + int(right))]
     half, room = SIDE // 2, SIDE // 2 - size + 1
     if scene.relation is None:
-        quarters = [divmod(int(place), 2) for place in random.permutation(4)[: scene.count]]
+        quarters = [divmod(int(quarter), 2) for quarter in random.permutation(4)[: scene.count]]
     else:
         line = int(random.integers(2))
         quarters = [(line, 0), (line, 1)] if scene.relation == "left of" else [(0, line), (1, line)]
@@ -156,6 +156,6 @@ class SceneSamples:
         """Return ``image`` ``[3, 32, 32]`` float32 in -1 .. 1, ``caption`` and ``index`` of one scene."""
         random = np.random.default_rng([index, self.train])
         scene = draw_scene(random)
-        known = _by_label(self.train)
-        digits = [known[label][int(random.integers(len(known[label])))] for label, _ in scene.shown]
+        images_by_label = _by_label(self.train)
+        digits = [images_by_label[label][int(random.integers(len(images_by_label[label])))] for label, _ in scene.shown]
         return {"image": render(scene, digits, random), "caption": scene.caption, "index": index}

@@ -106,12 +106,12 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
         count: number of frames.
     """
     start -= 0.5 / video.rate
-    taken = 0
+    yielded = 0
     for at, _, frame in video.frames(start):
         if start <= 0 or at >= start - EARLY / video.rate:
             yield frame
-            taken += 1
-        if taken == count:
+            yielded += 1
+        if yielded == count:
             return
 
 
@@ -122,19 +122,19 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
     cameras are not exact, so a frame counts from slightly before its time: by a quarter of its own duration, of the previous
     frame's or of ``step``, whichever is shortest.
     """
-    taken, shown, at, end = 0, None, 0.0, 0.0
+    yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
         # The frame in ``shown`` is on screen until now: it is yielded once for each requested time before this frame's.
         early = EARLY * max(0.0, min(time - at, duration, step))
-        while shown is not None and taken < count and start + taken * step < time - early:
+        while shown is not None and yielded < count and start + yielded * step < time - early:
             yield shown
-            taken += 1
-        if taken == count:
+            yielded += 1
+        if yielded == count:
             return
         shown, at, end = frame, time, time + duration
-    while shown is not None and taken < count and start + taken * step < end + EARLY * step:
+    while shown is not None and yielded < count and start + yielded * step < end + EARLY * step:
         yield shown
-        taken += 1
+        yielded += 1
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:

@@ -178,7 +178,7 @@ class Video:
             f"video_size={width}x{height}:pix_fmt={format_name}:time_base={self.stream.time_base}"
             f":colorspace={colorspace}:range={color_range}",
         )
-        chain = [source, *(graph.add(*each) for each in filters)]
+        chain = [source, *(graph.add(*arguments) for arguments in filters)]
         chain.append(graph.add("scale", f"{shown[0]}:{shown[1]}:flags=bicubic"))
         chain += [graph.add("format", "pix_fmts=rgb24"), graph.add("buffersink")]
         graph.link_nodes(*chain).configure()

@@ -51,8 +51,8 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     converted: dict[str, Tensor] = {}
     for name, tensor in convert_wan_transformer_to_diffusers(dict(state)).items():
-        for theirs, ours in PUBLISHED.items():
-            name = name.replace(theirs, ours)
+        for published, our_name in PUBLISHED.items():
+            name = name.replace(published, our_name)
         if name.endswith(f"{ADDED}mixing.weight"):
             tensor = tensor.flatten(1)
         if ".attn1.lepe." in name:

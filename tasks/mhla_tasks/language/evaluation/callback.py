@@ -134,10 +134,10 @@ class LMEval(PeriodicEvaluation):
         self.scores = flat_scores({**results["results"], **results.get("groups", {})})
         self.scores |= {f"{task}/prompts_cut": share for task, share in shares.items()}
         self.log_values(trainer, "lm_eval", self.scores)
-        kept = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
-        kept["num_fewshot"] = results.get("n-shot", {})
+        record = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
+        record["num_fewshot"] = results.get("n-shot", {})
         path = folder / "lm_eval" / f"step{trainer.global_step:07d}.json"
-        write_whole(path, json.dumps(kept, indent=2, default=str) + "\n")
+        write_whole(path, json.dumps(record, indent=2, default=str) + "\n")
         table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
         for name, value in self.scores.items():
             table.add_row(*(escape(harmless(part)) for part in name.split("/", 1)), f"{value:.4f}")

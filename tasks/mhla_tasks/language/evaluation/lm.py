@@ -65,8 +65,8 @@ class MHLALM(HFLM):
             model = pretrained
         else:
             name = None if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
-            model, own = load_model(pretrained, name)
-            tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else own
+            model, model_tokenizer = load_model(pretrained, name)
+            tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else model_tokenizer
             weights = torch.float32 if dtype in (None, "auto") else getattr(torch, str(dtype), None)
             if not isinstance(weights, torch.dtype):
                 raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")
@@ -175,14 +175,14 @@ class MHLALM(HFLM):
         """Return the share of each task's prompts that were cut, over all processes. Call it on every process."""
         counts = [(dict(self.prompts), dict(self.prompts_cut))]
         if self.world_size > 1:
-            everyone: list[Any] = [None] * self.world_size
-            torch.distributed.all_gather_object(everyone, counts[0])
-            counts = everyone
+            gathered: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(gathered, counts[0])
+            counts = gathered
         prompts: Counter[str] = Counter()
         cut: Counter[str] = Counter()
-        for each, each_cut in counts:
-            prompts.update(each)
-            cut.update(each_cut)
+        for process_prompts, process_cut in counts:
+            prompts.update(process_prompts)
+            cut.update(process_cut)
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
@@ -197,13 +197,13 @@ class MHLALM(HFLM):
         }
 
 
-def _device(wanted: str | None) -> str:
+def _device(requested: str | None) -> str:
     """Return the name of the device to use: this process's GPU, the CPU without one, or ``wanted`` if it is not a GPU."""
-    if wanted is not None and not wanted.startswith("cuda"):
-        return wanted
+    if requested is not None and not requested.startswith("cuda"):
+        return requested
     if not torch.cuda.is_available():
         return "cpu"
-    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else wanted or "cuda"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else requested or "cuda"
 
 
 def cut_left(tokens: list[int], length: int) -> list[int]:

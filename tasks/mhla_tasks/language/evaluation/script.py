@@ -56,19 +56,19 @@ def _run() -> None:
 
 
 def _without_option(words: list[str], option: str) -> tuple[list[str], str | None]:
-    rest: list[str] = []
+    remaining: list[str] = []
     value = None
-    following = iter(words)
-    for word in following:
+    iterator = iter(words)
+    for word in iterator:
         if word == option:
-            value = next(following, None)
+            value = next(iterator, None)
             if value is None:
                 sys.exit(f"error: {option} needs a value")
         elif word.startswith(f"{option}="):
             value = word.partition("=")[2]
         else:
-            rest.append(word)
-    return rest, value
+            remaining.append(word)
+    return remaining, value
 
 
 if __name__ == "__main__":

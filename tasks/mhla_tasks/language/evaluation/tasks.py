@@ -45,16 +45,16 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
     original = datasets.load_dataset  # lm-eval's tasks load their data through this function
 
     def load(path: str, *args: Any, **options: Any) -> Any:
-        here = root / path
-        if here.is_dir():
-            return original(str(here), *args, **{"cache_dir": str(_cache_of(here)), **options})
+        local_copy = root / path
+        if local_copy.is_dir():
+            return original(str(local_copy), *args, **{"cache_dir": str(_cache_of(local_copy)), **options})
         if path in BUILDERS:
             return original(path, *args, **options)
         try:
             return original(path, *args, **options)
         except Exception as error:
             raise FileNotFoundError(
-                f"the data set {path} is not at {here}, nor to be had from the hub ({type(error).__name__}); put a copy "
+                f"the data set {path} is not at {local_copy}, nor to be had from the hub ({type(error).__name__}); put a copy "
                 "there, or leave the task out"
             ) from error
 
