@@ -111,7 +111,7 @@ class EncodedSamples:
                 break
             except BrokenSampleError as error:
                 if index + 1 == min(len(reader), TRIED):
-                    raise ValueError(f"{error}; these are no shards of {command}") from error
+                    raise ValueError(f"{error}; these are not shards of {command}") from error
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -124,8 +124,8 @@ class EncodedSamples:
         size = self.size if end is None else (*self.size[: -len(end)], *end)
         if latent.shape != size or tokens.ndim != 2:
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: latent {latent.shape} among those of {size}, or text {tokens.shape} "
-                "that is not [tokens, width]"
+                f"{self.reader.describe(index)}: the latent has shape {latent.shape}, others {size}, or the text "
+                f"{tokens.shape} is not [tokens, width]"
             )
         text = torch.zeros(self.text_length, tokens.shape[1])
         embeddings = torch.from_numpy(tokens[: self.text_length]).float()

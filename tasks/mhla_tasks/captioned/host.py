@@ -119,7 +119,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(
-            f"{path} holds LoRA adapters beside the weights; put them together first: lightning export {path} FOLDER"
+            f"{path} holds LoRA adapters beside the weights; merge them first: lightning export {path} FOLDER"
         )
     if host.is_published(state):
         return host.published_names(state)
@@ -157,8 +157,8 @@ def load_weights(model: Any, path: str, host: Host) -> None:
     foreign = sorted(set(state) - set(model_state))
     if wrong or foreign:
         raise ValueError(
-            f"the weights of {path} are of another shape or attention: {'; '.join([*wrong, *foreign][:3])}; set "
-            "transformer, attention and layer_kinds as they were trained"
+            f"the weights of {path} have different shapes or attention: {'; '.join([*wrong, *foreign][:3])}; set "
+            "transformer, attention and layer_kinds as in their training"
         )
     added = [name for name in model_state if name not in state]
     missing = [name for name in added if ADDED not in name and ".lora_" not in name]
@@ -167,7 +167,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
     model.load_state_dict(state, strict=False)
     loaded = len(state) - len(resized)
     log.info(
-        "started from %s: %d tensors taken, %d resized, %d newly initialised", path, loaded, len(resized), len(added)
+        "started from %s: %d tensors taken, %d resized, %d newly initialized", path, loaded, len(resized), len(added)
     )
 
 

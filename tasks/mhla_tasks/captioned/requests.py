@@ -75,7 +75,7 @@ class RequestedSamples:
         if not self.prompts:
             raise ValueError("there are no prompts; name a file of them: --data.prompts.prompts=FILE")
         if len({name for name, _ in self.prompts}) < len(self.prompts):
-            raise ValueError("two prompts have one name, so that their files would overwrite each other")
+            raise ValueError("two prompts have the same name, so their files would overwrite each other")
         self.extension = extension
         for name, _ in self.prompts:
             if not name or not is_file_name(self._file(name, request.per_prompt)):
@@ -170,8 +170,8 @@ class SampleFolder(Callback):
         differing = [name for name in origin if recorded.get(name) != origin[name]]
         if differing:
             raise ValueError(
-                f"{self.folder / self.kind} holds samples of other {', '.join(differing)} (see {path.name}); choose another "
-                "--model.output"
+                f"{self.folder / self.kind} holds samples that were drawn with different {', '.join(differing)} (see "
+                f"{path.name}); choose a different --model.output"
             )
         if trainer.is_global_zero:
             write_whole(path, json.dumps(origin, indent=2) + "\n")
@@ -193,8 +193,8 @@ class SampleFolder(Callback):
             recorded = recorded_rows.get(row["file"], row)
             if any(recorded[key] != row[key] for key in row):
                 raise ValueError(
-                    f"{self.folder / self.kind / row['file']} was drawn for another prompt, number or seed (see "
-                    f"{self.kind}.jsonl); choose another --model.output"
+                    f"{self.folder / self.kind / row['file']} was drawn for a different prompt, number or seed (see "
+                    f"{self.kind}.jsonl); choose a different --model.output"
                 )
         exists = [(self.folder / self.kind / row["file"]).exists() for row in rows]
         return [index for index, is_written in enumerate(exists) if not is_written]

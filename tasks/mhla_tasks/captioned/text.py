@@ -185,7 +185,7 @@ class TransformersText(CaptionEncoder):
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise FileNotFoundError(
-                    f"text.encoder {path} is no folder and no hub name of a pipeline with tokenizer and text_encoder "
+                    f"text.encoder {path} is not a folder or hub name of a pipeline with tokenizer and text_encoder "
                     f"({reason})"
                 ) from error
             check_tokenizer(tokenizer, path)
@@ -193,7 +193,7 @@ class TransformersText(CaptionEncoder):
             if self._width not in (None, width):
                 raise ValueError(
                     f"the text encoder {path} gives embeddings of width {width}, not {self._width}; set "
-                    "--model.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
+                    "--model.transformer.text_dim (caption_channels for SANA) in training, or --text_width of "
                     "lightning prepare clip-latents"
                 )
             self._width = width

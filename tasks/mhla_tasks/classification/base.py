@@ -170,7 +170,7 @@ class Classifier(NamesClasses):
         if len(images) % 2:
             raise ValueError(
                 f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
-                "that is an even number for each process"
+                "that gives each process an even number"
             )
         images, labels = self.mixup(images, labels)
         return images, labels

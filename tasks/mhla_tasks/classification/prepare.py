@@ -65,7 +65,7 @@ def class_list(file: Path) -> list[str]:
     """
     names = read_classes(file)
     if names is None:
-        raise FileNotFoundError(f"{file} is not a file; --classes takes one with the name of a class on each line")
+        raise FileNotFoundError(f"{file} is not a file; --classes takes a file with the name of a class on each line")
     if not names:
-        raise ValueError(f"{file} names no class")
+        raise ValueError(f"{file} has no class names")
     return names

@@ -90,7 +90,7 @@ class DiT(ModelMixin, ConfigMixin):
         if any(side % patch_size for side in sides):
             raise ValueError(f"patch_size={patch_size} does not divide the sample's side of {sample_size} pixels")
         if width % 4:
-            raise ValueError(f"dim={width} must be a multiple of 4, a sine and a cosine for each of two axes")
+            raise ValueError(f"dim={width} must be a multiple of 4: a sine and a cosine for each of two axes")
         self.grid = (sides[0] // patch_size, sides[1] // patch_size)
         self.sides, self.channels, self.num_classes = sides, channels, num_classes
         self.patch_size, self.out_channels = patch_size, out_channels or channels
@@ -110,7 +110,7 @@ class DiT(ModelMixin, ConfigMixin):
                 width, layers, number, self.grid, kinds, mlp_ratio=mlp_ratio, mlp="gelu_tanh", **common
             )
         elif mlp_ratio != 4.0:
-            raise ValueError("a DiG's MLP has a width of its own: give dig.mlp_width instead of mlp_ratio")
+            raise ValueError("mlp_ratio does not apply to a DiG; set dig.mlp_width instead")
         else:
             self.backbone = TurningBackbone(width, number, self.grid, kinds, dig, **common)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
@@ -137,7 +137,7 @@ class DiT(ModelMixin, ConfigMixin):
         """
         expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
-            raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
+            raise ValueError(f"the samples have channels and sides {tuple(x.shape[1:])}, the model expects {expected}")
         frequencies = self.frequencies(times).to(self.patches.proj.weight.dtype)
         condition = self.time(frequencies) + self.label(labels)
         tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position.to(frequencies.dtype), condition)

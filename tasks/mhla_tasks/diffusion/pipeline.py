@@ -97,7 +97,7 @@ class DiTPipeline(DiffusionPipeline):
         guidance = self.config.guidance if guidance_scale is None else guidance_scale
         check_labels(class_labels, self.transformer.num_classes)
         if guidance != 1 and not self.config.guidable:
-            raise ValueError(f"guidance_scale={guidance}: the network was not trained without labels")
+            raise ValueError(f"guidance_scale={guidance} needs a network that was also trained without labels")
         if not 1 <= steps <= TIMESTEPS:
             raise ValueError(f"num_inference_steps={steps} must lie between 1 and {TIMESTEPS:,}")
         if seed is not None:

@@ -53,7 +53,7 @@ class ProcessConfig:
         if self.shift <= 0:
             raise ValueError(f"shift={self.shift} must be positive")
         if self.objective == "ddpm" and (self.times != "uniform" or self.shift != 1):
-            raise ValueError("times and shift belong to objective: flow")
+            raise ValueError("times and shift require objective: flow")
 
     @property
     def learns_sigma(self) -> bool:
@@ -113,7 +113,7 @@ class NoiseProcess:
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)
-            raise ValueError(f"sampler={sampler!r} does not go with objective {self.config.objective!r}; use {names}")
+            raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
         """Replace a random share ``label_dropout`` of the labels by ``num_classes``, which stands for no class."""

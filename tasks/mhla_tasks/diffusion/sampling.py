@@ -36,7 +36,7 @@ class SamplingConfig:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
         if self.guidance < 0:
-            raise ValueError(f"guidance={self.guidance} must not be negative; 1 is none")
+            raise ValueError(f"guidance={self.guidance} must not be negative; 1 means no guidance")
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
         raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {least} and {TIMESTEPS:,}")
     if config.guidance != 1 and not process.config.label_dropout:
         raise ValueError(
-            f"guidance={config.guidance} needs a model that was trained without labels too: process.label_dropout above 0"
+            f"guidance={config.guidance} needs a model that was also trained without labels: process.label_dropout above 0"
         )
 
 

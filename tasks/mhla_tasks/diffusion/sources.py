@@ -86,9 +86,9 @@ class LatentSamples:
             side = self._moments(0, LATENT).shape[-1]
             if side != sample_size:
                 raise ValueError(
-                    f"{reader.describe(0)}: latents of {side} x {side} for a model of {sample_size} x {sample_size}; set "
-                    f"--data.sample_size={side} and --model.sample_size={side}, or encode images of "
-                    "another size"
+                    f"{reader.describe(0)}: the latents are {side} x {side}, the model expects {sample_size} x "
+                    f"{sample_size}; set --data.sample_size={side} and --model.sample_size={side}, or encode images of a "
+                    "different size"
                 )
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class LatentSamples:
         moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
         if moments.shape[-2:] != (self.sample_size, self.sample_size):
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: a latent of {tuple(moments.shape[-2:])} among those of {self.sample_size}"
+                f"{self.reader.describe(index)}: the latent has sides {tuple(moments.shape[-2:])}, others {self.sample_size}"
             )
         return {
             "latent": draw_latents(moments, self.scale),
@@ -135,7 +135,7 @@ def latent_scale(reader: ShardReader) -> float:
         content = read_json(manifest)
         if "scale" not in content:
             raise ValueError(
-                f"{manifest} is not of latents: encode the shards first (lightning prepare latents), or "
+                f"{manifest} does not describe latents: encode the shards first (lightning prepare latents), or "
                 "train on images with ImageShards and --model.vae"
             )
         scale, samples, per_shard = content["scale"], content.get("samples"), content.get("per_shard")
@@ -147,8 +147,10 @@ def latent_scale(reader: ShardReader) -> float:
             expected = -(-samples // per_shard)
             if present != expected:
                 log.warning(
-                    "%s: %d of %d shards are here", str(manifest).removesuffix("-manifest.json"), present, expected
+                    "%s: found %d of %d shards", str(manifest).removesuffix("-manifest.json"), present, expected
                 )
     if len(scales) > 1:
-        raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
+        raise ValueError(
+            f"the shards hold latents with different scales, {sorted(scales)}: they come from different VAEs"
+        )
     return scales.pop() if scales else 1.0

@@ -94,7 +94,9 @@ class CausalLanguageModel(TrainingModule):
         self._require(*(name for name, required in requirements.items() if required))
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         if len(groups) > MOST:
-            raise ValueError(f"answers are counted in {len(groups)} groups, at most {MOST} can be; ask for fewer")
+            raise ValueError(
+                f"the data has {len(groups)} groups of questions, but at most {MOST} can be counted; use fewer"
+            )
         data_vocab_size = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
         if groups and data_vocab_size > self.network.config.vocab_size:
             raise ValueError(
@@ -242,7 +244,7 @@ class CausalLanguageModel(TrainingModule):
         saved_tokenizer = unpack_tokenizer(checkpoint["tokenizer"])
         if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(saved_tokenizer):
             raise ValueError(
-                "the checkpoint was trained with another tokenizer than that of the data, so its tokens mean other text; "
+                "the checkpoint was trained with a different tokenizer than the data's, so its tokens mean different text; "
                 "use the data (and for PythonSource the Python version) that it was trained on"
             )
         self.use_tokenizer(saved_tokenizer)

@@ -99,7 +99,9 @@ class Chat:
         if room < 1:
             self.conversation.take_back()
             self.cache = None
-            _note(f"the conversation has {len(ids)} tokens, and the model reads {limit}: /reset begins a new one")
+            _note(
+                f"the conversation has {len(ids)} tokens, and the model reads at most {limit}: /reset begins a new one"
+            )
             return
         streamer, start = TextPrinter(self.tokenizer, skip_prompt=True), time.perf_counter()
         stops = self._stops()

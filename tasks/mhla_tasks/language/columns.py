@@ -185,7 +185,7 @@ def _check_type(kind: Any, column: str, name: str) -> None:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)):
-        raise ValueError(f"{name}: column {column!r} is {kind}, not text; choose another column")
+        raise ValueError(f"{name}: column {column!r} is {kind}, not text; choose a different column")
 
 
 def _lines(source: Source, column: str) -> Rows:

@@ -152,7 +152,7 @@ def source_files(path: Path, remarks: Remarks) -> list[Path]:
     for left_out in hidden:
         remarks.leave_out("hidden or cache files and folders", shown(left_out))
     if not files:
-        raise FileNotFoundError(f"{shown(path)} is a folder without visible files in it")
+        raise FileNotFoundError(f"{shown(path)} is a folder without visible files")
     return files
 
 

@@ -21,7 +21,9 @@ def check_text(value: Any, source: str) -> str:
         ValueError: if the value is not a string.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose another column")
+        raise ValueError(
+            f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose a different column"
+        )
     return value
 
 
@@ -60,5 +62,5 @@ def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.nd
     end = tokenizer.eos_token_id
     begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
-        raise ValueError("the tokenizer has neither a bos nor an eos token, so documents could not be told apart")
+        raise ValueError("the tokenizer has neither a bos nor an eos token, so documents could not be distinguished")
     return np.array([begin, *ids, *([] if end in (None, begin) else [end])], dtype=np.int64)

@@ -77,7 +77,9 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
             origins = encoded.sequence_ids(0)  # None for tokens that the tokenizer adds
             if 0 in origins:
                 return list(encoded["input_ids"][: origins.index(0)])
-    raise ValueError(f"{_name(tokenizer)} has no token for any of {', '.join(map(repr, WORDS))}; use another tokenizer")
+    raise ValueError(
+        f"{_name(tokenizer)} has no token for any of {', '.join(map(repr, WORDS))}; use a different tokenizer"
+    )
 
 
 def encode_prompts(
@@ -122,11 +124,11 @@ def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str],
     if not named:
         raise ValueError(
             f"{_name(tokenizer)} has no tokens for a part of {text[:60]!r}, and its token for unknown text, "
-            f"{tokenizer.unk_token!r}, also begins or ends texts; use another tokenizer"
+            f"{tokenizer.unk_token!r}, also begins or ends texts; use a different tokenizer"
         )
     raise ValueError(
         f"{_name(tokenizer)} reads the letters {named} in {text[:60]!r} as control tokens and cannot be told not to; ask for "
-        "control tokens (control_tokens: true), or use another tokenizer"
+        "control tokens (control_tokens: true), or use a different tokenizer"
     )
 
 
@@ -154,7 +156,9 @@ def _failures(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         # The tokenizers library raises plain Exception. For regular expressions that exceed their budget it panics, which is
         # a BaseException.
         if type(error) is Exception or type(error).__name__ == "PanicException":
-            raise ValueError(f"{_name(tokenizer)} fails on a text ({reason(error)}); use another tokenizer") from error
+            raise ValueError(
+                f"{_name(tokenizer)} fails on a text ({reason(error)}); use a different tokenizer"
+            ) from error
         raise
 
 

@@ -86,7 +86,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
         try:
             model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
         except OSError as error:
-            raise FileNotFoundError(f"{path} is no checkpoint, no exported folder and no model on the hub") from error
+            raise FileNotFoundError(f"{path} is not a checkpoint, an exported folder or a model on the hub") from error
     if tokenizer is not None or model_tokenizer is None:
         model_tokenizer = load_tokenizer(tokenizer or path)
     return model.eval(), model_tokenizer
@@ -99,7 +99,7 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
         ValueError: if the model has no tokenizer.
     """
     if model.tokenizer is None:
-        raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
+        raise ValueError("the checkpoint has no tokenizer, and a model without one cannot be scored; set --tokenizer")
     merge_adapters(model.network)
     model.network.save_pretrained(folder)
     save_tokenizer(model.tokenizer, folder)
@@ -122,7 +122,7 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
     if context:
         if not isinstance(model.network, MHLAForCausalLM):
             raise ValueError(
-                f"--context extends mixing coefficients, which a {type(model.network).__name__} has none of"
+                f"--context extends mixing coefficients, which a {type(model.network).__name__} does not have"
             )
         model.network.extend(context)
     export(model, folder)

@@ -74,7 +74,7 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
     data_files, split = data_set["data_files"], data_set.get("split")
     if split not in (None, "train"):
         raise ValueError(
-            f"split={split}: local files have the split train alone; name the files of {split} in data_files"
+            f"split={split}: local files have only the split train; name the files of {split} in data_files"
         )
     files: Files = []
     for pattern in [data_files] if isinstance(data_files, str) else data_files:

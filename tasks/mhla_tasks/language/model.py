@@ -207,8 +207,8 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         """
         if past_key_values is not None and next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
-                f"the state is of {past_key_values.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
-                "of them, those that the state has seen included, and at least one more"
+                f"the state has seen {past_key_values.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
+                "tokens, including those that the state has seen, and at least one more"
             )
         kwargs.pop("tokenizer", None)  # generate() would pass it to forward(), which rejects unknown arguments
         return super().prepare_inputs_for_generation(
@@ -269,5 +269,5 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         if longest + new - 1 > limit:  # the last new token is not an input
             raise ValueError(
                 f"a prompt of {longest} tokens and {new} new ones are more than the {limit} that the mixing "
-                f"coefficients reach to; shorten them, or call model.extend({longest + new}) first"
+                f"coefficients cover; shorten them, or call model.extend({longest + new}) first"
             )

@@ -47,7 +47,9 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
         config = kind(**{**(network.get("extra") or {}), **options})
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
-        raise ValueError(f"network: {name} builds no causal language model ({str(error).splitlines()[0]})") from error
+        raise ValueError(
+            f"network: {name} does not build a causal language model ({str(error).splitlines()[0]})"
+        ) from error
     if network.get("generation_config"):
         model.generation_config = GenerationConfig.from_dict(dict(network["generation_config"]))
     return model
@@ -95,9 +97,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
             f"network: max_position_embeddings={limit} is below context={context}; set it to at least that"
         )
     if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "network: output_router_logits asks for a loss of the router, which is not trained on; leave it out"
-        )
+        raise ValueError("network: output_router_logits asks for a router loss, which is not supported; leave it out")
     if any(parameter.is_meta for parameter in network.parameters()):
         return False
     # Change the last of four tokens: in a causal model, the logits of the first three stay the same.
@@ -111,7 +111,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
     network.train(trains)
     if not torch.allclose(logits[:, :3], changed[:, :3], rtol=0, atol=1e-6):
         raise ValueError(
-            f"network: tokens of a {name} see later ones; it is no causal language model (is_decoder: true?)"
+            f"network: tokens of a {name} see later ones, so it is not a causal language model (is_decoder: true?)"
         )
     return plain and head.bias is None
 

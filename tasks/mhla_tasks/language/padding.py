@@ -32,8 +32,8 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
     if least < 0 or most >= vocabulary:
         wrong = least if least < 0 else most
         raise ValueError(
-            f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of another "
-            "model"
+            f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of a "
+            "different model"
         )
 
 
@@ -46,7 +46,7 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
     """
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
     if len(lengths) != len(counts):
-        raise ValueError(f"the state is of {len(lengths)} rows, but there are {len(counts)}")
+        raise ValueError(f"the state has {len(lengths)} rows, the batch {len(counts)}")
     empty = [row for row, (length, count) in enumerate(zip(lengths, counts, strict=True)) if length + count == 0]
     if empty:
         raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")

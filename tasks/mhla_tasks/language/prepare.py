@@ -96,7 +96,7 @@ def write_token_shards(
 
         paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
     if not paths:
-        raise ValueError(f"{', '.join(sources)} gave no document")
+        raise ValueError(f"{', '.join(sources)} have no documents")
     return paths
 
 
@@ -123,7 +123,7 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     beside = target / "tokenizer"
     if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):
         if any(target.glob("*.tar")):
-            raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
+            raise ValueError(f"{target} holds shards of a different tokenizer (in {beside}); choose a different folder")
         numbered = (target / f"tokenizer-{number}" for number in itertools.count(1))
         beside.rename(next(name for name in numbered if not name.exists()))  # never delete a folder of the user
     if not beside.is_dir():

@@ -44,7 +44,7 @@ class GenerationOptions:
         if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
             raise ValueError(f"{self}: temperature must not be negative, max_new_tokens and beams at least 1")
         if self.beams > 1 and self.temperature:
-            raise ValueError(f"beams={self.beams} follow the likeliest tokens; set temperature: 0")
+            raise ValueError(f"beams={self.beams} does not sample: set temperature: 0")
 
     def for_generate(self) -> dict[str, Any]:
         """Return the arguments for transformers' ``generate``."""
@@ -73,7 +73,7 @@ class PromptFile:
         rows = read_column(path, "prompt", table_kind(path) or "lines")
         self.prompts = [_checked_prompt(prompt, place) for place, prompt in rows]
         if not self.prompts:
-            raise ValueError(f"{path} holds no prompt")
+            raise ValueError(f"{path} holds no prompts")
         self.shard_sizes: Sequence[int] = [len(self.prompts)]
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ class ShardRuns:
         try:  # the header alone says where to read, without loading the tokens
             shape, dtype, start = parse_array_header(self.reader.read(run, TOKENS, 0, 256))
         except ValueError as error:
-            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is not a NumPy array ({error})") from error
         if len(shape) != 1 or dtype.kind != "u":
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is {dtype} {shape}, not unsigned integers [n]")
         if start + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
@@ -67,11 +67,11 @@ class ShardRuns:
             try:
                 starts = parse_array(self.reader.read(run, STARTS))
             except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is no array of numpy ({error})") from error
+                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is not a NumPy array ({error})") from error
             ascending = starts.ndim == 1 and starts.dtype.kind in "iu" and (np.diff(starts.astype(np.int64)) >= 0).all()
             if not ascending or (len(starts) and not 0 <= starts[0] <= starts[-1] < max(1, self.lengths[run])):
                 raise BrokenSampleError(
-                    f"{self.describe(run)}: .{STARTS} are no ascending positions of its {self.lengths[run]} tokens"
+                    f"{self.describe(run)}: .{STARTS} does not hold ascending positions of its {self.lengths[run]} tokens"
                 )
             self._starts[run] = starts
         return self._starts[run]
@@ -94,7 +94,7 @@ class ShardRuns:
             try:
                 missing = parse_array(self.reader.read(run, MISSING))
             except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{MISSING} is no array of numpy ({error})") from error
+                raise BrokenSampleError(f"{self.describe(run)}: .{MISSING} is not a NumPy array ({error})") from error
             if missing.dtype != np.int64 or missing.shape != starts.shape:
                 raise BrokenSampleError(
                     f"{self.describe(run)}: .{MISSING} is {missing.dtype} {missing.shape}, not int64 [{len(starts)}]"

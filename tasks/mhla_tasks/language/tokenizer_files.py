@@ -40,10 +40,10 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception
-        kind = "folder" if Path(where).exists() else "folder, and no model that the hub or its local cache gives"
+        kind = "folder" if Path(where).exists() else "folder or model of the hub"
         raise FileNotFoundError(
-            f"{where} is no {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name with "
-            f"the network at hand ({reason(error)})"
+            f"{where} is not a {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name while "
+            f"the network is available ({reason(error)})"
         ) from error
     check_tokenizer(tokenizer, str(where))
     return tokenizer

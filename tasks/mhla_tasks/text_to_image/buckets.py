@@ -42,7 +42,7 @@ def parse_buckets(names: Sequence[str]) -> list[Size]:
     for name in names:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(name))
         if match is None:
-            raise ValueError(f"buckets: {name!r} is no size; write HEIGHTxWIDTH in pixels, such as 512x384")
+            raise ValueError(f"buckets: {name!r} is not a size; write HEIGHTxWIDTH in pixels, such as 512x384")
         sizes.append((int(match[1]), int(match[2])))
     if len(set(sizes)) < len(sizes) or not sizes:
         raise ValueError(f"buckets={list(names)} must be different sizes, at least one")

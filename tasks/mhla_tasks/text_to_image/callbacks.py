@@ -154,6 +154,6 @@ class ClipScore(ImagePictures):
                 self._parts = model, CLIPProcessor.from_pretrained(self.model, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 raise FileNotFoundError(
-                    f"model {self.model} is no folder and no hub name of a CLIP model ({str(error).splitlines()[0]})"
+                    f"model {self.model} is not a folder or hub name of a CLIP model ({str(error).splitlines()[0]})"
                 ) from error
         return self._parts

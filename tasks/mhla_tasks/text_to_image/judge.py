@@ -64,10 +64,10 @@ def parse_caption(caption: str) -> Scene:
     if match := re.fullmatch(rf"{thing}(?: ({'|'.join(RELATIONS)}) {thing})?", caption):
         colour, name, relation, other_colour, other = match.groups()
         if colour == other_colour:
-            raise ValueError(f"{caption!r} has two digits of one colour, whose places cannot be told apart")
+            raise ValueError(f"{caption!r} has two digits of the same color, whose positions cannot be distinguished")
         first = (NAMES.index(name), colour)
         return Scene((first, (NAMES.index(other), other_colour)), 2, relation) if other else Scene((first,))
-    raise ValueError(f"{caption!r} is no caption of a scene of digits, such as 'a red three left of a green seven'")
+    raise ValueError(f"{caption!r} is not a caption of a scene of digits, such as 'a red three left of a green seven'")
 
 
 def find_digits(pixels: Tensor) -> list[Found]:

@@ -41,12 +41,12 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
     names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
     if wrong := [name for name in names if not is_file_name(name)]:
         raise ValueError(
-            f"{prompts}: the name {wrong[0][:60]!r} cannot be a file name (a slash, a leading dot, or too long), and nothing "
-            "is read or written outside of the folders; correct the list"
+            f"{prompts}: the name {wrong[0][:60]!r} cannot be a file name (a slash, a leading dot, or too long), and files "
+            "outside the folders are neither read nor written; correct the list"
         )
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"{prompts}: the name {twice[:60]!r} comes twice, so that one image would overwrite the other")
+        raise ValueError(f"{prompts}: the name {twice[:60]!r} occurs twice, so one image would overwrite the other")
     if not list(images.glob("*.png")):
         raise FileNotFoundError(f"{images} holds no .png files; give the folder images that predict wrote")
     LAYOUTS[layout](images, names, prompts, target)
@@ -73,7 +73,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
         paths = _numbered(images, name)
         if len(paths) < TILES:
             raise FileNotFoundError(
-                f"{images} has {len(paths)} images of {name}, DPG-Bench wants {TILES}: "
+                f"{images} has {len(paths)} images of {name}, DPG-Bench needs {TILES}: "
                 f"--data.prompts.per_prompt={TILES}"
             )
         tiles = [decode_file(path) for path in paths[:TILES]]

@@ -48,5 +48,5 @@ class TransformerConfig:
             raise ValueError(
                 f"transformer: {self.num_attention_heads} heads of {self.attention_head_dim}, "
                 f"{self.num_cross_attention_heads} of {self.cross_attention_head_dim} in cross-attention and "
-                f"cross_attention_dim={self.cross_attention_dim} are different widths of a token; set them alike"
+                f"cross_attention_dim={self.cross_attention_dim} give different token widths; make them equal"
             )

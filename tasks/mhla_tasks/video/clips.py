@@ -54,9 +54,9 @@ def read_clip(
             # The file says that it has more: an edit list trims it, or its last frame stays on screen. Retry from the start.
             return read_clip(data, name, frames, fps, 0.0, size)
         if len(chosen) < frames:
-            raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
+            raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of {frames} frames")
         if len({image.shape for image in chosen}) > 1:
-            raise BrokenSampleError(f"{name}: the size of the frames changes within the clip; give a size for all")
+            raise BrokenSampleError(f"{name}: the size of the frames changes within the clip; set a size for all")
         return torch.stack(chosen)
 
 

@@ -73,7 +73,7 @@ class Video:
         self.count: int = stream.frames
         rate = stream.average_rate or stream.guessed_rate or (ASSUMED_RATE if self.count == 1 else None)
         if not rate:
-            raise BrokenSampleError(f"{name}: the video does not say its frame rate")
+            raise BrokenSampleError(f"{name}: the video has no frame rate")
         self.rate = float(rate)
         self.last = self._last()
         self._origin = float((stream.start_time or 0) * stream.time_base)
@@ -138,7 +138,7 @@ class Video:
         previous, unit = -math.inf, float(self.stream.time_base)
         for frame in self.container.decode(self.stream):
             if frame.pts is None or frame.pts < previous:
-                raise BrokenSampleError(f"{self.name}: the video does not say when its frames are shown")
+                raise BrokenSampleError(f"{self.name}: the video has no valid times for its frames")
             previous = frame.pts
             duration = (getattr(frame, "duration", 0) or 0) * unit  # not in PyAV 14
             yield frame.pts * unit - self._origin, duration or 1 / self.rate, frame
@@ -306,7 +306,7 @@ def _chosen_stream(container: Any, name: str) -> Any:
         raise BrokenSampleError(f"{name}: no video stream in the file{only}")
     stream = max(streams, key=_score)
     if stream.codec_context is None:
-        raise BrokenSampleError(f"{name}: nothing here can decode the video")
+        raise BrokenSampleError(f"{name}: no installed decoder can read the video")
     return stream
 
 

@@ -95,7 +95,8 @@ class MovingDigitSamples:
         side = self.images.shape[-1]
         if frames < 1 or min(height, width) < side:
             raise ValueError(
-                f"clips of {frames} frames of {height} x {width}: at least 1 frame and {side} x {side} pixels for a digit"
+                f"clips of {frames} frames of {height} x {width} are too small: a digit needs at least 1 frame and "
+                f"{side} x {side} pixels"
             )
         self.train, self.size = train, (frames, height, width)
         self.shard_sizes: Sequence[int] = [len(self.labels) * (len(MOVES) if train else 1)]

@@ -56,7 +56,9 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith(f"{ADDED}mixing.weight"):
             tensor = tensor.flatten(1)
         if ".attn1.lepe." in name:
-            raise ValueError(f"{name}: a convolution that is added after the gate is not what lepe is here")
+            raise ValueError(
+                f"{name}: a convolution that is added after the gate is not supported; lepe is added before it"
+            )
         converted[name] = tensor
     return converted
 
@@ -99,7 +101,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
     }
     norms = [tensor for name, tensor in state.items() if name.endswith(f"{ADDED}norm.weight")]
     if not mixing or not norms:
-        raise ValueError(f"{path} is no Wan-MHLA: no mixing coefficients in it (block_attn.conv.weight)")
+        raise ValueError(f"{path} is not a Wan-MHLA: it has no mixing coefficients (block_attn.conv.weight)")
     blocks = len(next(iter(mixing.values())))
     if blocks != prod(block_grid):
         raise ValueError(f"{path} has {blocks} blocks, not the {prod(block_grid)} of block_grid {list(block_grid)}")

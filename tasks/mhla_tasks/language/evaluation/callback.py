@@ -79,7 +79,7 @@ class LMEval(PeriodicEvaluation):
         """
         if shards_weights(trainer):
             raise ValueError(
-                f"LMEval needs whole weights on every process, and {type(trainer.strategy).__name__} shards them; use ddp, "
+                f"LMEval needs complete weights on every process, and {type(trainer.strategy).__name__} shards them; use ddp, "
                 "or score the checkpoint with mhla-lm-eval"
             )
         self._load_tasks()

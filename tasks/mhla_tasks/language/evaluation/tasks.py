@@ -40,7 +40,7 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
     root = Path(folder).resolve()
     if not root.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder; it must hold data sets under their names on the hub (cais/mmlu)"
+            f"{folder} is not a folder; it must hold data sets under their names on the hub (cais/mmlu)"
         )
     original = datasets.load_dataset  # lm-eval's tasks load their data through this function
 
@@ -54,8 +54,8 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
             return original(path, *args, **options)
         except Exception as error:
             raise FileNotFoundError(
-                f"the data set {path} is not at {local_copy}, nor to be had from the hub ({type(error).__name__}); put a copy "
-                "there, or leave the task out"
+                f"the data set {path} is neither at {local_copy} nor available from the hub ({type(error).__name__}); put "
+                "a copy there, or leave the task out"
             ) from error
 
     datasets.load_dataset = load
