@@ -149,15 +149,15 @@ def load_weights(model: Any, path: str, host: Host) -> None:
     for name in resized:
         carried = mixing[name].carried("weight", state[name], blocks)
         state[name] = state[name] if carried is None else carried
-    wrong = [
+    mismatched = [
         f"{n} {list(t.shape)} for {list(model_state[n].shape)}"
         for n, t in state.items()
         if n in model_state and t.shape != model_state[n].shape
     ]
-    foreign = sorted(set(state) - set(model_state))
-    if wrong or foreign:
+    unexpected = sorted(set(state) - set(model_state))
+    if mismatched or unexpected:
         raise ValueError(
-            f"the weights of {path} have different shapes or attention: {'; '.join([*wrong, *foreign][:3])}; set "
+            f"the weights of {path} have different shapes or attention: {'; '.join([*mismatched, *unexpected][:3])}; set "
             "transformer, attention and layer_kinds as in their training"
         )
     added = [name for name in model_state if name not in state]

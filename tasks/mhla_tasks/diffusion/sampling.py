@@ -128,9 +128,9 @@ def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
     """
     sampler = config.sampler or process.samplers[0]
     process.check_sampler(sampler)
-    least = 2 if sampler == "ddpm" else 1
-    if not least <= config.steps <= TIMESTEPS:
-        raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {least} and {TIMESTEPS:,}")
+    minimum = 2 if sampler == "ddpm" else 1
+    if not minimum <= config.steps <= TIMESTEPS:
+        raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {minimum} and {TIMESTEPS:,}")
     if config.guidance != 1 and not process.config.label_dropout:
         raise ValueError(
             f"guidance={config.guidance} needs a model that was also trained without labels: process.label_dropout above 0"

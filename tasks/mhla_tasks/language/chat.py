@@ -95,8 +95,8 @@ class Chat:
         """Generate and print the reply to a message, then print the time it took and the memory of the model's state."""
         ids = self.conversation.ask(text)
         limit = longest(self.model)
-        room = self.count if limit is None else min(self.count, limit - len(ids) + 1)
-        if room < 1:
+        reply_limit = self.count if limit is None else min(self.count, limit - len(ids) + 1)
+        if reply_limit < 1:
             self.conversation.take_back()
             self.cache = None
             _note(
@@ -106,7 +106,7 @@ class Chat:
         streamer, start = TextPrinter(self.tokenizer, skip_prompt=True), time.perf_counter()
         stops = self._stops()
         try:
-            self._generate(ids, room, stops, streamer)
+            self._generate(ids, reply_limit, stops, streamer)
         except KeyboardInterrupt:
             self.cache = None  # the state may be ahead of the conversation or behind it
             streamer.end()
@@ -117,7 +117,7 @@ class Chat:
         total = len(self.conversation.ids)
         _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{state_size}")
 
-    def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
+    def _generate(self, ids: list[int], reply_limit: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
         if self.cache is not None:
             # The state can only be continued by a longer conversation that begins with the tokens it has seen. A template may
@@ -130,7 +130,7 @@ class Chat:
             attention_mask=torch.ones_like(rows),
             past_key_values=self.cache,
             streamer=streamer,
-            max_new_tokens=room,
+            max_new_tokens=reply_limit,
             eos_token_id=stops or None,
             pad_token_id=pad_token(self.tokenizer),
             return_dict_in_generate=True,

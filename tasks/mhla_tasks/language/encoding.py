@@ -141,10 +141,12 @@ def _text_only(tokenizer: PreTrainedTokenizerFast, control: dict[int, str]) -> T
         for index in control.keys() & set(range(len(model["vocab"]))):
             model["vocab"][index][0] = ""  # the indices of other pieces stay the same, and no text contains this one
     else:
-        gone = {token for token, index in model["vocab"].items() if index in control} - {model.get("unk_token")}
-        model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in gone}
+        removed_tokens = {token for token, index in model["vocab"].items() if index in control} - {
+            model.get("unk_token")
+        }
+        model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in removed_tokens}
         if "merges" in model:
-            model["merges"] = [pair for pair in model["merges"] if gone.isdisjoint([*pair, "".join(pair)])]
+            model["merges"] = [pair for pair in model["merges"] if removed_tokens.isdisjoint([*pair, "".join(pair)])]
     return Tokenizer.from_str(json.dumps(state))
 
 
@@ -163,5 +165,5 @@ def _failures(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:
-    where = getattr(tokenizer, "name_or_path", "")
-    return f"the tokenizer {type(tokenizer).__name__}" + (f" ({where})" if where else "")
+    location = getattr(tokenizer, "name_or_path", "")
+    return f"the tokenizer {type(tokenizer).__name__}" + (f" ({location})" if location else "")

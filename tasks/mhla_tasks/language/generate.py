@@ -33,15 +33,15 @@ def continue_prompts(
     """
     set_seed(seed)
     model, tokenizer = load_model(path)
-    where = process_device(device)
-    model = model.to(where)
+    torch_device = process_device(device)
+    model = model.to(torch_device)
     for text in _prompts(prompt):
-        ids, mask = (x.to(where) for x in left_padded(tokenizer, [text], bool(sampling.get("control_tokens"))))
-        new = count
-        if new is None:
+        ids, mask = (x.to(torch_device) for x in left_padded(tokenizer, [text], bool(sampling.get("control_tokens"))))
+        new_tokens = count
+        if new_tokens is None:
             limit = longest(model)
-            new = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1]))
-        options = GenerationOptions(new, **sampling).for_generate()
+            new_tokens = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1]))
+        options = GenerationOptions(new_tokens, **sampling).for_generate()
         streamer = TextPrinter(tokenizer, skip_prompt=False)
         model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
 

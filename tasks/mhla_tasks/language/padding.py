@@ -28,9 +28,9 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
     """
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"the prompt is empty: tokens have shape {list(tokens.shape)}; give at least one token")
-    least, most = (int(x) for x in tokens.aminmax())
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
+    smallest, largest = (int(x) for x in tokens.aminmax())
+    if smallest < 0 or largest >= vocabulary:
+        wrong = smallest if smallest < 0 else largest
         raise ValueError(
             f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of a "
             "different model"

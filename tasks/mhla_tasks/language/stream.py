@@ -164,13 +164,13 @@ class _Pack:
             missing += missing_after - missing_before
             position += part.left
         # Drop the documents that are used up; ``context`` tokens are used, not ``context + 1``.
-        left = context
-        while left >= self.parts[0].left:
-            left -= self.parts.pop(0).left
+        remaining = context
+        while remaining >= self.parts[0].left:
+            remaining -= self.parts.pop(0).left
         part = self.parts[0]
-        self.parts[0] = part._replace(used=part.used + left)
+        self.parts[0] = part._replace(used=part.used + remaining)
         self.size -= context
-        return _Window(tokens, first, RowPosition(part.document, part.used + left), missing)
+        return _Window(tokens, first, RowPosition(part.document, part.used + remaining), missing)
 
 
 class StreamLoader:

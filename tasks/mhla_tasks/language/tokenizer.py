@@ -166,6 +166,6 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     state = json.loads(backend.to_str())
-    for passing in ("padding", "truncation"):  # these depend on the last call, not on the tokenizer
-        state.pop(passing, None)
+    for transient in ("padding", "truncation"):  # these depend on the last call, not on the tokenizer
+        state.pop(transient, None)
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

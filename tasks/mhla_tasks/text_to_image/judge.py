@@ -74,8 +74,8 @@ def find_digits(pixels: Tensor) -> list[Found]:
     """Find and classify the digits in a picture ``[3, H, W]`` uint8."""
     from scipy import ndimage
 
-    light = pixels.amax(0).numpy() > DARK
-    areas, count = ndimage.label(light, structure=np.ones((3, 3)))
+    bright = pixels.amax(0).numpy() > DARK
+    areas, count = ndimage.label(bright, structure=np.ones((3, 3)))
     boxes = ndimage.find_objects(areas)
     properties, images = [], []
     palette = torch.tensor(list(COLOURS.values()))
@@ -109,7 +109,7 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
         ValueError: if the caption does not describe a scene of digits.
     """
     scene, digits = parse_caption(caption), find_digits(pixels)
-    right = {
+    correct = {
         "digit": sorted(digit.label for digit in digits) == sorted(label for label, _ in scene.shown),
         "colour": sorted(digit.colour for digit in digits) == sorted(colour for _, colour in scene.shown),
         "count": len(digits) == scene.count,
@@ -117,8 +117,8 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
     if scene.relation is not None:
         places = {digit.colour: digit for digit in digits}
         first, second = (places.get(colour) for _, colour in scene.shown)
-        right["relation"] = len(digits) == 2 and _stand(scene.relation, first, second)
-    return right
+        correct["relation"] = len(digits) == 2 and _stand(scene.relation, first, second)
+    return correct
 
 
 def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:

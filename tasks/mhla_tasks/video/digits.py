@@ -43,16 +43,17 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
     """
     clip, side = torch.full((1, frames, height, width), -1.0), digit.shape[-1]
     down, right = MOVES[move]
-    rooms = (height - side, width - side)
-    travel = [min(frames - 1, room) * abs(way) for room, way in zip(rooms, (down, right), strict=True)]
+    spaces = (height - side, width - side)
+    travel = [min(frames - 1, space) * abs(direction) for space, direction in zip(spaces, (down, right), strict=True)]
     starts = [
-        int(torch.randint(room - far + 1, (), generator=generator)) + (far if way < 0 else 0)
-        for room, far, way in zip(rooms, travel, (down, right), strict=True)
+        int(torch.randint(space - distance + 1, (), generator=generator)) + (distance if direction < 0 else 0)
+        for space, distance, direction in zip(spaces, travel, (down, right), strict=True)
     ]
     for frame in range(frames):
-        share = frame / max(frames - 1, 1)
+        progress = frame / max(frames - 1, 1)
         top, left = (
-            start + way * round(far * share) for start, way, far in zip(starts, (down, right), travel, strict=True)
+            start + direction * round(distance * progress)
+            for start, direction, distance in zip(starts, (down, right), travel, strict=True)
         )
         clip[:, frame, top : top + side, left : left + side] = digit * 2 - 1
     return clip

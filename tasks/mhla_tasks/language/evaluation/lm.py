@@ -151,14 +151,14 @@ class MHLALM(HFLM):
         return ids, mask
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
-        room = self.max_length + 1  # the last token of the continuation is a target, not an input
+        window = self.max_length + 1  # the last token of the continuation is a target, not an input
         shortened = []
         for key, context, continuation in requests:
-            left = room - len(continuation)
+            context_limit = window - len(continuation)
             if key is not None:
-                self._note([key[0]], [len(context)], left)
-            cut = self.cut == "middle" and len(context) > left > 0
-            shortened.append((key, cut_middle(context, left) if cut else context, continuation))
+                self._note([key[0]], [len(context)], context_limit)
+            cut = self.cut == "middle" and len(context) > context_limit > 0
+            shortened.append((key, cut_middle(context, context_limit) if cut else context, continuation))
         return super()._loglikelihood_tokens(shortened, *args, **options)
 
     def _note(self, strings: list[str], lengths: list[int], limit: int | None) -> None:
