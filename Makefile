@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test thorough check fuzz hosts mutate lint docs constraints resources gpu image clean
+.PHONY: help demo test thorough check fuzz hosts mutate mutants lint docs constraints resources gpu image clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -34,6 +34,10 @@ check: lint  ## lint, and the tests that start no process and take less than a m
 
 mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time, and check that the tests notice (resumes)
 	$(BIN)/python tests/mutate.py
+
+mutants: .venv/test-installed  ## break the product in 150 random places; nine in ten must be noticed (hours; resumes)
+	test -f .mutations/random/coverage.sqlite || $(BIN)/python tests/random_mutants.py record
+	$(BIN)/python tests/random_mutants.py run
 
 hosts: .venv/test-installed  ## run the test suites of transformers, peft, timm and diffusers on our models (ARGS=...)
 	$(BIN)/python tests/hosts/run.py $(ARGS)

@@ -32,6 +32,12 @@ LIBRARIES = ("lightning.pytorch.loggers", "lightning.pytorch.callbacks", "transf
 """Beside those that the product names: what configurations and tests name."""
 
 
+def _of_test() -> dict[str, str]:
+    """Environment variables of the present test that its processes inherit."""
+    names = ("PYTEST_CURRENT_TEST", "COVERAGE_PROCESS_START")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 class Child:
     """A process that was started and not waited for, with the methods of :class:`subprocess.Popen` that tests need."""
 
@@ -98,7 +104,7 @@ class ForkServer:
         place.write_bytes(b"")
         asked = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(place),
-            "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
+            "environment": _of_test() | environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
         }  # fmt: skip
         status = self._ask(asked)
         text = place.read_text(errors="replace")
@@ -116,7 +122,7 @@ class ForkServer:
         """``python -m module arguments`` (or ``-c``, as :meth:`program`), which goes on by itself; ``output`` grows."""
         asked = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
-            "environment": environment, "kill_at": None, "kill_after_save": None, "processes": 0,
+            "environment": _of_test() | environment, "kill_at": None, "kill_after_save": None, "processes": 0,
         }  # fmt: skip
         output.touch()
         return Child(self, self._ask(asked))
@@ -189,6 +195,12 @@ def _child(asked: dict[str, Any]) -> None:
         _kill_after_save(asked["kill_after_save"])
     sys.path[:0] = [str(Path.cwd())]
     module, arguments = asked["module"], asked["arguments"]
+    recording = None
+    if "COVERAGE_PROCESS_START" in os.environ:  # set by tests/record_coverage.py
+        import coverage
+
+        recording = coverage.Coverage(config_file=os.environ["COVERAGE_PROCESS_START"])
+        recording.start()
     status = 1
     try:
         if module == "-c":
@@ -212,6 +224,9 @@ def _child(asked: dict[str, Any]) -> None:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        if recording is not None:  # os._exit would lose it
+            recording.stop()
+            recording.save()
         os._exit(status)
 
 

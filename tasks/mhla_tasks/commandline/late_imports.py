@@ -33,6 +33,7 @@ LATE: dict[str, dict[str, str]] = {
     "torchmetrics.classification": {"MulticlassAccuracy": "accuracy"},
     "timm": {},
     "torchvision.datasets": {},
+    "torchvision.models": {},
 }
 """For each deferred package, the names that are available without executing it, with the module that defines each."""
 

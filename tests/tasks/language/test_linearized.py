@@ -12,6 +12,7 @@ from mhla_tasks.language import LanguageModel, LinearizedModel
 from mhla_tasks.language.export import load_checkpoint
 from mhla_tasks.language.linearized import load_source, source_network
 from mhla_tasks.language.networks import build_network
+from processes import fork_server
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -31,13 +32,38 @@ NETWORK: dict[str, Any] = {
 WINDOW = AttentionConfig(kind="mhla_window", block_size=8, mixing="exponential", feature_map="learned")
 
 
+PROCESS = """
+import os, sys
+from pathlib import Path
+import torch
+sys.path.append(sys.argv[3])
+from test_linearized import fit, linearized
+from lightning_mhla.training.linearize import TransferOptions
+torch.manual_seed(0)
+model = linearized(sys.argv[1], distillation=TransferOptions(layer_steps=2))
+strategy = {"strategy": "ddp_find_unused_parameters_true", "devices": 2, "use_distributed_sampler": False}
+fit(model, 4, Path(sys.argv[2]), ranks=(int(os.environ["RANK"]),), **strategy)
+"""
+
+
 class Patterns(LightningDataModule):
-    """Rows of tokens that count up from a drawn start."""
+    """Rows of tokens that count up from a drawn start, in batches of 8.
+
+    Args:
+        ranks: ranks whose batches this process reads in turn, of two processes that share the rows; none for one process.
+    """
+
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.ranks = ranks
 
     def train_dataloader(self) -> Any:
         starts = torch.randint(40, (400, 1), generator=torch.Generator().manual_seed(0))
-        rows = (starts + torch.arange(49)) % 40
-        return DataLoader([{"tokens": row} for row in rows], batch_size=8)
+        samples = [{"tokens": row} for row in (starts + torch.arange(49)) % 40]
+        if not self.ranks:
+            return DataLoader(samples, batch_size=8)
+        batches = [range(start + rank, start + 16, 2) for start in range(0, 400, 16) for rank in self.ranks]
+        return DataLoader(samples, batch_sampler=batches)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +83,13 @@ def linearized(source: Path, **options: Any) -> LinearizedModel:
     return LinearizedModel(str(source), WINDOW, context=48, optimizer=OptimizerConfig(lr=0.01), **options)
 
 
-def fit(model: Any, steps: int, folder: Path) -> Path:
+def fit(model: Any, steps: int, folder: Path, ranks: tuple[int, ...] = (), **options: Any) -> Path:
     """Train, and the path of a checkpoint."""
     trainer = Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(model, Patterns())
+    trainer.fit(model, Patterns(ranks))
     trainer.save_checkpoint(folder / "last.ckpt")
     return folder / "last.ckpt"
 
@@ -86,6 +112,29 @@ def test_the_first_steps_train_what_the_swap_added_and_the_rest_the_model(source
     assert not any(
         torch.equal(tensor, again.network.state_dict()[name]) for name, tensor in original.items() if "proj" in name
     )
+
+
+def test_two_processes_match_layers_as_one_does(source: Path, tmp_path: Path) -> None:
+    status, output = fork_server().program(
+        PROCESS,
+        *(source, tmp_path / "two", Path(__file__).parents[1]),
+        processes=2,
+        PATH_OF_TESTS=str(Path(__file__).parent),
+    )
+    assert status == 0, output
+    torch.manual_seed(0)
+    model = linearized(source, distillation=TransferOptions(layer_steps=2))
+    one = fit(model, 4, tmp_path / "one", ranks=(0, 1), accumulate_grad_batches=2)
+    expected, learned = (torch.load(path, weights_only=True) for path in (one, tmp_path / "two/last.ckpt"))
+    assert learned["global_step"] == 4
+    for name, tensor in expected["state_dict"].items():
+        torch.testing.assert_close(
+            learned["state_dict"][name],
+            tensor,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
 
 
 @pytest.mark.parametrize("train", ["new", "attention", "lora"])
