@@ -45,9 +45,10 @@ hosts: .venv/test-installed  ## run the test suites of transformers, peft, timm 
 fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, different ones in every run
 	FUZZ=50 $(BIN)/python -m pytest -n 2 --timeout 0 -m fuzz
 
-lint: .venv/test-installed  ## ruff, mypy, and the import contracts
+lint: .venv/test-installed  ## ruff, the word list for prose, mypy, and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/prose.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,4 +1,4 @@
-"""The command line from a checkout: ``python cli.py fit --config ...``, the same as ``lightning fit --config ...``."""
+"""Command line for a checkout: ``python cli.py fit --config ...`` does the same as ``lightning fit --config ...``."""
 
 from mhla_tasks.commandline.main import main
 

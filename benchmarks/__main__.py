@@ -11,17 +11,17 @@ from benchmarks import BENCHMARKS
 
 
 def main() -> int | None:
-    """List the benchmarks, or run the one that the first argument names, and return the exit status."""
+    """List all benchmarks, or run the one that the first argument names, and return its exit status."""
     name, *options = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         width = max(map(len, BENCHMARKS))
         print("usage: lightning bench NAME [options]\n")
-        for known, summary in BENCHMARKS.items():
-            print(f"  {known:<{width}}  {summary}")
+        for benchmark, summary in BENCHMARKS.items():
+            print(f"  {benchmark:<{width}}  {summary}")
         return 0
     if name not in BENCHMARKS:
         sys.stderr.write(
-            f"error: no benchmark {harmless(name)}; there are {', '.join(BENCHMARKS)}\nhelp: lightning bench\n"
+            f"error: {harmless(name)} is not a benchmark; the benchmarks are {', '.join(BENCHMARKS)}\nhelp: lightning bench\n"
         )
         return 2
     sys.argv = [f"lightning bench {name}", *options]  # the benchmark's parser takes its name from there

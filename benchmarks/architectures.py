@@ -53,25 +53,25 @@ def network(model: str, kind: str, pixels: int) -> nn.Module:
 
 
 def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw random inputs for a model of :func:`network`."""
+    """Draw random inputs for a model that :func:`network` has built."""
     if model.startswith("VLT"):
         return (torch.randn(images, 3, pixels, pixels, device=device),)
     times, labels = (torch.zeros(images, device=device, dtype=dtype) for dtype in (torch.float32, torch.int64))
     return torch.randn(images, 4, pixels // 8, pixels // 8, device=device), times, labels
 
 
-def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass."""
+def step(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
+    """Return a function that runs a forward and backward pass of a model on the given inputs."""
 
     def once() -> None:
-        module(*given).square().mean().backward()
+        module(*tensors).square().mean().backward()
         module.zero_grad(set_to_none=False)
 
     return once
 
 
 def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
-    """Count the parameters, and the multiply-adds of a forward pass for one image, in billions."""
+    """Count a model's parameters, and the billions of multiply-adds in its forward pass for one image."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         module = network(model, kind, pixels).eval()
         module(*inputs(model, pixels, 1, torch.device("meta")))
@@ -81,30 +81,30 @@ def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
 
 
 def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure a forward and backward pass, in milliseconds per image."""
+    """Measure the milliseconds per image of a forward and backward pass of one model."""
     torch.manual_seed(0)
     module = network(model, kind, pixels).to(device)
-    taken = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
-    return {"images": images, "milliseconds": taken / images}
+    elapsed = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
+    return {"images": images, "milliseconds": elapsed / images}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format rows as Markdown: a line for each kind, a column for each size, and the growth per pixel."""
+    """Format the results as a Markdown table: a line for each kind, a column for each size, and the growth per pixel."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        sizes = sorted({row["pixels"] for row in own})
-        growths = {name: title for name, title in GROWTHS.items() if len(sizes) > 1 and name in own[0]}
+        model_rows = [row for row in rows if row["model"] == model]
+        sizes = sorted({row["pixels"] for row in model_rows})
+        growths = {name: title for name, title in GROWTHS.items() if len(sizes) > 1 and name in model_rows[0]}
         lines = []
-        for kind in dict.fromkeys(row["kind"] for row in own):
-            found = {row["pixels"]: row for row in own if row["kind"] == kind}
-            parameters = f"{found[sizes[0]]['parameters'] / 1e6:.2f}M"
+        for kind in dict.fromkeys(row["kind"] for row in model_rows):
+            row_by_size = {row["pixels"]: row for row in model_rows if row["kind"] == kind}
+            parameters = f"{row_by_size[sizes[0]]['parameters'] / 1e6:.2f}M"
             lines.append(
                 [
                     f"`{kind}`",
                     parameters,
-                    *(cell(found[size]) for size in sizes),
-                    *(growth(found, name) for name in growths),
+                    *(cell(row_by_size[size]) for size in sizes),
+                    *(growth(row_by_size, name) for name in growths),
                 ]
             )
         header = [model, "parameters", *(f"{size:,} pixels" for size in sizes), *growths.values()]
@@ -113,30 +113,36 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Format the time, if measured, and billions of multiply-adds."""
+    """Format a cell of the table: the time, if measured, and billions of multiply-adds."""
     time = f"{row['milliseconds']:.0f} ms, " if "milliseconds" in row else ""
     return f"{time}{row['gmacs']:.2f}G"
 
 
 GROWTHS = {"milliseconds": "time over pixels", "gmacs": "operations over pixels"}
-"""Figures whose growth with the image size is shown, each with the title of its column."""
+"""Names of the figures whose growth with the image size is shown, each with the title of its column."""
 
 
-def growth(found: dict[int, dict[str, Any]], name: str) -> str:
+def growth(row_by_size: dict[int, dict[str, Any]], name: str) -> str:
     """Format the ratio of a figure per pixel at the largest size to that at the smallest."""
-    small, large = min(found), max(found)
-    return f"{found[large][name] / found[small][name] / (large / small) ** 2:.2f}"
+    small, large = min(row_by_size), max(row_by_size)
+    return f"{row_by_size[large][name] / row_by_size[small][name] / (large / small) ** 2:.2f}"
 
 
 def main() -> None:
-    """Measure or count every combination, print a table, and write JSON."""
+    """Measure every combination of model, image size and kind of attention, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["VLT-T", "DiG-S/2"])
-    parser.add_argument("--pixels", nargs="+", type=int, help="by default those of the models")
-    parser.add_argument("--images", type=int, default=1, help="images at once (default: 1)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement, roughly (default: 5)")
-    parser.add_argument("--count", action="store_true", help="count parameters and operations, and measure no time")
+    parser.add_argument(
+        "--pixels", nargs="+", type=int, help="sizes of images in pixels (default: those of the models)"
+    )
+    parser.add_argument("--images", type=int, default=1, help="batch size (default: 1)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="approximate duration of each measurement in seconds (default: 5)"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="only count parameters and operations; do not measure times"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     args = parser.parse_args()
     device = torch.device("meta" if args.count else args.device)

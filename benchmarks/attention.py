@@ -41,11 +41,14 @@ TERMS = 4
 """Number of terms of the exponential mixing that is measured."""
 
 LONGEST_LOOP = 128
-"""Largest number of blocks for which Python loops are measured on a GPU; their time grows with its square."""
+"""Largest number of blocks for which Python loops are measured on a GPU. Their time grows with the square of this number."""
 
 
 def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Path | None) -> dict[str, Method]:
-    """Return the methods by name, each as a call and the tensors by which it is differentiated."""
+    """Return the implementations of attention to compare, by name.
+
+    Each is a function without arguments, together with the tensors for which the backward pass computes gradients.
+    """
     q, k, v, mixing = inputs(shape, device, dtype)
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": shape.normalized}
     leaves = [q, k, v, mixing]
@@ -53,43 +56,47 @@ def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Pa
     def ours(form: str) -> Callable[[], Tensor]:
         return lambda: mhla_attention(q, k, v, mixing, form=form, **options)  # type: ignore[arg-type]
 
-    found: dict[str, Method] = {"auto": (ours("auto"), leaves), "chunked": (ours("chunked"), leaves)}
+    methods_by_name: dict[str, Method] = {"auto": (ours("auto"), leaves), "chunked": (ours("chunked"), leaves)}
     if shape.tokens <= 4096:
-        found["parallel"] = (ours("parallel"), leaves)
+        methods_by_name["parallel"] = (ours("parallel"), leaves)
     if shape.causal:
         amplitude, decay = (torch.rand(TERMS, device=device).requires_grad_() for _ in range(2))
         exponential = ExponentialMixing(amplitude, decay)
-        found["exponential"] = (
+        methods_by_name["exponential"] = (
             lambda: mhla_attention(q, k, v, exponential, form="chunked", **options),
             [q, k, v, exponential.amplitude, exponential.decay],
         )
         linear = flash_linear_attention() if device.type == "cuda" else None
         if linear is not None:
-            found["fla"] = (lambda: linear(q, k, v), leaves[:3])
+            methods_by_name["fla"] = (lambda: linear(q, k, v), leaves[:3])
         if device.type == "cpu" or shape.blocks <= LONGEST_LOOP:
-            found["loop"] = (lambda: loop_over_blocks(q, k, v, mixing, shape.block), leaves)
+            methods_by_name["loop"] = (lambda: loop_over_blocks(q, k, v, mixing, shape.block), leaves)
             if checkout is not None:
                 run = authors(checkout)
-                found["authors"] = (lambda: run(q, k, v, mixing, shape.block), leaves)
+                methods_by_name["authors"] = (lambda: run(q, k, v, mixing, shape.block), leaves)
     heads = shape.heads * shape.value_width // shape.key_width
     size = (shape.batch, heads, shape.tokens, shape.key_width)
     soft = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     backend = softmax_backend(device)
-    found["softmax"] = (lambda: softmax(soft[0], soft[1], soft[2], shape.causal, backend), soft)
-    return found
+    methods_by_name["softmax"] = (lambda: softmax(soft[0], soft[1], soft[2], shape.causal, backend), soft)
+    return methods_by_name
 
 
 def measure(
     shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float, rates: Rates, checkout: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Measure every method on one shape: milliseconds, floors, rates and memory, or the error of a method that fails."""
+    """Measure every implementation of attention on one shape.
+
+    Returns:
+        A row for each implementation: milliseconds, minimal milliseconds (floors), rates and memory, or the error if it fails.
+    """
     rows = []
-    for name, (call, wanted) in methods(shape, device, dtype, checkout).items():
+    for name, (call, leaves) in methods(shape, device, dtype, checkout).items():
         row: dict[str, Any] = {**asdict(shape), "normalize": shape.normalized, "method": name}
         if name == "softmax":
             row["backend"] = getattr(softmax_backend(device), "name", "chosen by torch")
         try:
-            row |= _times(call, wanted, device, seconds)
+            row |= _times(call, leaves, device, seconds)
         except Exception as error:  # the other methods are measured whatever the error
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if name in OURS and device.type == "cuda" and dtype == torch.bfloat16 and "error" not in row:
@@ -99,14 +106,14 @@ def measure(
 
 
 def _times(
-    call: Callable[[], Tensor], wanted: list[Tensor], device: torch.device, seconds: float
+    call: Callable[[], Tensor], leaves: list[Tensor], device: torch.device, seconds: float
 ) -> dict[str, float | int | None]:
     with torch.no_grad():
         forward = milliseconds(call, device, seconds)
         cotangent = torch.randn_like(call())
 
     def both() -> object:
-        return torch.autograd.grad(call(), wanted, cotangent)
+        return torch.autograd.grad(call(), leaves, cotangent)
 
     return {
         "forward_ms": forward,
@@ -116,17 +123,17 @@ def _times(
 
 
 def _against_floor(shape: Shape, row: dict[str, Any], rates: Rates, terms: int | None) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for key, backward in (("forward", False), ("both", True)):
         cost, time = least_cost(shape, rates, backward, terms), row[f"{key}_ms"]
         floor = cost.milliseconds(rates)
-        found |= {f"{key}_floor_ms": floor, f"{key}_over_floor": time / floor}
-        found |= {f"{key}_GBps": cost.bytes / time / 1e6, f"{key}_TFLOPs": cost.operations / time / 1e9}
-    return found
+        figures |= {f"{key}_floor_ms": floor, f"{key}_over_floor": time / floor}
+        figures |= {f"{key}_GBps": cost.bytes / time / 1e6, f"{key}_TFLOPs": cost.operations / time / 1e9}
+    return figures
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each shape and method; ratios are the time of the peer over that of the row."""
+    """Print a row for each shape and implementation. Ratios are the time of the peer over the time of the row."""
     table = Table(title="milliseconds (median), forward | forward + backward; ratio: the peer's time over this row's")
     peers = [peer for peer in PEERS if any(row["method"] == peer for row in rows)]
     titles = ["shape", "method", "ms", "x floor", "GB/s", "TFLOP/s", *(f"{peer} /" for peer in peers), "peak MB"]
@@ -161,21 +168,21 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw the time per token against N, for the causal shapes with the shortest blocks."""
+    """Plot the time per token over the number of tokens N, for the causal shapes with the shortest blocks."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    wanted = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
+    shown = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
     for axis, key, label in zip(axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True):
         for method in ("loop", "authors", "softmax", "fla", "parallel", "chunked", "exponential", "auto"):
             points = [
                 (row["tokens"], 1e3 * row[key] / (row["batch"] * row["tokens"]))
-                for row in wanted
+                for row in shown
                 if row["method"] == method and "error" not in row
             ]
             if points:
                 style = "--" if method == "auto" else "-"
                 axis.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, label=method)
         axis.set(xscale="log", yscale="log", xlabel="tokens N", title=label)
-        axis.set_xticks(sorted({row["tokens"] for row in wanted}))
+        axis.set_xticks(sorted({row["tokens"] for row in shown}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
@@ -191,11 +198,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="lightning bench attention", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")
-    parser.add_argument("--longest", type=int, default=32768, help="leave out shapes of more tokens")
-    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, measured too")
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s that the floor counts with")
-    parser.add_argument("--rate", type=float, default=790, help="TFLOP/s that the floor counts with")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of each measurement in seconds")
+    parser.add_argument("--longest", type=int, default=32768, help="maximum number of tokens of a shape")
+    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, to measure it too")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="bandwidth for the floor, in TB/s")
+    parser.add_argument("--rate", type=float, default=790, help="operations per second for the floor, in TFLOP/s")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for attention-*.json and .png"
     )

@@ -32,7 +32,7 @@ from benchmarks.throughput import SMALL, measure_or_halve
 from lightning_mhla.system.files import write_whole
 
 LEARNING_RATE = 0.1
-"""Factor on the learning rate of a configuration."""
+"""Factor by which the learning rate of a configuration is multiplied."""
 
 
 def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str, Any]:
@@ -42,8 +42,10 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
     words = [f"--model.init_args.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
     words += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={max(1, steps // 2)}"]
     eager, _ = first_losses(config, steps, folder / "eager", start, words)
-    compiled, said = first_losses(config, steps, folder / "compiled", start, [*words, "--model.init_args.compile=true"])
-    counts = re.findall(r"compiled (\d+) graphs in (\d+) s", " ".join(said.split()))
+    compiled, output = first_losses(
+        config, steps, folder / "compiled", start, [*words, "--model.init_args.compile=true"]
+    )
+    counts = re.findall(r"compiled (\d+) graphs in (\d+) s", " ".join(output.split()))
     return {
         "config": config,
         "steps": steps,
@@ -58,14 +60,14 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
 
 
 def step_times(config: str, runs: int) -> dict[str, Any]:
-    """Measure ``runs`` runs: milliseconds of a step, and seconds of the first step, both sorted."""
-    found: dict[str, Any] = {}
+    """Measure milliseconds per step, and seconds of the first step, in several runs of a configuration. Both are sorted."""
+    figures: dict[str, Any] = {}
     for compiled in (False, True):
         rows = [measure_or_halve(config, SMALL.get(config, 16), compiled, 12) for _ in range(runs)]
         name = "compiled" if compiled else "eager"
-        found[f"{name}_ms"] = sorted(1e3 * row["seconds"] for row in rows)
-        found[f"{name}_first_seconds"] = sorted(row["first_step_seconds"] for row in rows)
-    return found
+        figures[f"{name}_ms"] = sorted(1e3 * row["seconds"] for row in rows)
+        figures[f"{name}_first_seconds"] = sorted(row["first_step_seconds"] for row in rows)
+    return figures
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
@@ -74,7 +76,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
     def text(values: list[float]) -> str:
         return f"{median(values):.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
 
-    table = Table(title="graphs of a fit of 50 steps; losses; milliseconds of a step, median (least .. most)")
+    table = Table(title="graphs of a fit of 50 steps; losses; milliseconds of a step, median (minimum .. maximum)")
     for title in ("configuration", "graphs", "later", "loss", "differs by", "eager", "compiled", "first step, s"):
         table.add_column(title, justify="left" if title == "configuration" else "right")
     for row in rows:
@@ -91,19 +93,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="lightning bench compilation", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="number of runs for the step times")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", default="", help="configurations whose path contains this")
+    parser.add_argument("--only", default="", help="only configurations whose path contains this text")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for compilation-cpu.json")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for config, before in CONFIGS.items():
+        for config, pretraining in CONFIGS.items():
             if args.only not in config:
                 continue
             start = None
-            if before is not None:
-                start = Path(scratch) / before / "eager/run"
+            if pretraining is not None:
+                start = Path(scratch) / pretraining / "eager/run"
                 if not start.exists():
-                    first_losses(before, args.steps, Path(scratch) / before / "eager", None)
+                    first_losses(pretraining, args.steps, Path(scratch) / pretraining / "eager", None)
             rows.append(fits(config, args.steps, Path(scratch) / config, start) | step_times(config, args.runs))
             content = {"machine": describe(torch.device("cpu")), "rows": rows}
             write_whole(args.out / "compilation-cpu.json", json.dumps(content, indent=1) + "\n")

@@ -40,7 +40,7 @@ IMAGES = [
 
 
 def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> float:
-    """Measure the median milliseconds of forward + backward, in bfloat16 on a GPU and float32 on a CPU."""
+    """Measure the median milliseconds of a form's forward and backward pass, in bfloat16 on a GPU and float32 on a CPU."""
     q, k, v, mixing = inputs(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     cotangent = torch.ones_like(v)
 
@@ -61,7 +61,7 @@ def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> fl
 
 
 def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, console: Console) -> Table:
-    """Tabulate the times of both forms, the form that ``auto`` chooses, and the time lost by that choice."""
+    """Tabulate, for each shape, the times of both forms, the choice of ``form="auto"``, and the time that it loses."""
     table = Table(title="forward + backward, milliseconds (median)")
     for title in ("shape", "parallel", "chunked", "auto picks", "loses"):
         table.add_column(title, justify="left" if title == "shape" else "right")
@@ -81,16 +81,16 @@ def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, con
 
 
 def compare_tiles(seconds: float, console: Console) -> Table:
-    """Tabulate the time of the chunked form in PyTorch by the size of its tile."""
+    """Tabulate the time of the chunked form in PyTorch for different tile sizes."""
     table = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
     for title in ("tile", "C=256", "C=1024", "C=4096"):
         table.add_column(title, justify="right")
-    kept, cpu = chunked.TILE, torch.device("cpu")
+    original_tile, cpu = chunked.TILE, torch.device("cpu")
     for tile in track((32, 64, 128, 256), "measuring tiles", console=console, transient=True):
         chunked.TILE = tile
         times = [both_ms(Shape("", 1, 4, 4096, c, 128, 256, True), "chunked", cpu, seconds) for c in (256, 1024, 4096)]
         table.add_row(str(tile), *(f"{time:.0f}" for time in times))
-    chunked.TILE = kept
+    chunked.TILE = original_tile
     return table
 
 
@@ -98,15 +98,20 @@ def main() -> None:
     """Measure the forms and, on a CPU, the tiles, and print the tables."""
     parser = argparse.ArgumentParser(prog="lightning bench forms", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.25, help="for each time, roughly (default: 0.25)")
-    parser.add_argument("--longest", type=int, default=8192, help="most tokens of a shape (default: 8192)")
-    asked = parser.parse_args()
-    device, console = torch.device(asked.device), Console(width=110)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.25,
+        help="approximate duration of each measurement in seconds (default: 0.25)",
+    )
+    parser.add_argument("--longest", type=int, default=8192, help="maximum number of tokens of a shape (default: 8192)")
+    args = parser.parse_args()
+    device, console = torch.device(args.device), Console(width=110)
     shapes = MODELS + LENGTHS if device.type == "cuda" else LANGUAGE + IMAGES
-    shapes = [shape for shape in shapes if shape.tokens <= asked.longest]
-    console.print(compare_forms(shapes, device, asked.seconds, console))
-    if device.type == "cpu" and asked.longest >= 4096:
-        console.print(compare_tiles(asked.seconds, console))
+    shapes = [shape for shape in shapes if shape.tokens <= args.longest]
+    console.print(compare_forms(shapes, device, args.seconds, console))
+    if device.type == "cpu" and args.longest >= 4096:
+        console.print(compare_tiles(args.seconds, console))
     console.print(", ".join(f"{key} {value}" for key, value in describe(device).items()))
 
 

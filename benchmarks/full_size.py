@@ -31,16 +31,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class FullSize:
-    """A model, its variants of attention, and its inputs.
+    """Model at full size that is measured with several variants of attention.
 
     Args:
-        variants: kinds of the layers by the name of the variant, repeated to the depth. Others are compared with the first.
+        variants: kinds of attention of the layers, repeated to the depth, by the name of the variant. The first variant is the
+            reference for the others.
         layers: number of blocks of the model.
         build: function that builds the model on the default device, from the kinds of the layers and the number of blocks.
-        inputs: function that makes one sample on a device.
+        inputs: function that draws one random sample on a device.
         call: function that applies the model to a sample.
         layer: function that returns the attention of the last layer.
-        tracked: numbers of blocks of the models that the memory tracker follows; its own time grows with their square.
+        tracked: depths (numbers of blocks) at which memory is tracked; the time that tracking takes grows with their square.
     """
 
     variants: Mapping[str, list[str]]
@@ -53,7 +54,7 @@ class FullSize:
 
 
 def count(case: FullSize, kinds: list[str]) -> Row:
-    """Count parameters, and floating-point operations of a forward pass (two for each multiply-add)."""
+    """Count the parameters of a model, and the floating-point operations of its forward pass (two for each multiply-add)."""
     with torch.device("meta"):
         model = case.build(kinds, case.layers)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -62,17 +63,17 @@ def count(case: FullSize, kinds: list[str]) -> Row:
 
 
 def track(case: FullSize, kinds: list[str], layers: int) -> int:
-    """Track the peak bytes of training steps of a model with ``layers`` blocks."""
+    """Track the memory of training steps of a model with ``layers`` blocks, and return the peak in bytes."""
     with FakeTensorMode():
         model = case.build(kinds, layers).train()
         model.enable_gradient_checkpointing()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        given = case.inputs("cpu")
+        sample = case.inputs("cpu")
         tracker = MemTracker()
-        tracker.track_external(model, optimizer, *given)
+        tracker.track_external(model, optimizer, *sample)
         with tracker:
             for _ in range(2):  # the state of the optimizer exists from the second step on
-                training_step(case, model, given, "cpu")
+                training_step(case, model, sample, "cpu")
                 optimizer.step()
                 optimizer.zero_grad()
                 tracker.reset_mod_stats()
@@ -81,7 +82,7 @@ def track(case: FullSize, kinds: list[str], layers: int) -> int:
 
 
 def peak_memory(case: FullSize, kinds: list[str]) -> Row:
-    """Return the peak bytes of a training step, extrapolated from the depths ``case.tracked`` for deeper models.
+    """Return the peak memory of a training step in bytes, extrapolated from smaller depths for deep models.
 
     Raises:
         SystemExit: if memory does not grow linearly with the depth.
@@ -92,7 +93,7 @@ def peak_memory(case: FullSize, kinds: list[str]) -> Row:
     peaks = [track(case, kinds, layers) for layers in tracked]
     step = peaks[2] - peaks[1]
     if abs(step - (peaks[1] - peaks[0])) > 0.005 * step:
-        raise SystemExit(f"error: models of {tracked} blocks take {peaks} bytes, which do not grow evenly")
+        raise SystemExit(f"error: models of {tracked} blocks take {peaks} bytes, which does not grow linearly")
     blocks = tracked[2] - tracked[1]
     return {
         "peak_bytes": peaks[2] + step * (case.layers - tracked[2]) // blocks,
@@ -100,32 +101,32 @@ def peak_memory(case: FullSize, kinds: list[str]) -> Row:
     }
 
 
-def training_step(case: FullSize, model: Any, given: tuple[Tensor, ...], device: str) -> None:
-    """Run forward and backward in bfloat16 autocast on a device type."""
+def training_step(case: FullSize, model: Any, sample: tuple[Tensor, ...], device: str) -> None:
+    """Run a forward and backward pass of a model in bfloat16 autocast on a type of device."""
     with torch.autocast(device, dtype=torch.bfloat16):
-        out = case.call(model, *given)
+        out = case.call(model, *sample)
     out.float().square().mean().backward()
 
 
 def measure(case: FullSize, kinds: list[str]) -> Row:
-    """Measure on a GPU, in milliseconds: attention of the last layer, a forward pass, and a training step."""
+    """Measure a model on the GPU: milliseconds of the last layer's attention, a forward pass, and a training step."""
     with torch.device("cuda"):
         model = case.build(kinds, case.layers)
-    given = case.inputs("cuda")
-    layer, seen = case.layer(model), []
-    hook = layer.register_forward_pre_hook(lambda module, args: seen.append(args))
+    sample = case.inputs("cuda")
+    layer, recorded = case.layer(model), []
+    hook = layer.register_forward_pre_hook(lambda module, args: recorded.append(args))
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        case.call(model, *given)
+        case.call(model, *sample)
         hook.remove()
-        arguments = seen[0]
+        arguments = recorded[0]
         row = {
             "layer_ms": milliseconds(lambda: layer(*arguments)),
-            "forward_ms": milliseconds(lambda: case.call(model, *given)),
+            "forward_ms": milliseconds(lambda: case.call(model, *sample)),
         }
     model.enable_gradient_checkpointing()
 
     def step() -> None:
-        training_step(case, model, given, "cuda")
+        training_step(case, model, sample, "cuda")
         model.zero_grad(set_to_none=True)
 
     torch.cuda.reset_peak_memory_stats()
@@ -147,7 +148,7 @@ def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Format rows as Markdown, each figure with its ratio to that of the first row."""
+    """Format the results as a Markdown table, each figure with its ratio to that of the first row."""
     timed = all("forward_ms" in row for row in rows)
     head = ["attention", "parameters", "forward pass", "training step, peak memory"]
     head += ["layer", "forward pass, time", "training step, time"] if timed else []
@@ -169,7 +170,7 @@ def table(rows: list[Row]) -> str:
 
 
 def run(case: FullSize, name: str, out: Path | None, described: Mapping[str, Any]) -> None:
-    """Count and track every variant, measure it if there is a GPU, print a table, and write JSON.
+    """Count operations and memory of every variant, measure times if there is a GPU, print a table, and write JSON.
 
     Args:
         case: model and its variants.

@@ -2,8 +2,8 @@
 
     lightning bench generation --out benchmarks/results
 
-For each kind of attention, a model with random weights, on which the time does not depend, reads a context and then generates
-greedily. Dense mixing covers the longest context from the start.
+For each kind of attention, a model with random weights reads a context and then generates greedily. The time does not depend
+on the weights. Dense mixing covers the longest context from the start.
 """
 
 from __future__ import annotations
@@ -44,10 +44,17 @@ def build(kind: str, context: int) -> MHLAForCausalLM:
 
 @torch.inference_mode()
 def measure(kind: str, contexts: list[int], steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Measure one kind: milliseconds per token, bytes of the state, and seconds to read the context, for each context.
+    """Measure generation with one kind of attention after contexts of several lengths.
 
-    ``steps`` tokens are generated at each length. It should be a multiple of the block size, so that the cost of opening
-    blocks is counted in proportion.
+    Args:
+        kind: kind of attention.
+        contexts: lengths of the contexts in tokens.
+        steps: number of tokens to generate after each context. It should be a multiple of the block size, so that the cost
+            of opening a block is counted in proportion.
+        device: device of the model.
+
+    Returns:
+        A row for each context: milliseconds per token, bytes of the state, and seconds to read the context.
     """
     model = build(kind, max(contexts) + BLOCK + steps).to(device)
     rows = []
@@ -71,23 +78,23 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
             token.item()
             times.append((time.perf_counter() - begin) * 1e3)
         read += steps
-        each, size = sum(times) / len(times), cache.bytes
+        average, size = sum(times) / len(times), cache.bytes
         rows.append(
             {
                 "kind": kind,
                 "context": context,
-                "milliseconds_per_token": each,
+                "milliseconds_per_token": average,
                 "median_milliseconds": median(times),
                 "state_bytes": size,
                 "read_seconds": spent,
             }
         )
-        print(f"| {kind} | {context:,} | {each:.2f} | {size / 2**20:.2f} |", flush=True)
+        print(f"| {kind} | {context:,} | {average:.2f} | {size / 2**20:.2f} |", flush=True)
     return rows
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw time per token and memory of the state against the context, in two panels."""
+    """Plot time per token and memory of the state over the length of the context, in two panels."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = {"milliseconds_per_token": "ms per token", "state_bytes": "MiB of state"}
     for axis, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
@@ -108,7 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--steps", type=int, default=128, help="tokens generated at each length (default: 128)")
+    parser.add_argument(
+        "--steps", type=int, default=128, help="number of tokens to generate at each length (default: 128)"
+    )
     parser.add_argument("--out", type=Path, help="folder for JSON and picture")
     args = parser.parse_args()
     device = torch.device(args.device)

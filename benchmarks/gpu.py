@@ -38,10 +38,10 @@ GOAL = 2.0
 
 @dataclass(frozen=True)
 class Part:
-    """A program to run.
+    """Program that needs a GPU: a check, a benchmark or a test.
 
     Attributes:
-        command: arguments of ``python`` if the first one is an option, else a complete command.
+        command: arguments for ``python`` if the first one is an option, otherwise a complete command.
         minutes: time limit in minutes.
         keeps: name of the file in the folder of results that receives the standard output; None for no file.
         environment: additional environment variables, as pairs of name and value.
@@ -54,7 +54,7 @@ class Part:
 
 
 def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
-    """Return the parts by name, quick ones first.
+    """Return the programs to run by name, the fastest first.
 
     Args:
         out: folder of the results.
@@ -81,45 +81,55 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
                 5,
             ),
         }  # fmt: skip
-    found = {"doctor": Part(doctor, 4, "doctor.json"), "native": Part(("-m", "benchmarks.native", *to), 8)}
+    parts_by_name = {"doctor": Part(doctor, 4, "doctor.json"), "native": Part(("-m", "benchmarks.native", *to), 8)}
     tests = ("-m", "pytest", "-q", "-n", "4", "--timeout", "0", "tests/kernels")
-    found["tests"] = Part(tests, 12, "tests.txt")
+    parts_by_name["tests"] = Part(tests, 12, "tests.txt")
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer:
         for form in ("parallel", "chunked", "spanning"):
             command = (sanitizer, "--error-exitcode", "1", sys.executable, "-m", "benchmarks.native", "--case", form)
-            found[f"sanitizer {form}"] = Part(
+            parts_by_name[f"sanitizer {form}"] = Part(
                 command, 4, f"sanitizer-{form}.txt", (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
             )
-    found["forms"] = Part(("-m", "benchmarks.forms"), 8, "forms.txt")
+    parts_by_name["forms"] = Part(("-m", "benchmarks.forms"), 8, "forms.txt")
     peers = () if authors is None else ("--authors", str(authors.resolve()))
-    found["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
-    found["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)
-    found["throughput"] = Part(("-m", "benchmarks.throughput", *to), 15)
-    found["generation"] = Part(("-m", "benchmarks.generation", *to), 8)
-    found["models"] = Part(("-m", "benchmarks.models", "--seconds", "3", *to), 12)
-    found["wan"] = Part(("-m", "benchmarks.wan", *to), 10)
-    return found
+    parts_by_name["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
+    parts_by_name["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)
+    parts_by_name["throughput"] = Part(("-m", "benchmarks.throughput", *to), 15)
+    parts_by_name["generation"] = Part(("-m", "benchmarks.generation", *to), 8)
+    parts_by_name["models"] = Part(("-m", "benchmarks.models", "--seconds", "3", *to), 12)
+    parts_by_name["wan"] = Part(("-m", "benchmarks.wan", *to), 10)
+    return parts_by_name
 
 
 def folder_of(device: torch.device) -> str:
-    """Return the name of the device, in a form that suits a folder."""
+    """Return the name of a device in a form that is a valid folder name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
-    """Run a part to its end or its time limit, and return exit status, seconds, date and command."""
+    """Run a program to its end or its time limit.
+
+    Args:
+        name: name of the part.
+        part: program and its limits.
+        out: folder of the results.
+        console: console for progress messages.
+
+    Returns:
+        Exit status, duration in seconds, date and command.
+    """
     words = list(part.command) if not part.command[0].startswith("-") else [sys.executable, *part.command]
     console.print(f"[bold]{name}[/]: {' '.join(words)}", highlight=False, soft_wrap=True)
     start = time.perf_counter()
     log = out / f"{name.replace(' ', '-')}.log"
     environment = {**os.environ, **dict(part.environment)}
-    with log.open("w") as said:
-        stream: Any = subprocess.PIPE if part.keeps else said
+    with log.open("w") as log_file:
+        stream: Any = subprocess.PIPE if part.keeps else log_file
         try:
             done = subprocess.run(
-                words, stdout=stream, stderr=said, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
+                words, stdout=stream, stderr=log_file, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
                 check=False,
             )  # fmt: skip
             status, printed = done.returncode, done.stdout or ""
@@ -148,31 +158,31 @@ def goals(out: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = json.loads(path.read_text())["rows"]
-    found = []
+    goal_rows = []
     for name in dict.fromkeys(row["name"] for row in rows):
         group = {row["method"]: row for row in rows if row["name"] == name and "error" not in row}
         if "both_over_floor" not in group.get("auto", {}):
             continue
-        own = group["auto"]
-        peers = {method: group[method]["both_ms"] / own["both_ms"] for method in group if method in PEERS}
-        found.append(
+        auto = group["auto"]
+        peers = {method: group[method]["both_ms"] / auto["both_ms"] for method in group if method in PEERS}
+        goal_rows.append(
             {
                 "shape": name,
-                **{key: own[key] for key in ("forward_ms", "forward_floor_ms", "both_ms", "both_floor_ms")},
-                "forward_over_floor": own["forward_over_floor"],
-                "both_over_floor": own["both_over_floor"],
-                "met": max(own["forward_over_floor"], own["both_over_floor"]) <= GOAL,
+                **{key: auto[key] for key in ("forward_ms", "forward_floor_ms", "both_ms", "both_floor_ms")},
+                "forward_over_floor": auto["forward_over_floor"],
+                "both_over_floor": auto["both_over_floor"],
+                "met": max(auto["forward_over_floor"], auto["both_over_floor"]) <= GOAL,
                 "times_faster_than": peers,
             }
         )
-    return found
+    return goal_rows
 
 
 PEERS = ("softmax", "fla", "loop", "authors")
 
 
 def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each shape."""
+    """Print a table that compares the operator's times with their goals, with a row for each shape."""
     table = Table(
         title=f"the operator against its floors (goal: at most {GOAL:g} times) and its peers, forward and backward"
     )
@@ -189,16 +199,19 @@ def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Run the missing parts, and exit with status 1 if one failed."""
+    """Run all programs without a result, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="lightning bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
-    parser.add_argument("--again", action="store_true", help="run parts that ended well once more")
-    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, measured too")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts")
+    parser.add_argument("--again", action="store_true", help="also run parts that have already succeeded")
+    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, to measure it too")
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results"), help="its folder CHIP takes the results"
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results"),
+        help="folder for the results, in a subfolder named after the chip",
     )
     args = parser.parse_args()
     console, device = Console(width=150), torch.device(args.device)
@@ -209,11 +222,11 @@ def main() -> None:
     all_parts = parts(out, device.type == "cuda", args.authors)
     unknown = sorted(set(args.only or ()) - set(all_parts))
     if unknown:
-        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(all_parts)}")
+        parser.error(f"unknown parts: {', '.join(unknown)}; the parts are {', '.join(all_parts)}")
     path, machine = out / "parts.json", describe(device)
-    known = json.loads(path.read_text()) if path.exists() else {}
+    previous = json.loads(path.read_text()) if path.exists() else {}
     versions = {**machine, "date": None}
-    done = known.get("parts", {}) if {**known.get("machine", {}), "date": None} == versions else {}
+    done = previous.get("parts", {}) if {**previous.get("machine", {}), "date": None} == versions else {}
     for name in args.only or all_parts:
         if done.get(name, {}).get("status") == 0 and not args.again:
             console.print(f"{name}: done on {done[name]['date']}", highlight=False)

@@ -34,11 +34,11 @@ SIZES = 2
 
 
 class Model(NamedTuple):
-    """A model to compile.
+    """Model of a host library that is compiled with its original and with replaced attention.
 
     Attributes:
         build: function that builds the model.
-        inputs: function from the index of a size, 0 or 1, to keyword arguments of the model.
+        inputs: function that returns keyword arguments of the model for an input size with index 0 or 1.
         attention: configuration of the attention that replaces the original one.
     """
 
@@ -187,7 +187,7 @@ def _built(model: Model, swapped: bool) -> nn.Module:
 
 
 def traced(model: Model, swapped: bool) -> dict[str, Any]:
-    """Count graph breaks, and with ``fullgraph=True`` count graphs and compare outputs at each size."""
+    """Count graph breaks of a compiled model, and with ``fullgraph=True`` count graphs and compare outputs at each size."""
     from torch._dynamo.utils import counters
 
     row: dict[str, Any] = {"graphs": [], "difference": 0.0, "error": None}
@@ -229,7 +229,12 @@ def timed(model: Model, swapped: bool, seconds: float) -> dict[str, float | None
 
 
 def measure(names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Measure each model, original and swapped; without times if ``seconds`` is 0."""
+    """Measure each model with its original and with replaced attention.
+
+    Args:
+        names: names of the models.
+        seconds: duration of each timing in seconds; 0 to measure no times.
+    """
     rows = []
     for name in names:
         for swapped in (False, True):
@@ -244,7 +249,7 @@ def _commit(folder: Path) -> str:
 
 
 def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Run this program with the packages of a different checkout, and return its rows."""
+    """Run this benchmark with the packages of an older checkout, and return its rows."""
     program = Path(__file__).resolve()
     code = f"import runpy, sys; sys.argv = {[str(program), '--rows', ','.join(names), '--seconds', str(seconds)]!r}; "
     code += f"runpy.run_path({str(program)!r}, run_name='__main__')"
@@ -256,8 +261,14 @@ def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[st
     return rows
 
 
-def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each model; ``before`` holds the rows of an older checkout."""
+def print_table(rows: list[dict[str, Any]], older: list[dict[str, Any]], console: Console) -> None:
+    """Print a row for each model, with columns for the results of an older checkout.
+
+    Args:
+        rows: results of this checkout.
+        before: results of the older checkout; empty without one.
+        console: console to print to.
+    """
     table = Table(title="graph breaks, graphs after one and two sizes with fullgraph, ms of a step")
     for title in ("model", "breaks", "before", "fullgraph", "before", "eager", "before", "inductor", "before"):
         table.add_column(title, justify="left" if title == "model" else "right")
@@ -269,7 +280,7 @@ def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], consol
         times = (row.get(name) for name in ("eager_ms", "compiled_ms"))
         return (str(row["breaks"]), graphs, *("" if ms is None else f"{ms:.1f}" for ms in times))  # type: ignore[return-value]
 
-    old = {(row["model"], row["swapped"]): row for row in before}
+    old = {(row["model"], row["swapped"]): row for row in older}
     for row in rows:
         pairs = zip(one(row), one(old.get((row["model"], row["swapped"]))), strict=True)
         table.add_row(
@@ -281,9 +292,11 @@ def print_table(rows: list[dict[str, Any]], before: list[dict[str, Any]], consol
 def main() -> None:
     """Measure the chosen models, write JSON, and print a table."""
     parser = argparse.ArgumentParser(prog="lightning bench graphs", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each time; 0 takes no times")
-    parser.add_argument("--before", type=Path, default=None, help="checkout of an older version, for a column of it")
+    parser.add_argument("--only", default="", help="only models whose name contains this text")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="duration of each timing in seconds; 0 for no timings"
+    )
+    parser.add_argument("--before", type=Path, default=None, help="checkout of an older version to compare with")
     parser.add_argument("--rows", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for graphs-cpu.json")
     args = parser.parse_args()
@@ -295,14 +308,14 @@ def main() -> None:
         return
     names = [name for name in MODELS if args.only in name]
     load = os.getloadavg()[0]
-    rows, before = measure(names, args.seconds), []
+    rows, older = measure(names, args.seconds), []
     content: dict[str, Any] = {"machine": describe(torch.device("cpu")), "commit": _commit(Path(__file__).parent)}
     content |= {"load_average": [load, os.getloadavg()[0]], "rows": rows}
     if args.before is not None:
-        before = older_rows(args.before, names, args.seconds)
-        content["before"] = {"commit": _commit(args.before), "rows": before}
+        older = older_rows(args.before, names, args.seconds)
+        content["before"] = {"commit": _commit(args.before), "rows": older}
     write_whole(args.out / "graphs-cpu.json", json.dumps(content, indent=1) + "\n")
-    print_table(rows, before, Console(width=150))
+    print_table(rows, older, Console(width=150))
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
-"""Number of optimizer steps between two checkpoints, small enough that kills hit their writing."""
+"""Number of optimizer steps between two checkpoints. It is small, so that some kills interrupt the writing of a checkpoint."""
 
 LAST = "checkpoints/recovery/step=*.ckpt"
-"""Pattern of the checkpoints in the folder of a run, of which the last holds the final state."""
+"""Pattern of the checkpoint files in a run's folder. The last of them holds the final state."""
 
 DRAWN = (
     "AttentionPictures",
@@ -47,11 +47,11 @@ DRAWN = (
     "TokenThroughput",
     "LearningRateMonitor",
 )
-"""Callbacks that are left out because they only draw, score or time, and do not affect weights."""
+"""Callbacks to omit, because they only draw pictures, compute scores or measure times, and do not affect the weights."""
 
 
 class Domain(NamedTuple):
-    """A shipped configuration, the default number of kills, and trainer options that shorten the run."""
+    """Shipped configuration to test, the default number of kills, and trainer options that shorten the run."""
 
     config: str
     kills: int
@@ -84,7 +84,7 @@ def write_config(domain: Domain, folder: Path) -> Path:
 
 
 class Process(Protocol):
-    """Interface of :class:`subprocess.Popen` that this benchmark uses. The process leads a process group."""
+    """Subset of the interface of :class:`subprocess.Popen` that this benchmark uses. The process leads a process group."""
 
     pid: int
 
@@ -138,7 +138,12 @@ def wait_to_kill(process: Process, run: Path, rng: random.Random, spread: float)
 
 
 def _logs(table: Path, process: Process) -> bool:
-    """Check whether the present start of the run, rather than an earlier one, has logged a step."""
+    """Return whether the current process of a run has logged a step, and not only an earlier one.
+
+    Args:
+        table: CSV file of losses in the folder of the run.
+        process: current process of the run.
+    """
     try:
         begun = Path(f"/proc/{process.pid}").stat().st_mtime
         return table.stat().st_mtime > begun and bool(_rows(table))
@@ -154,7 +159,19 @@ def train_killed(
     spread: float,
     start: Callable[[Path, Path], Process] = start,
 ) -> list[str]:
-    """Train to the end with ``kills`` kills, and return the moment of each, see :func:`wait_to_kill`."""
+    """Train a run to its end while killing its process repeatedly.
+
+    Args:
+        config: configuration of the run.
+        run: folder of the run.
+        kills: number of kills.
+        rng: source of random numbers.
+        spread: longest time in seconds between the beginning of training and a kill.
+        start: function that starts, or resumes, a run.
+
+    Returns:
+        The activity that each kill interrupted: ``"starting"``, ``"training"`` or ``"writing"``.
+    """
     done: list[str] = []
     while True:
         process = start(config, run)
@@ -178,13 +195,13 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def losses(run: Path) -> list[tuple[str, int, str]]:
-    """Read the losses that all starts of a run have logged: name, step, and value with all digits."""
+    """Read the losses that all processes of a run have logged: name, step, and value with all digits."""
     rows = [row for path in sorted(run.glob("metrics*.csv")) for row in _rows(path)]
     return [(name, int(row["step"]), row[name]) for row in rows for name in ("train/loss", "val/loss") if row.get(name)]
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Return the paths of all entries in which two checkpoints differ."""
+    """Return the paths of all entries in which two checkpoints differ, such as ``/state_dict/bias``."""
     if isinstance(a, torch.Tensor):
         return [] if isinstance(b, torch.Tensor) and torch.equal(a, b) else [path]
     if isinstance(a, dict):
@@ -205,7 +222,12 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def compare(whole: Path, killed: Path) -> dict[str, Any]:
-    """Compare the folders of the undisturbed and the killed run, and count the steps that were repeated."""
+    """Compare an undisturbed run with one that was killed, and count the steps that were repeated.
+
+    Args:
+        whole: folder of the undisturbed run.
+        killed: folder of the killed run.
+    """
     ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]
@@ -223,7 +245,7 @@ def compare(whole: Path, killed: Path) -> dict[str, Any]:
 
 
 def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, Any]:
-    """Run a domain undisturbed and with kills, and compare the runs."""
+    """Train one domain undisturbed and with kills, and compare the two runs."""
     domain = DOMAINS[name]
     config = write_config(domain, folder)
     begun = time.monotonic()
@@ -231,10 +253,9 @@ def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, 
     if process.wait() != 0:
         raise SystemExit(f"error: {folder / 'whole'}: the run failed, see output.txt")
     alone = time.monotonic() - begun
-    wanted = domain.kills if kills is None else kills
-    done = train_killed(
-        config, folder / "killed", wanted, random.Random(f"{seed} {name}"), 0.6 * max(5.0, alone - 10) / wanted
-    )
+    number_of_kills = domain.kills if kills is None else kills
+    spread = 0.6 * max(5.0, alone - 10) / number_of_kills
+    done = train_killed(config, folder / "killed", number_of_kills, random.Random(f"{seed} {name}"), spread)
     row = {"config": domain.config, "kills": len(done), **{kind: done.count(kind) for kind in sorted(set(done))}}
     return {
         **row,
@@ -245,7 +266,7 @@ def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, 
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print a row for each domain."""
+    """Print the results as a table with a row for each domain."""
     table = Table(
         "run", "steps", "kills", "while starting", "training", "writing", "steps repeated", "what differs in the end"
     )
@@ -268,10 +289,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", nargs="+", choices=list(DOMAINS), default=list(DOMAINS))
     parser.add_argument(
-        "--kills", type=int, help="kills in each domain (default: 50 for classification, 10 for the others)"
+        "--kills", type=int, help="number of kills in each domain (default: 50 for classification, 10 for the others)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
-    parser.add_argument("--runs", type=Path, help="folder that keeps the runs; a temporary one without")
+    parser.add_argument("--runs", type=Path, help="folder to keep the runs in (default: a temporary folder)")
     parser.add_argument("--out", type=Path, help="folder for kills.json")
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
@@ -283,7 +304,7 @@ def main() -> None:
                 result = {"machine": describe(torch.device("cpu")), "save_every_n_steps": SAVE_EVERY, "runs": rows}
                 write_whole(options.out / "kills.json", json.dumps(result, indent=1) + "\n")
     if any(row["losses_that_differ"] or row["tensors_and_values_that_differ"] for row in rows.values()):
-        raise SystemExit("error: a killed run did not end as the one left alone")
+        raise SystemExit("error: a killed run did not end like the undisturbed one")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ ATTENTION = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponenti
 
 
 class Storages(TorchDispatchMode):
-    """Track the bytes of live storages and their peak. Torch's own tracker does not support frozen parameters."""
+    """Dispatch mode that tracks the total bytes of live tensors, and its peak.
+
+    Torch's own tracker does not support frozen parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Storages(TorchDispatchMode):
         self.known: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor until it is freed."""
+        """Add a tensor's storage to the total until it is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata in self.known:
             return
@@ -71,24 +74,24 @@ class Storages(TorchDispatchMode):
 
 
 def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], None], tokens: int) -> int:
-    """Measure the peak bytes of two steps, of which the second has the state of the optimizer from its start.
+    """Measure the peak memory of two training steps in bytes. The second step starts with the state of the optimizer.
 
     Args:
         layers: number of layers of the model.
-        part: trained part of the model, see :func:`build`.
+        part: part of the model to train, see :func:`build`.
         step: function that runs forward and backward of a model on its inputs.
         tokens: number of tokens of the sequence.
     """
     with FakeTensorMode():
-        model, given = build(layers, part), (torch.ones(1, tokens, dtype=torch.long),)
+        model, inputs = build(layers, part), (torch.ones(1, tokens, dtype=torch.long),)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True) if trained else None
         storages = Storages()
-        for tensor in (*model.parameters(), *model.buffers(), *given):
+        for tensor in (*model.parameters(), *model.buffers(), *inputs):
             storages.add(tensor)
         with storages:
             for _ in range(2):
-                step(model, given)
+                step(model, inputs)
                 if optimizer is not None:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -96,9 +99,11 @@ def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], No
 
 
 def build(layers: int, train: Any) -> Any:
-    """Build the swapped model, of which the part ``train`` is trained; ``"original"`` for the frozen original.
+    """Build a model with replaced attention. Parameters that are not trained are frozen and in bfloat16.
 
-    Parameters that are not trained are in bfloat16.
+    Args:
+        layers: number of layers of the model.
+        train: part of the model to train, as for ``choose_trained``; ``"original"`` for the frozen original model.
     """
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).train()
     if train == "original":
@@ -113,22 +118,22 @@ def build(layers: int, train: Any) -> Any:
     return model
 
 
-def transfer(model: Any, given: tuple[Tensor, ...]) -> None:
-    """Run forward and backward of attention transfer, which matches the layers."""
+def transfer(model: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Run a forward and backward pass of attention transfer, which trains new layers to match the original ones."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        transfer_loss(model, lambda: model.base_model(given[0], use_cache=False)).backward()
+        transfer_loss(model, lambda: model.base_model(inputs[0], use_cache=False)).backward()
 
 
-def train(model: Any, given: tuple[Tensor, ...]) -> None:
-    """Run forward and backward of training on the text."""
+def train(model: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Run a forward and backward pass of training on text."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(given[0], labels=given[0], use_cache=False).loss.backward()
+        model(inputs[0], labels=inputs[0], use_cache=False).loss.backward()
 
 
-def generate(model: Any, given: tuple[Tensor, ...]) -> None:
+def generate(model: Any, inputs: tuple[Tensor, ...]) -> None:
     """Run a forward pass of the original model, for comparison."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        model.base_model(given[0], use_cache=False)
+        model.base_model(inputs[0], use_cache=False)
 
 
 STEPS: dict[str, tuple[str, Callable[[Any, tuple[Tensor, ...]], None]]] = {
@@ -136,11 +141,11 @@ STEPS: dict[str, tuple[str, Callable[[Any, tuple[Tensor, ...]], None]]] = {
     "layers matched": ("new", transfer),
     "replaced layers trained": ("attention", train),
 }
-"""Steps by name, each with the trained part of the model and the function that runs it."""
+"""Steps to measure by name, each with the trained part of the model and the function that runs the step."""
 
 
 def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
-    """Extrapolate the peak bytes of a step from models of 2, 3 and 4 layers.
+    """Extrapolate the peak memory of a step in bytes from models of 2, 3 and 4 layers.
 
     Args:
         name: key of :data:`STEPS`.
@@ -155,7 +160,7 @@ def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
     peaks = [peak_of(n, part, step, tokens) for n in depths]
     grows = peaks[2] - peaks[1]
     if abs(grows - (peaks[1] - peaks[0])) > 0.01 * grows:
-        raise SystemExit(f"error: models of {depths} layers take {peaks} bytes, which do not grow evenly")
+        raise SystemExit(f"error: models of {depths} layers take {peaks} bytes, which does not grow linearly")
     return {
         "step": name,
         "peak_bytes": peaks[2] + grows * (layers - depths[2]),
@@ -164,7 +169,7 @@ def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure every step, print the results, and write JSON."""
+    """Measure the memory of every step, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")

@@ -38,13 +38,13 @@ CONFIGS = {
     "video/digits_pretrain": None,
     "video/digits_finetune": "video/digits_pretrain",
 }
-"""Configurations, each with the configuration whose weights it starts from, or None."""
+"""Configurations to train, each with the configuration from whose weights it starts; None for new weights."""
 
 
 def first_losses(
     config: str, steps: int, folder: Path, start: Path | None, options: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Train a configuration in a separate process.
+    """Train a configuration for a few steps in a separate process, and return its losses.
 
     Args:
         config: path of the configuration below ``configs``, without extension.
@@ -94,59 +94,59 @@ def first_losses(
     return [losses[step] for step in range(steps)], done.stdout + done.stderr
 
 
-def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
-    """Return a line for each configuration whose losses differ, with the first step at which they do."""
+def compare(measured: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
+    """Return a line for each configuration whose losses differ from the reference, with the first step that differs."""
     lines = []
-    for config, losses in found.items():
-        known = reference.get(config)
-        if known is None:
+    for config, losses in measured.items():
+        expected = reference.get(config)
+        if expected is None:
             lines.append(f"{config}: no reference")
             continue
-        differing = [step for step, pair in enumerate(zip(losses, known, strict=False)) if pair[0] != pair[1]]
+        differing = [step for step, pair in enumerate(zip(losses, expected, strict=False)) if pair[0] != pair[1]]
         if differing:
             step = differing[0]
             lines.append(
-                f"{config}: {len(differing)} losses differ, first at step {step}: {losses[step]}, not {known[step]}"
+                f"{config}: {len(differing)} losses differ, first at step {step}: {losses[step]}, not {expected[step]}"
             )
     return lines
 
 
 def main() -> None:
-    """Train, then compare losses with the reference or write it; exit with status 1 if losses differ."""
+    """Train all configurations, and compare their losses with the reference or write it. Exit with status 1 if they differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each configuration (default: %(default)s)")
-    parser.add_argument("--only", default="", help="configurations whose path contains this")
+    parser.add_argument("--only", default="", help="only configurations whose path contains this text")
     parser.add_argument("--write", action="store_true", help="make the losses the reference")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="JSON file (default: %(default)s)")
     args = parser.parse_args()
     machine = describe(torch.device("cpu"))
-    found: dict[str, list[str]] = {}
+    measured: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for config, before in CONFIGS.items():
-            wanted = args.only in config and (before is None or args.steps == STEPS)
-            if wanted or any(args.only in each for each, start in CONFIGS.items() if start == config):
-                start = None if before is None else Path(scratch) / before / "run"
+        for config, pretraining in CONFIGS.items():
+            selected = args.only in config and (pretraining is None or args.steps == STEPS)
+            if selected or any(args.only in name for name, start in CONFIGS.items() if start == config):
+                start = None if pretraining is None else Path(scratch) / pretraining / "run"
                 losses, _ = first_losses(config, args.steps, Path(scratch) / config, start)
-                if wanted:
-                    found[config] = losses
+                if selected:
+                    measured[config] = losses
                     print(f"{config}: {len(losses)} losses, {losses[0]} .. {losses[-1]}", flush=True)
-    known: dict[str, Any] = json.loads(args.reference.read_text()) if args.reference.exists() else {}
+    reference: dict[str, Any] = json.loads(args.reference.read_text()) if args.reference.exists() else {}
     if args.write:
-        losses_by_config = {**known.get("losses", {}), **found}
+        losses_by_config = {**reference.get("losses", {}), **measured}
         write_whole(args.reference, json.dumps({"machine": machine, "losses": losses_by_config}, indent=1) + "\n")
         return
-    if not known:
-        raise SystemExit(f"error: {args.reference} does not exist; make it with --write")
-    differing = compare(found, known["losses"])
+    if not reference:
+        raise SystemExit(f"error: {args.reference} does not exist; create it with --write")
+    differing = compare(measured, reference["losses"])
     if other := [
-        f"{key} {known['machine'].get(key)} there, {value} here"
+        f"{key} {reference['machine'].get(key)} there, {value} here"
         for key, value in machine.items()
-        if known["machine"].get(key) != value and key != "date"
+        if reference["machine"].get(key) != value and key != "date"
     ]:
-        print(f"the reference is of another machine: {'; '.join(other)}")
+        print(f"the reference comes from a different machine: {'; '.join(other)}")
     if differing:
         raise SystemExit("error: " + "\n".join(differing))
-    print(f"{len(found)} configurations have the losses of the reference, to the last bit")
+    print(f"{len(measured)} configurations have the losses of the reference, to the last bit")
 
 
 if __name__ == "__main__":

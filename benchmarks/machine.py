@@ -16,7 +16,7 @@ import torch
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return device, thread count, versions and date, for a result file."""
+    """Return the device, the number of threads, versions and the date, for a result file."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "flash-linear-attention"):
@@ -30,7 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the name of the CPU, as its manufacturer writes it."""
+    """Return the manufacturer's name of the CPU."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -39,7 +39,7 @@ def processor_name() -> str:
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, least: int = 3) -> float:
-    """Measure the median time of ``call`` in milliseconds, over at least ``least`` calls and about ``seconds``.
+    """Measure the median time of a function in milliseconds, over at least ``least`` calls and about ``seconds`` seconds.
 
     Warm-up calls come first. On a GPU, ``call`` is captured in a CUDA graph, whose replays are timed between events, so that
     the time excludes launches from Python.
@@ -79,12 +79,12 @@ def _graph_milliseconds(call: Callable[[], object], seconds: float, least: int) 
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Measure the peak bytes that ``call`` allocates beyond what was allocated before; None on a CPU."""
+    """Measure the peak GPU memory that a function allocates, in bytes, beyond earlier allocations; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    earlier = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - earlier

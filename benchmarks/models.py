@@ -42,11 +42,11 @@ GPU_IMAGES = {
     ("XL/2", 512): 8,
     ("XL/2", 1024): 2,
 }
-"""Batch size on a GPU with 80 GB by model and pixels; the number of tokens is the same for all sizes of a model."""
+"""Batch size for a GPU with 80 GB by model and image size in pixels. All batches of a model have the same number of tokens."""
 
 
 def training_step(model: str, pixels: int, kind: str, images: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass on a batch of random latents."""
+    """Return a function that runs a forward and backward pass of a diffusion transformer on random latents."""
     torch.manual_seed(0)
     attention = AttentionConfig(kind=kind, block_grid=[4, 4])
     size: Any = MODELS[model]
@@ -66,9 +66,9 @@ def training_step(model: str, pixels: int, kind: str, images: int, device: torch
 
 
 def measure(model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the median seconds of a step, images per second, and peak memory in bytes.
+    """Measure the median seconds of a training step, images per second, and peak memory in bytes.
 
-    Steps after the first are measured for about ``seconds``. A step of more than a minute is run once.
+    Steps after the first are measured for about ``seconds`` seconds. A step of more than a minute is run once.
     """
     step = training_step(model, pixels, kind, images, device)
 
@@ -91,15 +91,15 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
         if device.type == "cuda"
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    each = median(times)
+    step_seconds = median(times)
     return {
         "model": model,
         "pixels": pixels,
         "tokens": (pixels // 16) ** 2,
         "kind": kind,
         "images": images,
-        "seconds": each,
-        "images_per_second": images / each,
+        "seconds": step_seconds,
+        "images_per_second": images / step_seconds,
         "peak_bytes": peak,
     }
 
@@ -107,7 +107,7 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
 def measure_apart(
     model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """Run :func:`measure` in a separate process; the row has an error instead of figures if the process fails."""
+    """Run :func:`measure` in a separate process. If the process fails, the result has its error instead of figures."""
     case = json.dumps([model, pixels, kind, images, str(device), seconds])
     command = [sys.executable, "-m", "benchmarks.models", "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
@@ -119,18 +119,21 @@ def measure_apart(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format rows as Markdown: a line for each model and size, a column for each kind, and the ratio of mhla to softmax."""
+    """Format the results as a Markdown table.
+
+    It has a line for each model and image size, a column for each kind of attention, and the ratio of mhla to softmax.
+    """
     lines = [
-        "| model | pixels | tokens | images at once | softmax | linear | mhla | mhla / softmax |",
+        "| model | pixels | tokens | batch size | softmax | linear | mhla | mhla / softmax |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     cases = {(row["model"], row["pixels"], row["images"]): (row["pixels"] // 16) ** 2 for row in rows}
     for (model, pixels, images), tokens in cases.items():
-        found = {
+        row_by_kind = {
             row["kind"]: row for row in rows if (row["model"], row["pixels"], row["images"]) == (model, pixels, images)
         }
-        cells = [_cell(found.get(kind)) for kind in KINDS]
-        speed = {kind: row["images_per_second"] for kind, row in found.items() if "seconds" in row}
+        cells = [_cell(row_by_kind.get(kind)) for kind in KINDS]
+        speed = {kind: row["images_per_second"] for kind, row in row_by_kind.items() if "seconds" in row}
         ratio = f"{speed['mhla'] / speed['softmax']:.2f}" if {"mhla", "softmax"} <= set(speed) else ""
         lines.append(f"| {' | '.join([f'DiT-{model}', f'{pixels:,}', f'{tokens:,}', str(images), *cells, ratio])} |")
     return "\n".join(lines)
@@ -141,20 +144,20 @@ def _cell(row: dict[str, Any] | None) -> str:
         return ""
     if "failed" in row:
         return f"failed: {row['failed']}"
-    each, memory = row["seconds"] / row["images"], row["peak_bytes"] / 2**30
-    speed = f"{1 / each:.3g} images/s" if each < 0.1 else f"{each:.3g} s an image"
+    seconds, memory = row["seconds"] / row["images"], row["peak_bytes"] / 2**30
+    speed = f"{1 / seconds:.3g} images/s" if seconds < 0.1 else f"{seconds:.3g} s an image"
     return f"{speed}, {memory:.1f} GiB"
 
 
 def main() -> None:
-    """Measure the missing rows, write JSON after each, and print a table."""
+    """Measure the combinations without a result, write JSON after each, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--pixels", nargs="+", type=int, default=list(PIXELS))
-    parser.add_argument("--images", type=int, help="images at once; by default one on a CPU, a full GPU else")
+    parser.add_argument("--images", type=int, help="batch size (default: 1 on a CPU, sizes that fill 80 GB on a GPU)")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="seconds of each measurement, roughly (default: 10)"
+        "--seconds", type=float, default=10.0, help="approximate duration of each measurement in seconds (default: 10)"
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -166,9 +169,9 @@ def main() -> None:
     device = torch.device(args.device)
     path = None if args.out is None else args.out / f"models-{device.type}.json"
     machine = describe(device)
-    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    undated, before = ({**facts, "date": None} for facts in (machine, known.get("machine", {})))
-    rows = [row for row in known["rows"] if "seconds" in row] if before == undated else []
+    previous = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    undated, previous_machine = ({**facts, "date": None} for facts in (machine, previous.get("machine", {})))
+    rows = [row for row in previous["rows"] if "seconds" in row] if previous_machine == undated else []
     done = {(row["model"], row["pixels"], row["kind"], row["images"]) for row in rows}
     for model in args.models:
         for pixels in args.pixels:

@@ -32,15 +32,15 @@ from benchmarks.machine import describe
 
 FORMS: tuple[ChosenForm, ...] = get_args(ChosenForm)
 RUNS = 20
-"""Number of runs of one call that must be bit-identical."""
+"""Number of runs of the same call whose results must be bit-identical."""
 BOUNDS = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
-"""Largest errors of outputs and of gradients by dtype, relative to their norm, for values of zero mean."""
+"""Largest allowed errors of outputs and of gradients by dtype, relative to their norm, for values of zero mean."""
 WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 256))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operator: form, dtype and sizes."""
+    """Call of the operator that a check makes: form, dtype and sizes."""
 
     form: ChosenForm
     dtype: torch.dtype
@@ -54,11 +54,14 @@ class Case:
 
     @property
     def backend(self) -> Any:
-        """Backend of the operator: Triton kernels if there is a GPU, else PyTorch."""
+        """Backend of the operator for this machine: Triton kernels if there is a GPU, otherwise PyTorch."""
         return "triton" if torch.cuda.is_available() else "torch"
 
     def make(self, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Draw q, k, v and coefficients as leaves; exponential coefficients, two tensors, for the spanning form."""
+        """Draw random q, k, v and mixing coefficients that require gradients.
+
+        The coefficients of the spanning form are exponential ones, which are two tensors.
+        """
         draw = partial(torch.rand, generator=torch.Generator(device).manual_seed(seed), device=device)
         shape, blocks = (self.batch, self.tokens, self.heads), -(-self.tokens // self.block)
         q, k, v = draw(*shape, self.key_width), draw(*shape, self.key_width), draw(*shape, self.value_width) - 0.5
@@ -67,7 +70,13 @@ class Case:
         return [x.to(self.dtype).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in mixing]
 
     def run(self, *given: Tensor, form: Any = None, backend: Any = None) -> Tensor:
-        """Compute the outputs for the tensors of :meth:`make`, by this case's form and backend unless others are given."""
+        """Compute the outputs of the operator for the tensors of :meth:`make`.
+
+        Args:
+            given: q, k, v and mixing coefficients.
+            form: form of the operator; None for that of this case.
+            backend: backend of the operator; None for that of this case.
+        """
         q, k, v, *mixing = given
         coefficients: MixingLike = ExponentialMixing(mixing[0], mixing[1]) if len(mixing) == 2 else mixing[0]
         return mhla_attention(
@@ -76,7 +85,13 @@ class Case:
         )  # fmt: skip
 
     def both(self, leaves: list[Tensor], cotangent: Tensor, **choice: Any) -> list[Tensor]:
-        """Compute the outputs and the gradients of all leaves; ``choice`` as for :meth:`run`."""
+        """Compute the outputs of the operator and the gradients of all its inputs.
+
+        Args:
+            leaves: q, k, v and mixing coefficients.
+            cotangent: gradient of the outputs.
+            choice: form and backend, as for :meth:`run`.
+        """
         out = self.run(*leaves, **choice)
         return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
 
@@ -86,12 +101,12 @@ class Case:
 
 
 def small_case(form: ChosenForm) -> Case:
-    """Return a small case that launches every kernel of a form, forward and backward."""
+    """Return a small case whose forward and backward pass launch every kernel of a form."""
     return Case(form, torch.bfloat16, 64, 64, True, 300, 16 if form == "spanning" else 100)
 
 
 def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Compare outputs and gradients, over several tiles of real size, with the definition in float64 on the device."""
+    """Compare outputs and gradients, for inputs of several tiles, with the operator's definition in float64."""
     native = device.type == "cuda"
     widths = WIDTHS if native else WIDTHS[:1]
     for form, dtype, (key, value), causal in product(FORMS, BOUNDS, widths, (False, True)):
@@ -100,9 +115,9 @@ def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
         leaves = case.make(device)
         exact = [x.detach().double().requires_grad_() for x in leaves]
         cotangent = torch.randn(1, tokens, 2, value, device=device).bfloat16()
-        want = case.both(exact, cotangent, form="reference", backend="torch")
-        got = case.both(leaves, cotangent)
-        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+        expected = case.both(exact, cotangent, form="reference", backend="torch")
+        actual = case.both(leaves, cotangent)
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)]
         bound, gradient_bound = BOUNDS[dtype]
         worst = max(errors[1:])
         if not (errors[0] <= bound and worst <= gradient_bound):
@@ -111,7 +126,7 @@ def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def equal_bits(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check that repeated runs of one call are bit-identical."""
+    """Check that repeated runs of the same call give bit-identical results."""
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 1000 if device.type == "cuda" else 100, 16, 2)
         leaves = case.make(device)
@@ -139,15 +154,15 @@ def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
                 second = case.run(*leaves)
             torch.cuda.synchronize()
             if not torch.equal(first, second):
-                raise AssertionError(f"{case}: a side stream computes something else")
+                raise AssertionError(f"{case}: a side stream computes different values")
         yield form, "5 sizes on two streams"
 
 
 def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check a captured forward and backward pass that is replayed with different values after other calls."""
+    """Check a CUDA graph of a forward and backward pass that is replayed with new values after other calls."""
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 777, 16)
-        leaves, other = case.make(device), case.make(device, seed=1)
+        leaves, new_leaves = case.make(device), case.make(device, seed=1)
         cotangent = torch.randn(1, 777, 2, 64, device=device)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -160,19 +175,19 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
         for size in range(100):  # more tables than the cache keeps
             tokens = torch.rand(1, 900 + size, 1, 64, device=device, dtype=torch.bfloat16)
             mhla_attention(tokens, tokens, tokens, torch.rand(64, 64, device=device), block_size=16, causal=True)
-        want = case.both(other, cotangent)
+        expected = case.both(new_leaves, cotangent)
         with torch.no_grad():
-            for a, b in zip(leaves, other, strict=True):
+            for a, b in zip(leaves, new_leaves, strict=True):
                 a.copy_(b)
         graph.replay()
         torch.cuda.synchronize()
-        if not all(torch.equal(a, b) for a, b in zip(captured, want, strict=True)):
-            raise AssertionError(f"{case}: a replayed graph computes something else")
+        if not all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True)):
+            raise AssertionError(f"{case}: a replayed graph computes different values")
         yield str(case), "replayed"
 
 
 def large_tensors(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check tensors with more elements than 32 bits can index: the last row equals the same row computed alone."""
+    """Check tensors with more elements than 32 bits can index: the last sample must equal the same sample computed alone."""
     least = 2**31 if device.type == "cuda" else 2**16
     for form, by_batch in product(FORMS, (True, False)):
         if form == "parallel" and not by_batch:
@@ -206,7 +221,7 @@ CHECKS: dict[str, tuple[Callable[[torch.device], Iterator[tuple[str, str]]], boo
 
 
 def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
-    """Run all checks on a device, print a table, and return its rows; a check that raises is a row, too."""
+    """Run all checks on a device, print a table, and return its rows. A check that raises an error has a row, too."""
     rows: list[dict[str, Any]] = []
     table = Table("check", "case", "", "found")
     for name, (function, needs_gpu) in CHECKS.items():
@@ -214,8 +229,8 @@ def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
             continue
         start = time.perf_counter()
         try:
-            for case, found in function(device):
-                rows.append({"check": name, "case": case, "passed": True, "found": found})
+            for case, result in function(device):
+                rows.append({"check": name, "case": case, "passed": True, "found": result})
         except Exception as error:
             text = f"{type(error).__name__}: {str(error)[:300]}"
             rows.append({"check": name, "case": "", "passed": False, "found": text})
@@ -227,7 +242,7 @@ def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the checks, or one small case, and exit with status 1 if something is wrong."""
+    """Run all checks, or one small case, and exit with status 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="lightning bench native", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--case", choices=FORMS, help="run one small case, and nothing else")
@@ -237,8 +252,8 @@ def main() -> None:
     if args.case:
         case = small_case(args.case)
         leaves = case.make(device)
-        found = case.both(leaves, torch.ones(1, case.tokens, 2, 64, device=device))
-        sys.exit(0 if all(bool(torch.isfinite(x).all()) for x in found) else 1)
+        tensors = case.both(leaves, torch.ones(1, case.tokens, 2, 64, device=device))
+        sys.exit(0 if all(bool(torch.isfinite(x).all()) for x in tensors) else 1)
     rows = check(device, Console(width=150))
     args.out.mkdir(parents=True, exist_ok=True)
     content = {"machine": describe(device), "rows": rows}

@@ -13,9 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int) -> Tensor:
-    """Compute causal MHLA without normalizer by a Python loop over blocks of ``block`` tokens, as a baseline.
+    """Compute causal MHLA without a normalizer by a Python loop over blocks, as a baseline for benchmarks.
 
-    Shapes are those of :func:`mhla_attention`.
+    Args:
+        q: queries, shaped as for :func:`mhla_attention`.
+        k: keys.
+        v: values.
+        mixing: mixing coefficients.
+        block: number of tokens in a block.
     """
     q, k, v = (x.transpose(1, 2).unflatten(2, (-1, block)) for x in (q, k, v))
     blocks = q.shape[2]
@@ -30,12 +35,12 @@ def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int
 
 
 def softmax_backend(device: torch.device) -> SDPBackend | None:
-    """Return the backend that softmax attention must use: flash attention on a GPU; None for torch's choice."""
+    """Return the backend that softmax attention has to use: flash attention on a GPU; None on a CPU, where torch chooses."""
     return SDPBackend.FLASH_ATTENTION if device.type == "cuda" else None
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend | None) -> Tensor:
-    """Compute softmax attention; all tensors are ``[B, H, N, D]``."""
+    """Compute softmax attention by a given backend. All tensors are ``[B, H, N, D]``."""
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     with sdpa_kernel(backend):
@@ -43,7 +48,11 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend |
 
 
 def flash_linear_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return causal linear attention of ``[B, N, H, D]`` from flash-linear-attention; None without it or a GPU."""
+    """Return the function for causal linear attention of flash-linear-attention, on tensors ``[B, N, H, D]``.
+
+    Returns:
+        The function; None if the package is not installed or there is no GPU.
+    """
     if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
         return None
     from fla.ops.linear_attn import chunk_linear_attn
@@ -58,11 +67,11 @@ def authors(checkout: Path) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], T
         A function of q, k, v, mixing and the number of tokens in a block.
 
     Raises:
-        FileNotFoundError: if the checkout does not contain it.
+        FileNotFoundError: if the checkout does not contain the chunked form.
     """
     path = checkout / "mhla_nlp/fla/ops/mhla/naive.py"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; --authors wants a checkout of github.com/DAGroup-PKU/MHLA")
+        raise FileNotFoundError(f"{path} does not exist; --authors requires a checkout of github.com/DAGroup-PKU/MHLA")
     spec = importlib.util.spec_from_file_location("authors_naive", path)
     assert spec is not None
     assert spec.loader is not None

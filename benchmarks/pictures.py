@@ -1,4 +1,4 @@
-"""Style of the benchmarks' pictures."""
+"""Style of the pictures that benchmarks draw."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 
 def plain_numbers(axis: Axes) -> None:
-    """Label axes with plain numbers instead of powers of ten; logarithmic ones at 1, 2, 5, 10, 20 and so on."""
-    for each in (axis.xaxis, axis.yaxis):
-        if each.get_scale() == "log":
-            each.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        each.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        each.set_minor_formatter(NullFormatter())
+    """Label the axes of a plot with plain numbers instead of powers of ten; logarithmic axes at 1, 2, 5, 10, 20 and so on."""
+    for one_axis in (axis.xaxis, axis.yaxis):
+        if one_axis.get_scale() == "log":
+            one_axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        one_axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        one_axis.set_minor_formatter(NullFormatter())

@@ -26,7 +26,16 @@ Call = Callable[..., Any]
 
 
 def cases(tokens: int, heads: int = 4, width: int = 64) -> dict[str, tuple[Call, Call, list[Tensor]]]:
-    """Return by name of the operator: our function, flash-linear-attention's, and random operands."""
+    """Return the recurrences to compare, by name.
+
+    Args:
+        tokens: number of tokens.
+        heads: number of heads.
+        width: width of queries, keys and values.
+
+    Returns:
+        For each recurrence, our function, the function of flash-linear-attention, and random inputs.
+    """
     from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
     from fla.ops.gla.naive import naive_recurrent_gla
     from fla.ops.retention.naive import naive_retention
@@ -76,23 +85,23 @@ def definition(name: str, *inputs: Tensor) -> Tensor:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference, relative to the largest value of ``want``."""
+    """Return the largest difference between two tensors, relative to the largest absolute value of ``want``."""
     return float((got.double() - want).detach().abs().max() / want.detach().abs().max())
 
 
 def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: float) -> dict[str, Any]:
-    """Measure the errors of outputs and gradients on 512 tokens, and times on all tokens."""
+    """Measure a recurrence: the errors of outputs and gradients on 512 tokens, and the times on all tokens."""
     short = [x[:, :512].clone().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in short]
-    want, out = definition(name, *exact), ours(*short)
+    expected, out = definition(name, *exact), ours(*short)
     weight = torch.randn_like(out)
-    slopes = torch.autograd.grad((want * weight).sum(), exact)
-    found = torch.autograd.grad((out * weight).sum(), short)
+    slopes = torch.autograd.grad((expected * weight).sum(), exact)
+    gradients = torch.autograd.grad((out * weight).sum(), short)
     leaves = [x.requires_grad_() for x in inputs]
     row: dict[str, Any] = {
         "operator": name,
-        "error": error(out, want),
-        "gradient_error": max(error(a, b) for a, b in zip(found, slopes, strict=True)),
+        "error": error(out, expected),
+        "gradient_error": max(error(a, b) for a, b in zip(gradients, slopes, strict=True)),
         "difference_from_theirs": error(ours(*inputs).detach(), theirs(*inputs).detach().double()),
     }
     for who, call in (("ours", ours), ("theirs", theirs)):
@@ -107,7 +116,7 @@ def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Format rows as a Markdown table."""
+    """Format the results of all recurrences as a Markdown table."""
     lines = [
         "| operator | error | of gradients | forward, ms | theirs | forward and backward, ms | theirs | times faster |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -56,7 +56,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", t
 
 @dataclass(frozen=True)
 class Variant:
-    """One form of the operator with its options.
+    """Call of the operator to compile: form, options and sizes.
 
     Attributes:
         form: form of the operator.
@@ -66,8 +66,8 @@ class Variant:
         key_width: width of a key.
         value_width: width of a value.
         terms: number of terms of exponential mixing; 0 for dense coefficients.
-        unusual: whether to combine what models rarely use: tokens contiguous in memory instead of features, one head, a key
-            mask, packed sequences, and no feature map.
+        unusual: whether to combine features that models rarely use: tensors with contiguous tokens instead of contiguous
+            features, one head, a key mask, packed sequences, and no feature map.
         block_size: number of tokens in a block.
         blocks: number of blocks.
     """
@@ -85,7 +85,7 @@ class Variant:
 
     @property
     def spills_allowed(self) -> int:
-        """Number of bytes that a thread may spill: 0 for common variants in bfloat16, else :data:`SPILL_LIMIT`."""
+        """Number of bytes that a thread may spill: 0 for common variants in bfloat16, otherwise :data:`SPILL_LIMIT`."""
         if self.unusual or self.block_size < 8:  # models rarely use either
             return SPILL_LIMIT
         return 0 if self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS else SPILL_LIMIT
@@ -93,7 +93,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """Recorded launch of a kernel, with everything needed to compile it.
+    """Recorded launch of a Triton kernel, with all data that its compilation needs.
 
     Attributes:
         kernel: name of the kernel.
@@ -126,7 +126,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one compiled kernel.
+    """Registers, spills and shared memory of a compiled kernel.
 
     Attributes:
         kernel: name of the kernel.
@@ -154,13 +154,17 @@ class Usage:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel stays within its limits."""
+        """Whether the kernel stays within its limits of spills and shared memory."""
         return self.spill_bytes <= self.spills_allowed and self.shared_bytes <= CHIPS[self.chip]
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, int]]]]:
-    """Record the arguments of kernel launches, in a list, instead of launching the kernels."""
+    """Replace kernel launches in a ``with`` block by recording them.
+
+    Yields:
+        List to which each launch adds the kernel, its arguments and its launch options.
+    """
     launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
 
     def take_down(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -179,7 +183,7 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
 
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
-    """Return the launches of a forward and a backward pass, with arguments specialized as Triton does at a launch."""
+    """Return the kernel launches of a forward and a backward pass, with arguments specialized as Triton does."""
     from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
     from mhla_kernels.triton_backend.launch import backward, forward
@@ -235,7 +239,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)
-    found = []
+    launches = []
     for function, arguments, options in recorded:
         names = [parameter.name for parameter in function.params if not parameter.is_constexpr]
         unspecialized = {parameter.name: parameter.do_not_specialize for parameter in function.params}
@@ -259,7 +263,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
             f"{variant.form} {'causal' if variant.causal else 'bidirectional'} "
             f"{'normalized' if variant.normalize else 'plain'} {'unusual ' if variant.unusual else ''}{mode}"
         )
-        found.append(
+        launches.append(
             Launch(
                 function.fn.__name__,
                 function.fn.__module__,
@@ -275,7 +279,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 label.strip(),
             )
         )
-    return found
+    return launches
 
 
 def compile_launch(launch: Launch) -> Usage:
@@ -300,7 +304,11 @@ def compile_launch(launch: Launch) -> Usage:
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int]:
-    """Return the number of registers of a thread, and the size of its stack in bytes, which holds the spills."""
+    """Read resources from the machine code of a kernel.
+
+    Returns:
+        The number of registers of a thread, and the size of its stack in bytes, which holds the spills.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -308,12 +316,12 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     if registers is None or stack is None:
-        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
+        raise RuntimeError(f"cuobjdump printed no number of registers: {text}")
     return int(registers[1]), int(stack[1])
 
 
 def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """List the variants: all forms, causal or not, with and without normalizer, in both dtypes, and unusual ones."""
+    """List the variants to compile: all forms, causal or not, with and without normalizer, in both dtypes, and unusual ones."""
     dense = [
         Variant(form, causal, normalize, dtype, *pair)
         for pair in widths
@@ -354,7 +362,10 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 
 
 def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """List variants with blocks that take different code paths: long, many, and so short that a tile spans over 16."""
+    """List variants whose blocks take different code paths: long blocks, many blocks, and very short blocks.
+
+    Of the very short blocks, one tile has more than 16.
+    """
     return [
         Variant(form, causal, not causal, dtype, *pair, block_size=block_size, blocks=blocks)
         for pair in widths
@@ -370,7 +381,7 @@ def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 
 
 def measure(chosen: list[Variant], chips: list[int], console: Console, sample: int | None = None) -> list[Usage]:
-    """Compile the kernels of variants, each distinct one once, on all cores.
+    """Compile the kernels of variants on all cores, identical launches only once.
 
     Args:
         chosen: variants of the operator.
@@ -378,13 +389,13 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
         console: console for the progress bar.
         sample: number of kernels to compile, evenly chosen; None for all.
     """
-    seen: dict[tuple[object, ...], Launch] = {}
+    distinct: dict[tuple[object, ...], Launch] = {}
     for chip, variant in product(chips, chosen):
         for launch in launches_of(variant, chip):
             key = (chip, launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
-            if key not in seen or launch.spills_allowed < seen[key].spills_allowed:
-                seen[key] = launch
-    launches = list(seen.values())
+            if key not in distinct or launch.spills_allowed < distinct[key].spills_allowed:
+                distinct[key] = launch
+    launches = list(distinct.values())
     if sample is not None:
         launches = [launches[index * len(launches) // sample] for index in range(min(sample, len(launches)))]
     with ProcessPoolExecutor() as pool, Progress(console=console, transient=True) as progress:
@@ -395,7 +406,7 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
 def worst_of(usages: list[Usage]) -> list[dict[str, Any]]:
     """Return the maximum of registers, spills and shared memory over the launches of each kernel.
 
-    A group has the same kernel, dtype, widths and chip. Unusual launches are separate groups.
+    Launches with the same kernel, dtype, widths and chip form a group. Unusual launches form separate groups.
     """
     groups: dict[tuple[str, str, str, bool, int], list[Usage]] = {}
     for usage in usages:
@@ -413,7 +424,10 @@ def worst_of(usages: list[Usage]) -> list[dict[str, Any]]:
 
 
 def print_table(usages: list[Usage], console: Console) -> None:
-    """Print a row for each kernel, dtype and pair of widths, a column for each chip, and every launch over its limits."""
+    """Print the resources of all kernels, and every launch that exceeds its limits.
+
+    The table has a row for each kernel, dtype and pair of widths, and a column for each chip.
+    """
     chips = sorted({usage.chip for usage in usages})
     table = Table(title="registers a thread / spilled bytes / shared KB, the worst over all ways a kernel is launched")
     for title in ("kernel", "dtype", "widths K/V", *(f"sm_{chip}" for chip in chips)):
@@ -432,7 +446,7 @@ def print_table(usages: list[Usage], console: Console) -> None:
 
 
 def main() -> None:
-    """Compile the kernels, print and write their resources, and exit with status 1 if one is over its limits."""
+    """Compile the kernels, print and write their resources, and exit with status 1 if a kernel exceeds its limits."""
     parser = argparse.ArgumentParser(prog="lightning bench resources", description=__doc__.splitlines()[0])
     parser.add_argument("--chips", type=int, nargs="+", choices=list(CHIPS), default=list(CHIPS))
     parser.add_argument("--widths", nargs="+", metavar="K/V", help="pairs such as 64/64; all by default")

@@ -39,7 +39,13 @@ TEXT, STEP = 300, 32
 
 
 def case(size: str, pixels: int, layers: int | None = None) -> FullSize:
-    """Return a case with SANA of a size and one image; ``layers`` is the number of blocks, by default the size's own."""
+    """Return the description of a SANA model and one image for :mod:`benchmarks.full_size`.
+
+    Args:
+        size: size of the model, ``0.6B`` or ``1.6B``.
+        pixels: height and width of the image in pixels.
+        layers: number of blocks; None for that of the size.
+    """
     shape, side = SIZES[size], pixels // STEP
     return FullSize(
         VARIANTS,
@@ -56,14 +62,20 @@ def case(size: str, pixels: int, layers: int | None = None) -> FullSize:
 
 
 def main() -> None:
-    """Run every combination of size and pixels."""
+    """Measure every combination of model size and image size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes (default: all)")
     parser.add_argument(
-        "--pixels", nargs="+", type=int, default=[512, 1024], help="sides of images (default: 512 1024)"
+        "--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model (default: all)"
     )
-    parser.add_argument("--layers", type=int, help="blocks of the transformer (default: the size's own)")
+    parser.add_argument(
+        "--pixels",
+        nargs="+",
+        type=int,
+        default=[512, 1024],
+        help="height and width of images in pixels (default: 512 1024)",
+    )
+    parser.add_argument("--layers", type=int, help="number of blocks of the transformer (default: that of the size)")
     args = parser.parse_args()
     for size in args.size:
         for pixels in args.pixels:

@@ -3,9 +3,9 @@
     lightning bench sequence --out benchmarks/results
 
 In a forward pass of MHLA, each process receives the block summaries of the other processes (float32), or their k and v
-(bfloat16) if those are fewer bytes, or with exponential mixing one sum of each term from every process and side. In ring
-attention it receives k and v of all other processes. In the backward pass, MHLA moves the gradients of what it received, and
-ring attention moves k and v once more and their gradients in float32.
+(bfloat16) if those are fewer bytes. With exponential mixing it receives one sum for each term, process and side. In ring
+attention it receives k and v of all other processes. In the backward pass, MHLA moves the gradients of the received tensors,
+and ring attention moves k and v once more and their gradients in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_mhla.system.files import write_whole
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer; ``terms`` is the number of terms of exponential mixing, None for dense mixing."""
+    """Sizes of an attention layer. ``terms`` is the number of terms of exponential mixing; None for dense mixing."""
 
     name: str
     batch: int
@@ -60,7 +60,7 @@ def ring_bytes(shape: Shape, processes: int) -> tuple[int, int]:
 
 
 def measure(shape: Shape, processes: int) -> dict[str, Any]:
-    """Compute the MiB that each process receives for one layer, in MHLA and in ring attention."""
+    """Compute the MiB that each process receives for one attention layer, in MHLA and in ring attention."""
     sizes = (shape.batch, shape.tokens, shape.heads, shape.key_width, shape.value_width, shape.blocks, processes)
     moved = traffic(*sizes, terms=shape.terms, causal=shape.causal, normalize=shape.normalize)
     forward = moved.summaries if moved.least == "summaries" else int(moved.tokens or 0)
@@ -78,7 +78,7 @@ def measure(shape: Shape, processes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compute all rows, print a table, and write JSON."""
+    """Compute the bytes for all shapes and numbers of processes, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for sequence-parallel.json")
     options = parser.parse_args()

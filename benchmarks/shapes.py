@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one call of the operator.
+    """Sizes of the tensors in a call of the operator.
 
     Attributes:
         name: name of the row in tables.
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def normalized(self) -> bool:
-        """Whether weights are divided by their sum, with the default resolved."""
+        """Whether weights are divided by their sum; resolves the default of ``normalize``."""
         return not self.causal if self.normalize is None else self.normalize
 
 
@@ -61,7 +61,7 @@ MODELS = [
 """Shapes of published models, at batch sizes for training (MHLA paper, sections 4 and 5)."""
 
 LENGTHS = [Shape(f"LM 340M, N={n}", 32768 // n, 4, n, 64, 128, 256, True) for n in (256, 512, 1024, 4096, 16384)]
-"""Shapes of different lengths with 32,768 tokens in all, which together with ``MODELS`` show time against length."""
+"""Shapes of different lengths with 32,768 tokens in total. Together with ``MODELS`` they show how time grows with length."""
 
 SMALL = [
     *(Shape(f"LM 340M, N={n}", 1, 4, n, 64, 128, 256, True) for n in (512, 1024, 2048, 4096, 8192, 16384)),
@@ -70,12 +70,12 @@ SMALL = [
     Shape("DiT-XL/2 512 px", 1, 16, 1024, 64, 72, 72, False),
     Shape("DiT-XL/2 1024 px", 1, 16, 4096, 256, 72, 72, False),
 ]
-"""Shapes for a CPU."""
+"""Shapes small enough to measure on a CPU."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak bandwidth in bytes per second and peak operations per second; by default as measured on an H200."""
+    """Peak rates of a device: bytes and operations per second. The defaults were measured on an H200."""
 
     bandwidth: float = 4.3e12
     operations: float = 790e12
@@ -83,18 +83,18 @@ class Rates:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes moved and operations computed in one pass."""
+    """Number of bytes moved and of operations computed in a forward or backward pass."""
 
     bytes: float
     operations: float
 
     def milliseconds(self, rates: Rates) -> float:
-        """Return the time for the bytes or for the operations, whichever is longer."""
+        """Return the minimal time in milliseconds: that of moving the bytes or of the operations, whichever is longer."""
         return 1e3 * max(self.bytes / rates.bandwidth, self.operations / rates.operations)
 
 
 def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = None) -> Cost:
-    """Compute the floor of a shape in bfloat16: the cost of the cheaper form if each tensor is moved once.
+    """Compute the minimal cost of the operator in bfloat16: that of the cheaper form if each tensor is moved once.
 
     The chunked form has 4 N K V + 2 M^2 K V operations and four passes over the summaries; causal attention reads k and v
     once more. Its backward pass has twice the operations, two more products with summaries, and ten passes over the
@@ -105,7 +105,7 @@ def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = N
     Args:
         shape: sizes of the call.
         rates: rates by which the cheaper form is chosen.
-        backward: whether to add the backward pass.
+        backward: whether to include the backward pass.
         terms: number of terms of exponential mixing; None for dense coefficients.
     """
     n, m, k, v = shape.tokens, shape.blocks, shape.key_width, shape.value_width
@@ -128,7 +128,7 @@ def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = N
 
 
 def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw random q, k, v and mixing coefficients that require gradients."""
+    """Draw random q, k, v and mixing coefficients for a shape. All require gradients."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:

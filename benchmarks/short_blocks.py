@@ -29,14 +29,24 @@ HEADS, WIDTH, TERMS = 8, 64, 4
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute bidirectional linear attention of ``[B, N, H, D]``, which mixing extends."""
+    """Compute bidirectional linear attention, which the operator extends. All tensors are ``[B, N, H, D]``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(-2, keepdim=True).transpose(-1, -2) + eps)
     return out.transpose(1, 2).contiguous()
 
 
 def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds: float) -> dict[str, list[float]]:
-    """Measure the forward pass, and forward and backward: sorted milliseconds of ``runs`` runs of ``seconds`` each."""
+    """Measure the forward pass, and both passes together, of a function.
+
+    Args:
+        call: function of the tensors.
+        leaves: tensors that require gradients.
+        runs: number of runs.
+        seconds: duration of a run in seconds.
+
+    Returns:
+        Milliseconds of a call in each run, sorted, for ``forward`` and for ``both``.
+    """
     device, cotangent = leaves[0].device, torch.ones_like(leaves[2])
 
     def forward() -> object:
@@ -55,7 +65,7 @@ def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds:
 def measure(
     tokens: list[int], forms: list[str], runs: int, seconds: float, device: torch.device, console: Console
 ) -> list[dict[str, Any]]:
-    """Measure linear attention at each length, and mixing at each length, block size, direction and form."""
+    """Measure linear attention at each length, and MHLA at each length, block size, direction and form."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     cases = [(n, causal, block) for n in tokens for causal in (True, False) for block in (0, *BLOCKS)]
@@ -78,13 +88,13 @@ def measure(
                 return mhla_attention(q, k, v, mixed, block_size=block, causal=causal, form=form)
 
             run = partial(call, form=form, block=block, causal=causal)
-            found = times(run, leaves, runs, seconds)
-            rows.append({"tokens": n, "method": form, "block": block, "causal": causal, **found})
+            milliseconds = times(run, leaves, runs, seconds)
+            rows.append({"tokens": n, "method": form, "block": block, "causal": causal, **milliseconds})
     return rows
 
 
 def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> ChosenForm:
-    """Return the form that ``form="auto"`` chooses."""
+    """Return the form that ``form="auto"`` chooses for a number of tokens and a block size."""
     mixing = ExponentialMixing(torch.rand(HEADS, TERMS), torch.rand(HEADS, TERMS))
     x = torch.empty(1, 1, 1, WIDTH, device=device)
     backend = choose_backend("auto", x, x, x, "auto")
@@ -95,22 +105,26 @@ def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> Chose
 
 
 def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.device, console: Console) -> None:
-    """Print the medians of the runs, with minimum and maximum."""
+    """Print a table with the median, minimum and maximum of the runs."""
 
     def text(values: list[float]) -> str:
         return f"{values[len(values) // 2]:.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
 
-    table = Table(title=f"{HEADS} heads of width {WIDTH}, {TERMS} exponentials; milliseconds, median (least .. most)")
+    table = Table(
+        title=f"{HEADS} heads of width {WIDTH}, {TERMS} exponentials; milliseconds, median (minimum .. maximum)"
+    )
     titles = [f"{form} {part}" for form in forms for part in ("forward", "and backward")]
     for title in ("tokens", "direction", "C", *titles, "auto"):
         table.add_column(title, justify="left" if title in ("direction", "auto") else "right")
     for n in dict.fromkeys(row["tokens"] for row in rows):
-        own = [row for row in rows if row["tokens"] == n]
-        cells = [text(own[0][name]) for name in ("forward_ms", "both_ms")]
+        length_rows = [row for row in rows if row["tokens"] == n]
+        cells = [text(length_rows[0][name]) for name in ("forward_ms", "both_ms")]
         table.add_row(str(n), "linear attention", "", *cells, *[""] * (len(titles) - 2), "")
-        for causal, block in dict.fromkeys((row["causal"], row["block"]) for row in own[1:]):
-            found = {row["method"]: row for row in own[1:] if (row["causal"], row["block"]) == (causal, block)}
-            cells = [text(found[form][name]) for form in forms for name in ("forward_ms", "both_ms")]
+        for causal, block in dict.fromkeys((row["causal"], row["block"]) for row in length_rows[1:]):
+            row_by_method = {
+                row["method"]: row for row in length_rows[1:] if (row["causal"], row["block"]) == (causal, block)
+            }
+            cells = [text(row_by_method[form][name]) for form in forms for name in ("forward_ms", "both_ms")]
             direction = "causal" if causal else "both ways"
             table.add_row(str(n), direction, str(block), *cells, chosen(n, block, causal, device))
     console.print(table)
@@ -123,7 +137,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--forms", nargs="+", choices=get_args(ChosenForm), default=["chunked", "spanning"])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="seconds of each run")
+    parser.add_argument("--seconds", type=float, default=0.3, help="duration of each run in seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for short-blocks-DEVICE.json")
     args = parser.parse_args()
     device, console = torch.device(args.device), Console(width=150)

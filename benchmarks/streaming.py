@@ -1,4 +1,4 @@
-"""Samples per second from shards on a server, with a cache for a tenth of them, against the same shards on a local disk.
+"""Samples per second from shards on a server, with a cache for a tenth of them, and from the same shards on a local disk.
 
     lightning bench streaming --out benchmarks/results
 
@@ -35,14 +35,16 @@ SIDE, BATCH, WINDOW = 320, 64, 4
 
 
 def main() -> None:
-    """Write the shards, read them in both ways, and print and write the rates."""
+    """Write shards, read them from a server and from the disk, and print and write the samples per second."""
     parser = argparse.ArgumentParser(
         prog="lightning bench streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shards", type=int, default=80, help="number of shards (default: 80)")
-    parser.add_argument("--per_shard", type=int, default=64, help="images in a shard (default: 64)")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes (default: 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="epochs of each, in turns (default: 3)")
+    parser.add_argument("--per_shard", type=int, default=64, help="number of images in a shard (default: 64)")
+    parser.add_argument("--workers", type=int, default=1, help="number of worker processes (default: 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of epochs with each reader, alternating (default: 3)"
+    )
     parser.add_argument("--out", type=Path, help="folder for streaming-DEVICE.json (default: print only)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -75,14 +77,14 @@ def main() -> None:
         finally:
             server.kill()
             server.wait()
-    found: dict[str, Any] = {name: round(median(values), 1) for name, values in rates.items()}
-    found["ratio"] = round(found["streamed"] / found["local"], 3)
-    result = {**vars(args), "bytes": total, "cache_bytes": total // 10, "samples_a_second": rates, **found}
+    medians: dict[str, Any] = {name: round(median(values), 1) for name, values in rates.items()}
+    medians["ratio"] = round(medians["streamed"] / medians["local"], 3)
+    result = {**vars(args), "bytes": total, "cache_bytes": total // 10, "samples_a_second": rates, **medians}
     result.pop("out")
     result["machine"] = describe(torch.device("cpu"))
     print(
-        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {found['local']:,} samples a second from the "
-        f"disk, {found['streamed']:,} from a server with cache_bytes={total // 10} ({100 * found['ratio']:.1f}%)"
+        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {medians['local']:,} samples per second from "
+        f"the disk, {medians['streamed']:,} from a server with cache_bytes={total // 10} ({100 * medians['ratio']:.1f}%)"
     )
     if args.out is not None:
         write_whole(args.out / "streaming-cpu.json", json.dumps(result, indent=1) + "\n")
@@ -106,7 +108,7 @@ def _wait_for(port: int) -> None:
 
 
 def _rate(where: str, cache: Path, limit: int | None, workers: int) -> float:
-    """Measure the samples per second over an epoch, without its first batch.
+    """Measure the samples per second of reading shards for an epoch, without its first batch.
 
     Args:
         where: folder or URL pattern of the shards.

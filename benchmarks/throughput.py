@@ -65,12 +65,20 @@ SMALL = {
 """Configurations for a CPU, each with its batch size."""
 
 LEFT_OUT = ("pretrained", "vae", "distillation")
-"""Options that would download files or run a second model."""
+"""Options of a model that are removed, because they would download files or run a second model."""
 STEPS, WARM_UP = 12, 4
 
 
 def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
-    """Build the model of a configuration file, without parts that need a download, and return it with the configuration."""
+    """Build the model of a configuration file, without the options in :data:`LEFT_OUT`.
+
+    Args:
+        path: path of the configuration.
+        compiled: whether to compile the model.
+
+    Returns:
+        The model and its configuration.
+    """
     config = yaml.safe_load(path.read_text())
     model = config["model"]
     options = model["init_args"]
@@ -89,7 +97,16 @@ def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
 
 
 def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[str, Tensor], int]:
-    """Draw a random batch in the form of the configuration's data, and return it with the number of tokens per sample."""
+    """Draw a random batch with the shapes of the configuration's data.
+
+    Args:
+        module: module of the configuration.
+        config: the configuration.
+        samples: number of samples in the batch.
+
+    Returns:
+        The batch, and the number of tokens per sample.
+    """
     options, kind = config["model"]["init_args"], type(module).__name__
     if kind == "ImageClassifier":
         size, patch = options["image_size"], options["patch_size"]
@@ -113,7 +130,7 @@ def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[
 
 
 class Clock(Callback):
-    """Measure the seconds of every step, and count the floating-point operations of one."""
+    """Callback that measures the duration of every training step, and counts the floating-point operations of one step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -121,7 +138,7 @@ class Clock(Callback):
         self._start = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the operations before the first step, and start the timer."""
+        """Start the timer of a step. Before the first step, count its floating-point operations."""
         if batch_idx == 0:
             counter = FlopCounterMode(display=False)
             with (
@@ -139,7 +156,7 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the seconds of the step, including the optimizer."""
+        """Record the duration of the step in seconds, including that of the optimizer."""
         _wait(pl_module.device)
         self.seconds.append(time.perf_counter() - self._start)
 
@@ -150,7 +167,14 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Train a configuration for ``steps`` steps of ``samples`` samples, and return its times, operations and memory."""
+    """Train a configuration on random batches, and return the times, operations and memory of its steps.
+
+    Args:
+        name: name of the configuration.
+        samples: number of samples in a batch.
+        compiled: whether to compile the model.
+        steps: number of training steps.
+    """
     for quiet in ("lightning.pytorch", "lightning_mhla"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
     torch.manual_seed(0)
@@ -169,23 +193,23 @@ def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader([batch] * steps, batch_size=None))  # type: ignore[arg-type]
-    each = median(clock.seconds[min(WARM_UP, steps - 1) :])
+    step_seconds = median(clock.seconds[min(WARM_UP, steps - 1) :])
     row: dict[str, Any] = {
         "config": name, "compile": compiled, "samples": samples, "tokens": tokens, "precision": precision,
-        "seconds": each, "first_step_seconds": clock.seconds[0], "samples_per_second": samples / each,
-        "tokens_per_second": samples * tokens / each, "operations": clock.operations,
-        "TFLOPs": clock.operations / each / 1e12,
+        "seconds": step_seconds, "first_step_seconds": clock.seconds[0], "samples_per_second": samples / step_seconds,
+        "tokens_per_second": samples * tokens / step_seconds, "operations": clock.operations,
+        "TFLOPs": clock.operations / step_seconds / 1e12,
     }  # fmt: skip
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         dtype = torch.bfloat16 if str(precision).startswith("bf16") else torch.float32
         peak = get_available_flops(torch.device("cuda", 0), dtype)
-        row["mfu"] = None if peak is None else clock.operations / each / peak
+        row["mfu"] = None if peak is None else clock.operations / step_seconds / peak
     return row
 
 
 def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Call :func:`measure` with the largest batch that fits, halving ``samples``; on failure, return a row with the error."""
+    """Call :func:`measure`, halving the batch until it fits in memory. A row with the error is returned on other failures."""
     while True:
         try:
             return measure(name, samples, compiled, steps)
@@ -237,27 +261,29 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure the missing rows, write JSON after each, and exit with status 1 if one failed."""
+    """Measure the configurations without a result, write JSON after each, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(prog="lightning bench throughput", description=__doc__.splitlines()[0])
-    parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
+    parser.add_argument(
+        "--configs", nargs="+", help="configurations, such as language/stdlib (default: those that suit the device)"
+    )
     parser.add_argument("--compile", choices=("both", "on", "off"), default="both")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--samples", type=int, help="samples at once")
+    parser.add_argument("--samples", type=int, help="batch size")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for throughput.json")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     machine, path = describe(torch.device("cuda" if gpu else "cpu")), args.out / "throughput.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    same = {**known.get("machine", {}), "date": None} == {**machine, "date": None}
-    rows = [row for row in known["rows"] if "failed" not in row] if same else []
+    previous = json.loads(path.read_text()) if path.exists() else {}
+    same = {**previous.get("machine", {}), "date": None} == {**machine, "date": None}
+    rows = [row for row in previous["rows"] if "failed" not in row] if same else []
     done = {(row["config"], row["compile"], row["asked"], row["steps"]) for row in rows}
     sizes = CONFIGS if gpu else SMALL
     for name in args.configs or list(sizes):
         for compiled in {"both": (False, True), "on": (True,), "off": (False,)}[args.compile]:
-            asked = args.samples or sizes.get(name, 1)
-            if (name, compiled, asked, args.steps) not in done:
-                found = measure_or_halve(name, asked, compiled, args.steps)
-                rows.append({**found, "asked": asked, "steps": args.steps})
+            batch_size = args.samples or sizes.get(name, 1)
+            if (name, compiled, batch_size, args.steps) not in done:
+                result = measure_or_halve(name, batch_size, compiled, args.steps)
+                rows.append({**result, "asked": batch_size, "steps": args.steps})
                 write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     print_table(rows, Console(width=150))
     sys.exit(1 if any("failed" in row for row in rows) else 0)

@@ -33,7 +33,12 @@ TEXT = 512
 
 
 def case(layers: int, latent: tuple[int, ...]) -> FullSize:
-    """Return a case with a Wan of ``layers`` blocks and one clip, whose latent has the given shape."""
+    """Return the description of a Wan model and one clip for :mod:`benchmarks.full_size`.
+
+    Args:
+        layers: number of blocks of the model.
+        latent: shape of the clip's latent, without the batch axis.
+    """
     shape = TransformerConfig()
     return FullSize(
         VARIANTS,
@@ -50,11 +55,13 @@ def case(layers: int, latent: tuple[int, ...]) -> FullSize:
 
 
 def main() -> None:
-    """Run every variant."""
+    """Measure the model with every variant of attention."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
-    parser.add_argument("--layers", type=int, default=30, help="blocks of the transformer (default: 30)")
-    parser.add_argument("--latent", type=int, nargs=4, default=LATENT, help="channels, frames, rows, columns")
+    parser.add_argument("--layers", type=int, default=30, help="number of blocks of the transformer (default: 30)")
+    parser.add_argument(
+        "--latent", type=int, nargs=4, default=LATENT, help="shape of a clip's latent: channels, frames, rows, columns"
+    )
     args = parser.parse_args()
     run(case(args.layers, tuple(args.latent)), "wan-1.3b", args.out, {"latent": list(args.latent)})
 

@@ -1,4 +1,4 @@
-"""What the site shows beside its pages: the help of every command, and docstrings without marks of another format."""
+"""Hooks of MkDocs that add the help of every command to the site, and convert the markup of docstrings."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A whole run in plain Python: data, model, trainer, fit, test, prediction, export. A minute on two CPU cores.
+"""Complete training run in plain Python: data, model, trainer, fit, test, export and prediction. A minute on two CPU cores.
 
     python examples/train.py
     python examples/train.py --attention linear --epochs 5 --folder runs/linear
 
-The digits of 8 x 8 pixels ship with scikit-learn. Another data set is another data module: see docs/guides/data.md. The
-command line (``lightning fit``) does the same from a YAML file, and adds run folders that resume, sweeps and clusters.
+The digits of 8 x 8 pixels are part of scikit-learn. For your own data, pass a different data module: see docs/guides/data.md.
+The command line (``lightning fit``) does the same from a YAML file, and adds run folders that resume, sweeps and clusters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 
 def make_model(attention: str) -> ImageClassifier:
-    """A vision transformer for the 64 pixels of a digit, each of which is a token; 4 x 4 blocks of 2 x 2 tokens."""
+    """Build a vision transformer for the 8 x 8 pixels of a digit. Each pixel is a token, in 4 x 4 blocks of 2 x 2 tokens."""
     blocks = {"block_grid": [4, 4]} if attention == "mhla" else {}
     return ImageClassifier(
         attention=AttentionConfig(kind=attention, lepe=3, **blocks),
@@ -47,7 +47,7 @@ def make_model(attention: str) -> ImageClassifier:
 
 
 def make_trainer(folder: Path, epochs: int, best: ModelCheckpoint) -> Trainer:
-    """A trainer that keeps checkpoints, a table of metrics, and a picture of their curves."""
+    """Build a trainer that writes checkpoints, a table of metrics, and a picture of their curves."""
     return Trainer(
         accelerator="auto",
         devices=1,
@@ -61,25 +61,25 @@ def make_trainer(folder: Path, epochs: int, best: ModelCheckpoint) -> Trainer:
 
 
 def main() -> None:
-    """Train, test, export, and predict with the export."""
+    """Train and test a model, export it, and classify a digit with the exported model."""
     parser = argparse.ArgumentParser(description="Train a classifier of digits.")
     parser.add_argument("--attention", default="mhla", help="kind of attention: mhla, linear, softmax and others")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path("runs/example"), help="where all files go")
+    parser.add_argument("--folder", type=Path, default=Path("runs/example"), help="folder for all files")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
-    seed_everything(asked.seed)
+    seed_everything(arguments.seed)
     data = Digits(batch_size=64)
-    model = make_model(asked.attention)
+    model = make_model(arguments.attention)
     best = ModelCheckpoint(monitor="val/accuracy", mode="max", save_last=True, filename="best")
-    trainer = make_trainer(asked.folder, asked.epochs, best)
+    trainer = make_trainer(arguments.folder, arguments.epochs, best)
     trainer.fit(model, data)
 
     (results,) = trainer.test(model, data, ckpt_path=best.best_model_path)
     print(f"accuracy on held-out digits: {results['test/accuracy']:.3f}")
 
-    exported = asked.folder / "exported"
+    exported = arguments.folder / "exported"
     write_export(Path(best.best_model_path), exported, live=False, options={})
     print(f"exported to {exported}")
 
@@ -87,7 +87,7 @@ def main() -> None:
     images, labels = load_digits(train=False)
     digit = Image.fromarray((images[0, 0] * 255).byte().numpy())
     ((name, probability),) = classifier.predict(digit, top=1).items()
-    print(f"a held-out digit {labels[0].item()} is taken for {name} with probability {probability:.2f}")
+    print(f"a held-out digit {labels[0].item()} is classified as {name} with probability {probability:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, one seed, GPU tests skipped without a GPU."""
+"""Fixtures and hooks for all tests: no network, a fixed seed, marks by test file, and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import pytest
 import torch
 from fork_server import ForkServer
 
-torch.set_num_threads(1)  # or the workers' threads fight for the cores; and sums are the same as in child processes
+torch.set_num_threads(1)  # the workers would compete for the cores; and sums are equal to those of child processes
 for name, start in {"HF_HOME": "hugging-face-", "MHLA_CACHE": "mhla-"}.items():
-    if name not in os.environ:  # the workers take it from the process that starts them
+    if name not in os.environ:  # workers inherit it from the process that starts them
         os.environ[name] = tempfile.mkdtemp(prefix=start)
         atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 if not torch.cuda.is_available():
@@ -38,7 +38,10 @@ if not torch.cuda.is_available() and find_spec("triton"):
         _run_kernel(self, *arguments, **options)
 
     def call_helper(self: Any, *arguments: Any, **options: Any) -> Any:
-        """As the interpreter does, but patching triton.language once a launch, not in every call: a third of the time."""
+        """Call a helper of a kernel as the interpreter does, but patch triton.language only once per launch.
+
+        This takes a third of the time.
+        """
         if self.fn not in patched:
             patched.add(self.fn)
             interpreter._patch_lang(self.fn)
@@ -50,13 +53,13 @@ if not torch.cuda.is_available() and find_spec("triton"):
 
 
 STARTS_PROCESSES = {"subprocess", "run_cli", "fork_server", "server", "num_workers", "kill_at", "cluster"}
-"""Names by which a test starts processes; ``make check`` leaves out tests that use one, directly or by a function."""
+"""Names whose use means that a test starts processes, directly or in a function. ``make check`` omits such tests."""
 
 SLOW = (
     "test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation",
     "test_run_folder", "test_resume", "test_verdicts", "test_compile",
 )  # fmt: skip
-"""Test files that take long without starting any: interpreted kernels, compilers, fuzzing, lm-eval, whole runs."""
+"""Test files that take long without starting processes: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
 
 LONGEST = (
     "test_configs", "test_benchmarks", "test_kinds", "test_paper", "test_video_training", "test_slurm", "test_kills", "test_sharding",
@@ -65,7 +68,7 @@ LONGEST = (
     "test_ops", "test_verdicts", "test_compile", "test_gpu_program", "test_transforms", "test_swap_graphs",
     "test_language_graphs", "test_swap_folders", "test_language_heads", "test_chat",
 )  # fmt: skip
-"""Test files that take a minute or so, begun first: no worker is left with one at the end."""
+"""Test files that take about a minute. They are started first, so that no worker has one left when the others are done."""
 
 
 LONG = (
@@ -103,12 +106,12 @@ LONG = (
     "test_transforms::test_exponential_mixing_trains_in_one_graph_at_new_lengths",
     "test_swap_folders_pictures::test_what_opens_it_is_right_and_everything_else_fails",
 )  # fmt: skip
-"""Tests that take from twenty seconds to minutes: ``make thorough`` runs them, ``make test`` runs the others."""
+"""Tests that take from twenty seconds to minutes. ``make thorough`` runs them, ``make test`` runs all others."""
 
 
 @cache
 def _with_processes(path: Path) -> set[str]:
-    """Functions of a test file that start processes, or use one of its functions or fixtures that do."""
+    """Return the names of the functions in a test file that start processes, directly or by other functions in the file."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     names = {
         function.name: {
@@ -117,14 +120,16 @@ def _with_processes(path: Path) -> set[str]:
         }
         for function in functions
     }
-    found: set[str] = set()
-    while more := {name for name, used in names.items() if name not in found and used & (STARTS_PROCESSES | found)}:
-        found |= more
-    return found
+    starting: set[str] = set()
+    while more := {
+        name for name, used in names.items() if name not in starting and used & (STARTS_PROCESSES | starting)
+    }:
+        starting |= more
+    return starting
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """No bytes in the names of tests: gzip writes the time into them, and every worker must find the same names."""
+    """Keep bytes out of the names of tests. Compressed data contain the time, but all workers must find the same names."""
     return "bytes" if isinstance(val, bytes) else None
 
 
@@ -145,7 +150,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Memory that torch allocates without filling holds NaN, so that what is read before it is written shows."""
+    """Fill memory that torch allocates with NaN, so that tests notice reads of uninitialized values."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -153,10 +158,13 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """A run that a signal stops ignores signals from then on, and processes that later tests start would inherit that."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    """Restore the signal handlers after each test.
+
+    A run that a signal has stopped ignores further signals, and processes that later tests start would inherit this.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
@@ -168,20 +176,20 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """XDG_CACHE_HOME of this run of the suite: its workers tokenise the standard library once for each vocabulary."""
+    """Value of XDG_CACHE_HOME for this run of the tests. Its workers tokenize the standard library once per vocabulary."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache-home"
 
 
 @pytest.fixture(scope="session")
 def cache_dir(cache_home: Path) -> Path:
-    """``cache_dir`` of data modules in this run of the suite."""
+    """Value of ``cache_dir`` of data modules for this run of the tests."""
     return cache_home / "lightning-mhla"
 
 
 @pytest.fixture(scope="session")
 def server() -> ForkServer:
-    """Commands in processes of their own, without their start-up."""
+    """Server that runs commands in separate processes without their startup time."""
     from processes import fork_server
 
     return fork_server()

@@ -1,7 +1,7 @@
-"""Print the installed versions of the packages that the project names, as pip's ``--constraint`` takes them.
+"""Print the installed versions of the packages that the project requires, in the format of pip's ``--constraint``.
 
-Packages that those depend on in turn are left to pip: one version that is withdrawn from an index would make all the others
-unusable. Torch and its builds (torchvision, triton) are left out: their versions depend on the machine.
+Their own dependencies are left to pip, because a single version that is withdrawn from an index would make all others unusable.
+Torch and packages built for it (torchvision, triton) are omitted, because their versions depend on the machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ BUILDS = {"torch", "torchvision", "triton", "lightning-mhla"}
 
 
 def main() -> None:
-    """Print them in alphabetical order."""
+    """Print one package and its version per line, in alphabetical order."""
     names = {re.sub(r"[-_.]+", "-", Requirement(line).name).lower() for line in requires("lightning-mhla") or ()}
     sys.stdout.write("# Versions that all tests passed with. `make` installs them; `make constraints` renews them.\n")
     for name in sorted(names - BUILDS):
         try:
             sys.stdout.write(f"{name}=={version(name)}\n")
-        except PackageNotFoundError:  # of an extra that is not installed
+        except PackageNotFoundError:  # part of an extra that is not installed
             continue
 
 

@@ -1,9 +1,10 @@
-"""Coverage-guided fuzzing of every reader with atheris, which Linux has wheels of: pip install atheris, then
+"""Coverage-guided fuzzing of every reader of files. It requires atheris (pip install atheris; wheels exist for Linux):
 
     python tests/coverage_fuzz.py checkpoint -max_total_time=60
 
-Targets: array, checkpoint, configuration, image, layout, shard, tokens, values. Options after the target are libFuzzer's. A
-reader may give ValueError (in YAML also YAMLError), within ten seconds and 4 GiB; anything else is reported with its input.
+The targets are array, checkpoint, configuration, image, layout, shard, tokens and values. Options after the target are those of
+libFuzzer. A reader may raise ValueError (for YAML also YAMLError), within ten seconds and 4 GiB. Any other failure is reported
+with its input.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ with atheris.instrument_imports(
 import numpy as np
 import torch
 from torch._weights_only_unpickler import Unpickler
-from torch.distributed.checkpoint import state_dict_loader  # noqa: F401  or it were instrumented, which takes minutes
+from torch.distributed.checkpoint import state_dict_loader  # noqa: F401  instrumenting it would take minutes
 
 Unpickler.load = atheris.instrument_func(Unpickler.load)
 with atheris.instrument_imports(include=["lightning_mhla", "mhla_tasks"], enable_loader_override=False):
@@ -71,31 +72,31 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def array(data: bytes) -> None:
-    """An ``.npy`` file."""
+    """Read fuzzed data as an ``.npy`` file."""
     parse_array(data)
 
 
 def image(data: bytes) -> None:
-    """A JPEG, PNG or WebP file."""
+    """Read fuzzed data as a JPEG, PNG or WebP file."""
     decode_image(data, "x")
 
 
 def configuration(data: bytes) -> None:
-    """An overlay."""
+    """Read fuzzed data as a YAML configuration."""
     text = data.decode("utf-8", "ignore")
     check_yaml(text)
     yaml.safe_load(text)
 
 
 def checkpoint(data: bytes) -> None:
-    """A checkpoint file; the checksums of its records are made right, so that what is inside is reached."""
+    """Read fuzzed data as a checkpoint file. Its checksums are corrected first, so that its content is read."""
     path = FOLDER / "x.ckpt"
     path.write_bytes(_with_checksums(data))
     WholeCheckpointIO().load_checkpoint(path)
 
 
 def values(data: bytes) -> None:
-    """The pickle inside of a checkpoint file."""
+    """Read fuzzed data as the pickle inside a checkpoint file."""
     path = FOLDER / "values.ckpt"
     with zipfile.ZipFile(path, "w") as records:
         for name, content in {"data.pkl": data, "data/0": bytes(16), "version": b"3\n", "byteorder": b"little"}.items():
@@ -104,7 +105,7 @@ def values(data: bytes) -> None:
 
 
 def layout(data: bytes) -> None:
-    """The list of what lies where in a sharded checkpoint, with a manifest that fits."""
+    """Read fuzzed data as the index of a sharded checkpoint, with a matching manifest."""
     folder = FOLDER / "sharded.ckpt"
     (folder / LAYOUT).write_bytes(data)
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != MANIFEST}
@@ -114,7 +115,7 @@ def layout(data: bytes) -> None:
 
 
 def shard(data: bytes) -> None:
-    """A tar shard of labels and arrays."""
+    """Read fuzzed data as a tar shard of labels and arrays."""
     path = FOLDER / "x.tar"
     path.write_bytes(data)
     scan_shard(path)
@@ -126,7 +127,7 @@ def shard(data: bytes) -> None:
 
 
 def tokens(data: bytes) -> None:
-    """The two arrays of a token shard, one after the other."""
+    """Read fuzzed data as the two arrays of a token shard, one after the other."""
     half = len(data) // 2
     path = FOLDER / "tokens.tar"
     path.write_bytes(_tar({"0.tokens.npy": data[:half], "0.starts.npy": data[half:]}))
@@ -136,17 +137,17 @@ def tokens(data: bytes) -> None:
 
 
 def _with_checksums(data: bytes) -> bytes:
-    """The same zip file, with the CRC-32 that its records have, in the places where its list says they lie."""
+    """Return a zip file with corrected checksums (CRC-32) of the records, at the positions in its directory."""
     changed = bytearray(data)
-    at = changed.find(b"PK\x01\x02")
-    while at >= 0 and at + 46 <= len(changed):
-        size, name, extra, comment = struct.unpack_from("<I4xHHH", changed, at + 20)
-        (where,) = struct.unpack_from("<I", changed, at + 42)
+    entry = changed.find(b"PK\x01\x02")
+    while entry >= 0 and entry + 46 <= len(changed):
+        size, name, extra, comment = struct.unpack_from("<I4xHHH", changed, entry + 20)
+        (where,) = struct.unpack_from("<I", changed, entry + 42)
         if where + 30 <= len(changed):
-            before, more = struct.unpack_from("<HH", changed, where + 26)
-            start = where + 30 + before + more
-            struct.pack_into("<I", changed, at + 16, zlib.crc32(bytes(changed[start : start + size])))
-        at = changed.find(b"PK\x01\x02", at + 46 + name + extra + comment)
+            name_length, extra_length = struct.unpack_from("<HH", changed, where + 26)
+            start = where + 30 + name_length + extra_length
+            struct.pack_into("<I", changed, entry + 16, zlib.crc32(bytes(changed[start : start + size])))
+        entry = changed.find(b"PK\x01\x02", entry + 46 + name + extra + comment)
     return bytes(changed)
 
 
@@ -194,7 +195,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], bytes]]] = {
 
 
 def main() -> None:
-    """Fuzz one target, from one good input on."""
+    """Fuzz the target that the command line names, starting from one valid input."""
     if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
         raise SystemExit(f"{__doc__}\nerror: name a target: {', '.join(TARGETS)}")
     read, seed = TARGETS[sys.argv.pop(1)]

@@ -1,9 +1,8 @@
-"""Python programs of this suite in processes of their own that need no start-up: forked from one that has the libraries.
+"""Server for tests that runs Python programs in separate processes without startup time, forked from a prepared parent.
 
-The parent has imported what the product imports, and nothing of the product: a program that starts here is as new to it as
-one in a fresh interpreter. It reads one JSON object a line, forks a child for it, and answers with its number or with its
-exit status (``-9`` where it was killed). ``kill_at`` is an optimiser step after which the child kills itself with SIGKILL,
-before anything of the next one; ``kill_after_save`` one whose first checkpoint from then on is the last thing that it does.
+The parent has imported all libraries that the product imports, but no module of the product, so a program runs the same code as
+in a new interpreter. The parent reads one JSON object per line, forks a child for it, and answers with the child's process id
+or exit status (``-9`` if it was killed).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FLOORS = {"mhla_kernels": ROOT / "kernels", "lightning_mhla": ROOT, "mhla_tasks": ROOT / "tasks"}
 LIBRARIES = ("lightning.pytorch.loggers", "lightning.pytorch.callbacks", "transformers.models.auto", "peft")
-"""Beside those that the product names: what configurations and tests name."""
+"""Modules to import in addition to those that the product imports: configurations and tests name them."""
 
 
 def _of_test() -> dict[str, str]:
@@ -39,20 +38,24 @@ def _of_test() -> dict[str, str]:
 
 
 class Child:
-    """A process that was started and not waited for, with the methods of :class:`subprocess.Popen` that tests need."""
+    """Process that runs in the background, with the methods of :class:`subprocess.Popen` that tests need."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return the exit status; None while the process runs."""
         if self.returncode is None:
             self.returncode = self._server._ask({"pid": self.pid})
         return self.returncode
 
     def wait(self, timeout: float = 300) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the end of the process, and return its exit status.
+
+        Args:
+            timeout: time limit in seconds; the test fails after it.
+        """
         until = time.monotonic() + timeout
         while self.poll() is None:
             assert time.monotonic() < until, f"process {self.pid} has not ended after {timeout} s"
@@ -61,13 +64,13 @@ class Child:
         return self.returncode
 
     def kill(self) -> None:
-        """SIGKILL, to it and its children."""
+        """Send SIGKILL to the process and its children."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
-    """One parent process; commands run one after another."""
+    """Parent process from which programs are forked, one after the other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,59 +99,80 @@ class ForkServer:
         processes: int = 1,
         **environment: str,
     ) -> tuple[int, str]:
-        """Exit status of ``python -m module arguments`` in ``folder``, and what it printed (to ``output``, if that is given).
+        """Run ``python -m MODULE ARGUMENTS`` and wait for its end.
 
-        Several ``processes`` are started as torchrun starts them; the status is that of the first one that failed.
+        Args:
+            arguments: arguments of the program.
+            module: name of the module; ``-c`` to run the first argument as code.
+            folder: working folder; None for the current one.
+            output: file for the output; None for a temporary one.
+            kill_at: optimizer step after which the process kills itself by SIGKILL, before the next step begins; None for
+                never.
+            kill_after_save: optimizer step from which on the process kills itself by SIGKILL once it has written a
+                checkpoint; None for never.
+            processes: number of processes to start as torchrun does.
+            environment: additional environment variables.
+
+        Returns:
+            The exit status, that of the first failure if there are several processes; and the output.
         """
-        place = output or Path(tempfile.gettempdir()) / f"output-of-{self._process.pid}"
-        place.write_bytes(b"")
-        asked = {
-            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(place),
+        output_file = output or Path(tempfile.gettempdir()) / f"output-of-{self._process.pid}"
+        output_file.write_bytes(b"")
+        request = {
+            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output_file),
             "environment": _of_test() | environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
         }  # fmt: skip
-        status = self._ask(asked)
-        text = place.read_text(errors="replace")
+        status = self._ask(request)
+        text = output_file.read_text(errors="replace")
         if output is None:
-            place.unlink()
+            output_file.unlink()
         return status, text
 
     def program(self, code: str, *arguments: str | Path, **options: Any) -> tuple[int, str]:
-        """Likewise for ``python -c code arguments``."""
+        """Run ``python -c CODE ARGUMENTS`` and wait for its end. Options and result are those of :meth:`run`."""
         return self.run(code, *map(str, arguments), module="-c", **options)
 
     def start(
         self, *arguments: str, module: str, output: Path, folder: Path | None = None, **environment: str
     ) -> Child:
-        """``python -m module arguments`` (or ``-c``, as :meth:`program`), which goes on by itself; ``output`` grows."""
-        asked = {
+        """Start ``python -m MODULE ARGUMENTS`` in the background.
+
+        Args:
+            arguments: arguments of the program.
+            module: name of the module; ``-c`` to run the first argument as code.
+            output: file to which the output is appended.
+            folder: working folder; None for the current one.
+            environment: additional environment variables.
+        """
+        request = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
             "environment": _of_test() | environment, "kill_at": None, "kill_after_save": None, "processes": 0,
         }  # fmt: skip
         output.touch()
-        return Child(self, self._ask(asked))
+        return Child(self, self._ask(request))
 
-    def _ask(self, asked: dict[str, Any]) -> Any:
+    def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
             try:
-                self._process.stdin.write(json.dumps(asked) + "\n")
+                self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.flush()
                 return json.loads(self._process.stdout.readline())
-            except BaseException:  # the test's time is up: the next one gets a parent without an open question
+            except BaseException:  # the test timed out: the next test needs a parent that answers no earlier request
                 self.close()
                 self._open()
                 raise
 
     def close(self) -> None:
-        """End the parent, and what it waits for."""
+        """Kill the parent process and the programs that it waits for."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def _kill_after(step: int) -> None:
-    """Have this process killed when the optimiser has made so many steps, all callbacks are done and the row is logged."""
+    """Kill this process after a number of optimizer steps, when all callbacks have run and the metrics are logged."""
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
     advance = _TrainingEpochLoop.on_advance_end
@@ -162,7 +186,7 @@ def _kill_after(step: int) -> None:
 
 
 def _kill_after_save(step: int) -> None:
-    """Have this process killed when the checkpoint of a step is on the disk, before anything else happens."""
+    """Kill this process as soon as a checkpoint of the given optimizer step, or of a later one, is on the disk."""
     from lightning_mhla.checkpoints.io import WholeCheckpointIO
 
     save = WholeCheckpointIO.save_checkpoint
@@ -175,26 +199,26 @@ def _kill_after_save(step: int) -> None:
     WholeCheckpointIO.save_checkpoint = wrapped  # type: ignore[method-assign]
 
 
-def _child(asked: dict[str, Any]) -> None:
-    stream = os.open(asked["output"], os.O_WRONLY | os.O_APPEND)
+def _child(request: dict[str, Any]) -> None:
+    stream = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(stream, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
-    os.chdir(asked["folder"])
-    os.environ.update(asked["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore SIGINT
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
     sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []
     import numpy as np
     import torch
 
     np.random.seed()
     torch.set_num_threads(1)
-    if asked["kill_at"] is not None:
-        _kill_after(asked["kill_at"])
-    if asked["kill_after_save"] is not None:
-        _kill_after_save(asked["kill_after_save"])
+    if request["kill_at"] is not None:
+        _kill_after(request["kill_at"])
+    if request["kill_after_save"] is not None:
+        _kill_after_save(request["kill_after_save"])
     sys.path[:0] = [str(Path.cwd())]
-    module, arguments = asked["module"], asked["arguments"]
+    module, arguments = request["module"], request["arguments"]
     recording = None
     if "COVERAGE_PROCESS_START" in os.environ:  # set by tests/record_coverage.py
         import coverage
@@ -231,7 +255,7 @@ def _child(asked: dict[str, Any]) -> None:
 
 
 def _places(processes: int) -> list[dict[str, str]]:
-    """What torchrun tells each of so many processes; nothing to one."""
+    """Return the environment variables that torchrun sets for each of several processes; none for a single process."""
     if processes <= 1:
         return [{}]
     with socket.socket() as probe:
@@ -244,22 +268,22 @@ def _places(processes: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _start(asked: dict[str, Any], place: dict[str, str]) -> int:
+def _start(request: dict[str, Any], variables: dict[str, str]) -> int:
     child = os.fork()
-    if not asked["processes"]:
-        with contextlib.suppress(PermissionError):  # the other one of the two was faster
+    if not request["processes"]:
+        with contextlib.suppress(PermissionError):  # the other of parent and child has already done it
             os.setpgid(child, child)  # so that it can be killed with its own children
     if child == 0:
-        _child({**asked, "environment": {**asked["environment"], **place}})
+        _child({**request, "environment": {**request["environment"], **variables}})
     return child
 
 
 def preload() -> None:
-    """Import every library that a module of the product names, and no module of it."""
+    """Import every library that a module of the product imports, but no module of the product."""
     for package, folder in FLOORS.items():
         for path in sorted((folder / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
                 modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
                 for module in modules if names else ():
                     if module.split(".")[0] not in FLOORS:
@@ -271,43 +295,51 @@ def preload() -> None:
 
 
 def main() -> None:
-    """The parent."""
+    """Run the parent process: fork a child for each request on standard input, and answer on standard output."""
     preload()
-    gc.freeze()  # or every child copies the pages that its collector touches
+    gc.freeze()  # otherwise every child copies the memory pages that its garbage collector touches
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     ended: dict[int, int] = {}
 
     def status_of(child: int, options: int = 0) -> int | None:
         while child not in ended:
-            found, status = os.waitpid(-1, options)
-            if not found:
+            ended_child, status = os.waitpid(-1, options)
+            if not ended_child:
                 return None
-            ended[found] = os.waitstatus_to_exitcode(status)
+            ended[ended_child] = os.waitstatus_to_exitcode(status)
         return ended[child]
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "pid" in asked:
-            answer = status_of(asked["pid"], os.WNOHANG)
+        request = json.loads(line)
+        if "pid" in request:
+            answer = status_of(request["pid"], os.WNOHANG)
         else:
-            children = [_start(asked, place) for place in _places(asked["processes"])]
+            children = [_start(request, variables) for variables in _places(request["processes"])]
             for child in children:
-                ended.pop(child, None)  # an earlier process of this number
-            answer = _first_failure(children, ended) if asked["processes"] else children[0]
+                ended.pop(child, None)  # status of an earlier process with the same id
+            answer = _first_failure(children, ended) if request["processes"] else children[0]
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
 
 
 def _first_failure(children: list[int], ended: dict[int, int]) -> int:
-    """Wait for all; the status of the first that fails, at which the others are told to end, or 0."""
+    """Wait for the end of all child processes. If one fails, the others receive SIGTERM.
+
+    Args:
+        children: process ids of the children.
+        ended: exit statuses by process id, updated in place.
+
+    Returns:
+        Exit status of the first child that failed; 0 if none failed.
+    """
     failed = 0
     while set(children) - set(ended):
         child, status = os.wait()
         ended[child] = os.waitstatus_to_exitcode(status)
         if child in children and ended[child]:
             failed = failed or ended[child]
-            for other in set(children) - set(ended):  # they would wait for it
+            for other in set(children) - set(ended):  # they would wait for the failed process
                 os.kill(other, signal.SIGTERM)
     return failed
 

@@ -1,4 +1,4 @@
-"""How tests with made-up input are run: the same few examples in the suite, many random ones under ``make fuzz``."""
+"""Settings for tests with generated input: the same few examples in every test run, many random ones in ``make fuzz``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 TIMES = int(os.environ.get("FUZZ", "1"))
-"""How many times the examples of the suite are tried; more than once, they are others in every run."""
+"""Factor on the number of examples. If it is above 1, every run tries different examples."""
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """Marks a test of hypothesis and says how many examples the suite tries."""
+    """Return a decorator that marks a hypothesis test for ``make fuzz`` and limits its number of examples.
+
+    Args:
+        examples: number of examples in a normal test run.
+    """
     chosen = settings(
         max_examples=examples * TIMES,
         deadline=None,

@@ -1,4 +1,4 @@
-"""A local HTTP server of a folder for tests: knows ranges, counts requests, and drops connections when asked to."""
+"""Local HTTP server of a folder, for tests. It supports ranges, records requests, and can drop connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``folder``; see :func:`served`."""
+    """HTTP server of the files in a folder on a free local port; see :func:`served`.
+
+    Attributes:
+        requests: paths of all requests, in order.
+        failing: whether to answer all requests with status 503.
+    """
 
     daemon_threads = True
 
@@ -27,7 +32,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that went away is nothing to report."""
+        """Do not report clients that have closed their connection."""
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -50,12 +55,12 @@ class _Handler(SimpleHTTPRequestHandler):
             return
         data = path.read_bytes()
         start, end = 0, len(data)
-        asked = self.headers.get("Range") if self.server.ranges else None
-        if asked:
-            first, _, last = asked.removeprefix("bytes=").partition("-")
+        range_header = self.headers.get("Range") if self.server.ranges else None
+        if range_header:
+            first, _, last = range_header.removeprefix("bytes=").partition("-")
             start, end = int(first), min(len(data), int(last) + 1 if last else len(data))
-        self.send_response(206 if asked else 200)
-        if asked:
+        self.send_response(206 if range_header else 200)
+        if range_header:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         if self.server.ranges:
             self.send_header("Accept-Ranges", "bytes")
@@ -73,12 +78,12 @@ class _Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path, drop_every: int | None = None, ranges: bool = True) -> Iterator[Server]:
-    """Serve a folder.
+    """Serve the files in a folder by HTTP inside a ``with`` block.
 
     Args:
-        folder: its files.
-        drop_every: of so many requests, one is answered by half and its connection closed.
-        ranges: whether parts of files are given.
+        folder: folder of the files.
+        drop_every: n if the server closes the connection of every n-th request halfway through the answer; None for never.
+        ranges: whether the server supports requests for parts of files.
     """
     with Server(folder, drop_every, ranges) as server:
         thread = threading.Thread(target=server.serve_forever)

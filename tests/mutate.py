@@ -1,13 +1,12 @@
-"""Mutation testing by hand-picked mutations: each breaks the product in one place, and its tests have to fail.
+"""Mutation testing with hand-picked mutations: each breaks the product in one place, and its tests have to fail.
 
-    python tests/mutate.py                 all of tests/mutations.yaml, two at a time; results of equal code are kept
-    python tests/mutate.py ID ..           only these
-    python tests/mutate.py --report        what is known so far
+    python tests/mutate.py                 all of tests/mutations.yaml, two at a time; results of unchanged code are reused
+    python tests/mutate.py ID ..           only the mutations with these ids
+    python tests/mutate.py --report        results so far
 
-A mutation names a file, a text that occurs there once, what it becomes, what a user would suffer, and the tests that ought to
-notice. Each runs in a copy of the tree. It counts as noticed when those tests fail, and as broken when they pass without the
-mutation no more. The results lie in .mutations/, by the hash of everything that they depend on, so that a stopped run
-resumes.
+A mutation names a file, a text that occurs there once, its replacement, the consequence for a user, and the tests that have to
+notice it. They run in a copy of the tree. The mutation counts as noticed if a test fails, as broken if the tests cannot run.
+Results are stored in .mutations/ under a hash of everything that they depend on, so a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ NOTICED, PASSED, BROKEN = "noticed", "not noticed", "broken"
 
 
 def read_mutations() -> list[dict[str, Any]]:
-    """All mutations; each text must occur once.
+    """Read all mutations, and check that each replaced text occurs exactly once in its file.
 
     Raises:
-        ValueError: naming the mutation that does not fit the code any more.
+        ValueError: if a mutation no longer matches the code. The message names it.
     """
     mutations: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/mutations.yaml").read_text())
     for mutation in mutations:
-        found = (ROOT / mutation["file"]).read_text().count(mutation["old"])
-        if found != 1:
-            raise ValueError(f"{mutation['id']}: its text occurs {found} times in {mutation['file']}")
+        occurrences = (ROOT / mutation["file"]).read_text().count(mutation["old"])
+        if occurrences != 1:
+            raise ValueError(f"{mutation['id']}: its text occurs {occurrences} times in {mutation['file']}")
     return mutations
 
 
 def key_of(mutation: dict[str, Any]) -> str:
-    """Hash of the mutation, the file and the tests."""
+    """Return a hash of a mutation, its file and its tests, under which its result is stored."""
     parts = [json.dumps(mutation, sort_keys=True), (ROOT / mutation["file"]).read_text()]
     files = sorted({argument.split("::")[0] for argument in mutation["tests"] if argument.startswith("tests/")})
     parts += [(ROOT / file).read_text() for file in files if (ROOT / file).is_file()]
@@ -67,9 +66,9 @@ def key_of(mutation: dict[str, Any]) -> str:
 
 def run(mutation: dict[str, Any]) -> dict[str, str]:
     """Apply a mutation to a copy of the tree and run its tests there."""
-    place = RESULTS / f"{mutation['id']}-{key_of(mutation)}.json"
-    if place.exists():
-        result: dict[str, str] = json.loads(place.read_text())
+    result_file = RESULTS / f"{mutation['id']}-{key_of(mutation)}.json"
+    if result_file.exists():
+        result: dict[str, str] = json.loads(result_file.read_text())
         return result
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -94,12 +93,16 @@ def run(mutation: dict[str, Any]) -> dict[str, str]:
             outcome, tail = NOTICED, "the tests did not end"
     result = {"id": mutation["id"], "outcome": outcome, "tail": tail}
     RESULTS.mkdir(exist_ok=True)
-    place.write_text(json.dumps(result) + "\n")
+    result_file.write_text(json.dumps(result) + "\n")
     return result
 
 
 def main() -> int:
-    """Command line; status 1 where less than nine in ten are noticed, or one is broken."""
+    """Run the mutations that the command line names.
+
+    Returns:
+        The exit status: 1 if fewer than 90% of the mutations are noticed or one is broken, otherwise 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ids", nargs="*", help="mutations to run (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="at once (default: 2)")
@@ -107,9 +110,9 @@ def main() -> int:
     args = parser.parse_args()
     mutations = [m for m in read_mutations() if not args.ids or m["id"] in args.ids]
     if args.report:
-        known = [m for m in mutations if (RESULTS / f"{m['id']}-{key_of(m)}.json").exists()]
-        sys.stdout.write(f"{len(known)} of {len(mutations)} are known\n")
-        mutations = known
+        finished = [m for m in mutations if (RESULTS / f"{m['id']}-{key_of(m)}.json").exists()]
+        sys.stdout.write(f"{len(finished)} of {len(mutations)} are known\n")
+        mutations = finished
     results = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for result in pool.map(run, mutations):

@@ -1,9 +1,9 @@
-"""Compare the code of two revisions without its prose: docstrings, comments, messages and the names of local variables.
+"""Compare the code of two revisions, ignoring docstrings, comments, messages and the names of local variables.
 
     python tests/same_code.py BEFORE [AFTER]
 
-BEFORE and AFTER are revisions of git; without AFTER, the working tree. Prints the Python files whose code differs, and exits
-with status 1 if there are any. A pass over the language of the code is to print nothing.
+BEFORE and AFTER are revisions of git. Without AFTER, BEFORE is compared with the working tree. The program prints the Python
+files whose code differs, and exits with status 1 if there are any. For a change of prose alone it prints nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import sys
 from pathlib import Path
 
 MESSAGE_CALLS = ("debug", "info", "warning", "error", "warn", "write", "print", "add_argument")
-"""Functions and methods whose texts are messages."""
+"""Names of functions and methods whose text arguments are messages."""
 
 MESSAGE_KEYWORDS = ("help", "description", "epilog", "title", "reason", "usage")
-"""Keyword arguments whose texts are messages, in any call."""
+"""Names of keyword arguments whose values are messages, in any call."""
 
 PROSE = ast.Constant("prose")
 
 
 class WithoutProse(ast.NodeTransformer):
-    """Removes docstrings, replaces messages by the values in them, and numbers local variables."""
+    """Syntax tree transformer that removes docstrings, replaces messages by the values in them, and numbers local variables."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Remove texts that stand as statements: docstrings of modules, classes, functions and constants."""
+        """Remove statements that consist of a text: docstrings of modules, classes, functions and constants."""
         super().generic_visit(node)
         for block in ("body", "orelse", "finalbody"):
             statements = getattr(node, block, None)
@@ -35,7 +35,7 @@ class WithoutProse(ast.NodeTransformer):
         return node
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        """Replace the message of an exception."""
+        """Replace the message of an exception by the values in it."""
         if isinstance(node.exc, ast.Call):
             node.exc.args = [_without_text(argument) for argument in node.exc.args]
         return self.generic_visit(node)
@@ -46,10 +46,10 @@ class WithoutProse(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace messages among the arguments of a call."""
+        """Replace messages among the arguments of a call by the values in them."""
         name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
         if name in MESSAGE_CALLS:
-            first = node.args[:1] if name == "add_argument" else []  # the name of an option is no message
+            first = node.args[:1] if name == "add_argument" else []  # the name of an option is not a message
             node.args = [*first, *(_without_text(argument) for argument in node.args[len(first) :])]
         for keyword in node.keywords:
             if keyword.arg in MESSAGE_KEYWORDS:
@@ -57,18 +57,18 @@ class WithoutProse(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Number the variables of a function, those of functions inside it included."""
+        """Replace the names of a function's local variables by numbers, including those of functions inside it."""
         self.generic_visit(node)
         return _number_variables(node)
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        """Number the variables of a function, those of functions inside it included."""
+        """Replace the names of a function's local variables by numbers, including those of functions inside it."""
         self.generic_visit(node)
         return _number_variables(node)
 
 
 def code_of(source: str) -> str:
-    """The syntax tree of a module without its prose, as text."""
+    """Return the syntax tree of a module, without its prose, as text."""
     return ast.dump(WithoutProse().visit(ast.parse(source)))
 
 
@@ -77,7 +77,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _without_text(node: ast.expr) -> ast.expr:
-    """The values that a message holds, sorted; any expression that is not a text stays as it is."""
+    """Replace a message by the values in it, sorted. An expression that is not a text stays unchanged."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return PROSE
     if isinstance(node, ast.JoinedStr):
@@ -108,7 +108,12 @@ def _git(*arguments: str) -> str:
 
 
 def different_files(before: str, after: str | None = None) -> list[str]:
-    """Python files whose code differs between two revisions; None for the working tree."""
+    """Return the paths of the Python files whose code differs between two revisions.
+
+    Args:
+        before: earlier revision of git.
+        after: later revision; None for the working tree.
+    """
     revisions = [before] if after is None else [before, after]
     changed = _git("diff", "--name-only", "--no-renames", *revisions, "--", "*.py").splitlines()
     different = []
@@ -116,7 +121,7 @@ def different_files(before: str, after: str | None = None) -> list[str]:
         try:
             old = _git("show", f"{before}:{name}")
             new = Path(name).read_text(encoding="utf-8") if after is None else _git("show", f"{after}:{name}")
-        except (subprocess.CalledProcessError, FileNotFoundError):  # only one of them has the file
+        except (subprocess.CalledProcessError, FileNotFoundError):  # only one of the revisions has the file
             different.append(name)
             continue
         if code_of(old) != code_of(new):

@@ -170,7 +170,7 @@ def test_architectures_are_measured_by_kind_and_size(
 def test_what_wan_takes_is_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Operations as by hand; the tracker's peak holds at least weights, gradients and the optimiser's state."""
+    """Operations as by hand; the tracker's peak holds at least weights, gradients and the optimizer's state."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     latent, layers = ["16", "6", "20", "20"], 3
     monkeypatch.setattr(sys, "argv", ["wan", "--layers", str(layers), "--latent", *latent, "--out", str(tmp_path)])

@@ -49,7 +49,7 @@ ENDINGS = {
     "mhla-lm-eval": "--data_dir DATA --limit 1",
     "llama.yaml": "--trainer.max_steps=4 --trainer.limit_val_batches=1",
 }
-"""What makes commands smaller that no configuration makes small."""
+"""Options that shorten commands which have no small configuration."""
 PARSED = ("--trainer.devices=2", "docs/guides/migration.md")
 """Commands that are parsed: those of several processes, and those of a page on full sizes."""
 WRITTEN = {
@@ -99,7 +99,7 @@ def name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages assume that a reader has."""
+    """Folder with the files that the pages assume a reader to have."""
     home = tmp_path_factory.mktemp("home")
     save_images(home / "photos", ("cat", "dog", "fox"), {"train": 8, "val": 4})
     (home / "images").symlink_to(home / "photos")
@@ -235,7 +235,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
-    """The fixed words between values in capitals stand in this order in one string of the product that is no docstring."""
+    """The words of a message, without values in capitals, occur in this order in a string of the product's code."""
     texts = []
     for path in [file for floor in ("kernels", "lightning_mhla", "tasks") for file in (ROOT / floor).rglob("*.py")]:
         tree = ast.parse(path.read_text())

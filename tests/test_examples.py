@@ -21,7 +21,7 @@ def test_a_whole_run_in_plain_python(tmp_path: Path, attention: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     (accuracy,) = re.findall(r"accuracy on held-out digits: ([\d.]+)", done.stdout)
     assert float(accuracy) > 0.5
-    assert re.search(r"a held-out digit \d is taken for \d with probability 0\.\d\d", done.stdout)
+    assert re.search(r"a held-out digit \d is classified as \d with probability 0\.\d\d", done.stdout)
     run = tmp_path / "runs/example"
     assert {"config.json", "model.safetensors", "classes.txt", "README.md"} <= {
         p.name for p in (run / "exported").iterdir()

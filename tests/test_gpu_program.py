@@ -95,7 +95,7 @@ def test_a_check_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", throughput.CONFIGS)
 def test_a_batch_for_every_configuration(name: str) -> None:
-    """As large as the file's model: built without memory, and its tokens are those of the network."""
+    """A batch suits the model of its configuration: it has the network's number of tokens. The model takes no memory."""
     with torch.device("meta"):
         module, config = throughput.build(throughput.ROOT / f"configs/{name}.yaml", False)
         module.configure_model()

@@ -304,7 +304,7 @@ def test_an_unknown_variant_is_named(
 ) -> None:
     with pytest.raises(SystemExit):
         call(monkeypatch, tmp_path, "--only", "mnist", "--variants", "mlha")
-    assert "--variants: mlha unknown; --list names them" in capsys.readouterr().err
+    assert "--variants: unknown: mlha; --list shows the variants" in capsys.readouterr().err
 
 
 def test_recurrences_agree_and_are_written(

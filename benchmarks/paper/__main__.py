@@ -1,4 +1,4 @@
-"""Command line of the report."""
+"""Command line of ``lightning paper``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks/results/paper"
 
 
 def main() -> None:
-    """Train the missing rows, and write the page after each."""
+    """Train all variants without results, and write the results page after each."""
     parser = argparse.ArgumentParser(
         prog="lightning paper",
         description=description.__doc__,
@@ -32,7 +32,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STUDIES, default=list(STUDIES), help="studies (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--variants", nargs="+", help="variants (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="rows at a time; several have one thread each (default: 1)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of rows to train at the same time; several have one thread each (default: 1)",
+    )
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/paper"), help="folder of the runs (default: runs/paper)"
     )
@@ -41,27 +46,27 @@ def main() -> None:
     )
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page (default: docs)")
     parser.add_argument(
-        "options", nargs="*", help="more options for lightning fit, after --; with a --results of its own"
+        "options", nargs="*", help="additional options of lightning fit, after --; they require a separate --results"
     )
     parser.add_argument("--page", action="store_true", help="write docs/results.md from the results, and train nothing")
-    parser.add_argument("--list", action="store_true", help="list studies and variants, and how many rows are there")
+    parser.add_argument("--list", action="store_true", help="list studies and variants with the number of their rows")
     args = parser.parse_args()
-    chosen = [STUDIES[name] for name in args.only]
+    studies = [STUDIES[name] for name in args.only]
     if args.list:
-        for study in chosen:
+        for study in studies:
             print(f"{study.name}: {study.title}")
             for variant in study.variants:
                 print(f"  {variant}: {sum(row['variant'] == variant for row in study.rows(args.results))} rows")
         return
-    if unknown := set(args.variants or ()) - {name for study in chosen for name in study.variants}:
-        parser.error(f"--variants: {', '.join(sorted(unknown))} unknown; --list names them")
+    if unknown := set(args.variants or ()) - {name for study in studies for name in study.variants}:
+        parser.error(f"--variants: unknown: {', '.join(sorted(unknown))}; --list shows the variants")
     if args.jobs < 1:
         parser.error(f"--jobs: {args.jobs} must be at least 1")
     if not args.page:
         jobs = [
             Job(study, variant, seed)
             for seed in args.seeds
-            for study in chosen
+            for study in studies
             if study.seeds is None or seed in study.seeds
             for variant in study.variants
             if args.variants is None or variant in args.variants

@@ -24,30 +24,35 @@ from lightning_mhla.training.loading import load_module
 
 @torch.no_grad()
 def measure_vlt(checkpoint: Path) -> Row:
-    """Measure accuracy and loss on the held-out digits, and count parameters."""
+    """Measure accuracy and loss of a trained VLT on the held-out digits, and count its parameters."""
     module = load_module(ImageClassifier, checkpoint)
-    found = validated(module, Mnist(**remembered(checkpoint)))
+    metrics = validated(module, Mnist(**remembered(checkpoint)))
     parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    return {"accuracy": found["accuracy"], "loss": found["loss"], "parameters": parameters}
+    return {"accuracy": metrics["accuracy"], "loss": metrics["loss"], "parameters": parameters}
 
 
 def vlt_section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the VLT study as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     lines = [
         [
             f"`{name}`",
-            spread([row["accuracy"] for row in each], 1, 100),
-            spread([row["loss"] for row in each], 3),
-            f"{each[0]['parameters']:,}",
+            spread([row["accuracy"] for row in runs], 1, 100),
+            spread([row["loss"] for row in runs], 3),
+            f"{runs[0]['parameters']:,}",
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     header = ["attention of both stages", "accuracy, %", "held-out loss", "parameters"]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
 
 def dig(**options: str) -> list[str]:
-    """Return options of the DiG as arguments of ``lightning fit``."""
+    """Return options of the model DiG as arguments of ``lightning fit``."""
     return [f"--model.init_args.dig.{name}={value}" for name, value in options.items()]
 
 

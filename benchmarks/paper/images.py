@@ -1,4 +1,4 @@
-"""Study of class-to-image generation: FID by kind of attention, for MNIST's pixels in 196 tokens."""
+"""Study of class-to-image generation: FID for each kind of attention, on MNIST images of 196 tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ PLAIN = attention(lepe=0, gate="false")
 
 
 def logged(folder: Path, name: str) -> list[Row]:
-    """Read the lines that the callback ``name`` wrote in all starts of a run, one line for each step.
+    """Read the metrics that a callback has logged during a run, one entry for each step.
 
-    If several starts logged a step, the latest line counts.
+    If a step was repeated after a restart, its latest entry counts.
+
+    Args:
+        folder: folder of the run.
+        name: name of the callback.
     """
     rows: dict[int, Row] = {}
     for path in sorted(folder.glob(f"version_*/{name}.jsonl"), key=lambda path: path.stat().st_mtime):
@@ -30,10 +34,10 @@ def logged(folder: Path, name: str) -> list[Row]:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Read the figures that GenerationMetrics logged last, and draw samples.
+    """Read the metrics that GenerationMetrics logged last, and draw sample images.
 
-    The figures include the FID without guidance and the share of guided samples that show their class. Two guided samples of
-    each of the ten classes are kept as a picture.
+    The metrics include the FID without guidance and the share of guided samples that show their class. Two guided samples of
+    each of the ten classes are stored as a picture.
 
     Raises:
         SystemExit: if the last evaluation does not belong to the last step.
@@ -56,21 +60,31 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the class-to-image study as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     header = ["attention", "FID", "precision, %", "recall, %", "guided samples that show their class, %"]
     lines = [
         [
             f"`{name}`",
-            spread([row["fid"] for row in each], 2),
-            *(spread([row[key] for row in each], 1, 100) for key in ("precision", "recall", "guided_label_accuracy")),
+            spread([row["fid"] for row in runs], 2),
+            *(spread([row[key] for row in runs], 1, 100) for key in ("precision", "recall", "guided_label_accuracy")),
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
 
 def with_samples(rows: list[Row], folder: Path) -> str:
-    """Write the section with a picture of samples of each variant."""
+    """Return the class-to-image section as Markdown, and draw a picture with samples of each variant.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     draw_strips(rows, folder / "pictures" / "results-mnist-images.png")
     picture = "![Two guided samples of each class, from the first seed](pictures/results-mnist-images.png)"
     return f"{section(rows, folder)}\n\n{picture}"

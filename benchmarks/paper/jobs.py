@@ -1,4 +1,4 @@
-"""Training of the report's rows, one after another or several at a time."""
+"""Training of all variants of all studies, one after the other or several at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.paper.study import Study
 
 
 class Job(NamedTuple):
-    """A requested row: one variant of a study with one seed."""
+    """Run to train and measure: one variant of a study with one seed."""
 
     study: Study
     variant: str
@@ -21,9 +21,9 @@ class Job(NamedTuple):
 
 
 def in_two_parts(jobs: Sequence[Job], results: Path) -> tuple[list[Job], list[Job]]:
-    """Split jobs into those whose weights others start from, and the rest.
+    """Split jobs into those from whose weights further jobs start, and the rest.
 
-    The first part includes jobs that were not requested but are needed.
+    The first part includes jobs that were not requested but are required by others.
     """
     origins = []
     for study, _, seed in jobs:
@@ -43,15 +43,15 @@ def run_jobs(
     options: Sequence[str],
     after_each: Callable[[], object],
 ) -> None:
-    """Train and measure rows.
+    """Train and measure the runs of all jobs.
 
     Args:
-        jobs: rows to train; rows in the folder of results are skipped.
-        at_once: number of rows at a time. If there are several, each has one thread.
+        jobs: runs to train; those with a result are skipped.
+        at_once: number of runs to train at the same time. If there are several, each has one thread.
         runs: folder of the runs.
-        results: folder of the rows.
-        options: options of ``lightning fit`` for all rows.
-        after_each: function to call after each row.
+        results: folder of the results.
+        options: options of ``lightning fit`` for all runs.
+        after_each: function to call after each run.
     """
     if at_once == 1:
         for study, variant, seed in jobs:

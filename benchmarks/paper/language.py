@@ -1,4 +1,4 @@
-"""Study of language modeling: perplexity on Python's standard library for all kinds, in total and by position."""
+"""Study of language modeling: perplexity on Python's standard library for each kind of attention, overall and by position."""
 
 from __future__ import annotations
 
@@ -38,14 +38,22 @@ KINDS: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
 }
 LONG, WINDOWS, BINS = 4096, 8, 16
-"""Number of tokens of a longer window, number of such windows, and number of points of a curve."""
+"""Number of tokens in a long window of text, number of such windows, and number of points of a plotted curve."""
 
 GENERATION = ROOT / "benchmarks/results/generation-cpu.json"
 
 
 @torch.no_grad()
 def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Tensor:
-    """Compute the mean loss in nats at each position, ``[N]``, over windows of tokens ``[N + 1]``."""
+    """Compute the mean loss at each position over windows of text.
+
+    Args:
+        model: language model.
+        windows: tokens ``[N + 1]`` of each window.
+
+    Returns:
+        Loss in nats at each position, ``[N]``.
+    """
     network = model.network
     network.extend(len(windows[0]) - 1)
     losses = [
@@ -55,18 +63,18 @@ def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Ten
 
 
 def measure(checkpoint: Path) -> Row:
-    """Measure held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
+    """Measure a trained language model: held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
     model = load_checkpoint(checkpoint)
     memory = remembered(checkpoint)
-    found = validated(model, PythonSource(**memory))
+    metrics = validated(model, PythonSource(**memory))
     trained = model.context
     source = PythonSource(**{**memory, "context": LONG}).windows("validate")
     windows = [source[index]["tokens"] for index in range(min(WINDOWS, len(source)))]
     losses = losses_by_position(model, windows)
     parts = {"trained": losses[:trained], "again": losses[trained : 2 * trained], "last": losses[-LONG // 4 :]}
     return {
-        "bits_per_byte": found["bits_per_byte"],
-        "perplexity": found["perplexity"],
+        "bits_per_byte": metrics["bits_per_byte"],
+        "perplexity": metrics["perplexity"],
         **{f"perplexity_{name}": math.exp(float(part.mean())) for name, part in parts.items()},
         "perplexity_by_position": [math.exp(float(part.mean())) for part in losses.chunk(BINS)],
         "parameters": sum(p.numel() for p in model.network.parameters()),
@@ -74,11 +82,11 @@ def measure(checkpoint: Path) -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw perplexity by position, averaged over seeds, with a curve for each kind."""
+    """Plot perplexity by position, averaged over seeds, with a curve for each kind of attention."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
-    for number, (name, each) in enumerate(by_variant(rows).items()):
-        means = [sum(point) / len(each) for point in zip(*(row["perplexity_by_position"] for row in each), strict=True)]
+    for number, (name, runs) in enumerate(by_variant(rows).items()):
+        means = [sum(point) / len(runs) for point in zip(*(row["perplexity_by_position"] for row in runs), strict=True)]
         positions = [(index + 0.5) * LONG / len(means) for index in range(len(means))]
         axis.plot(positions, means, label=name, linewidth=1.3, linestyle="--" if number > 9 else "-")
     axis.set(xlabel="position, tokens (trained on 512)", ylabel="perplexity per token", yscale="log")
@@ -89,17 +97,21 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def generated(folder: Path) -> str:
-    """Write time per token and size of the state as Markdown, from the results of ``benchmarks.generation``."""
+    """Return time per token and size of the state as Markdown, from the results of ``benchmarks.generation``.
+
+    Args:
+        folder: folder of the results page and its pictures.
+    """
     content = json.loads(GENERATION.read_text())
     kinds = list(dict.fromkeys(row["kind"] for row in content["rows"]))
     contexts = sorted({row["context"] for row in content["rows"]})
     shown = [contexts[0], contexts[len(contexts) // 2], contexts[-1]]
-    found = {(row["kind"], row["context"]): row for row in content["rows"]}
+    row_of = {(row["kind"], row["context"]): row for row in content["rows"]}
     lines = [
         [
             f"`{kind}`",
             *(
-                f"{found[kind, n]['milliseconds_per_token']:.1f} ms, {found[kind, n]['state_bytes'] / 2**20:.1f} MiB"
+                f"{row_of[kind, n]['milliseconds_per_token']:.1f} ms, {row_of[kind, n]['state_bytes'] / 2**20:.1f} MiB"
                 for n in shown
             ),
         ]
@@ -118,12 +130,17 @@ def generated(folder: Path) -> str:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write a table of the rows and a picture of perplexity by position as Markdown."""
+    """Return the results of the language study as Markdown, and draw a picture of perplexity by position.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     keys = {"bits_per_byte": 3, "perplexity": 2, "perplexity_trained": 2, "perplexity_again": 2, "perplexity_last": 2}
     header = ["attention", "bits per byte", "perplexity", "tokens 1 to 512 of 4,096", "513 to 1,024", "3,073 to 4,096"]
     lines = [
-        [f"`{name}`", *(spread([row[key] for row in each], digits) for key, digits in keys.items())]
-        for name, each in by_variant(rows).items()
+        [f"`{name}`", *(spread([row[key] for row in runs], digits) for key, digits in keys.items())]
+        for name, runs in by_variant(rows).items()
     ]
     draw(rows, folder / "pictures" / "results-stdlib.png")
     picture = "![Perplexity by position, up to 4,096 tokens, of models trained on 512](pictures/results-stdlib.png)"

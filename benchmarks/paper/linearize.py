@@ -28,12 +28,12 @@ from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.training.loading import load_module
 
 CONTEXTS, STEPS, CHUNK = (1024, 8192, 32_512), 16, 1024
-"""Numbers of tokens read before the time per token is measured, of tokens timed, and of tokens read at a time."""
+"""Context lengths at which generation is timed, number of tokens to time, and number of context tokens read at once."""
 
 
 @torch.inference_mode()
 def generation(network: Any) -> Row:
-    """Measure milliseconds per token and bytes of the state after each of :data:`CONTEXTS`."""
+    """Measure generation: milliseconds per token and bytes of the state after each context length in :data:`CONTEXTS`."""
     cache, read, rows = DynamicCache(config=network.config), 0, {}
     token = torch.zeros(1, 1, dtype=torch.long)
     for context in CONTEXTS:
@@ -58,9 +58,9 @@ def _held(layer: Any) -> int:
 
 
 def measure(checkpoint: Path) -> Row:
-    """Measure held-out bits per byte, and time and state of generation.
+    """Measure a linearized language model: held-out bits per byte, and time and size of the state in generation.
 
-    If only layers were matched, bits per byte before any training are measured, too.
+    If the run only matched layers, the bits per byte before any training are measured, too.
     """
     model = load_checkpoint(checkpoint)
     data = PythonSource(**remembered(checkpoint))
@@ -75,28 +75,38 @@ def measure(checkpoint: Path) -> Row:
 
 
 def _originals(rows: list[Row], key: str) -> dict[int, float]:
-    """Return a figure of the original model by seed."""
+    """Return one result of the original models by seed.
+
+    Args:
+        rows: results of the runs.
+        key: name of the result.
+    """
     return {row["seed"]: row[key] for row in rows if row["variant"] == "softmax"}
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the linearized language models as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     header = ["model", "steps", "bits per byte", "more than the original, %", "swapped, untouched"]
     header += [f"state, ms a token at {context:,}" for context in CONTEXTS]
-    before, lines = _originals(rows, "bits_per_byte"), []
-    for name, each in by_variant(rows).items():
-        more = [] if name == "softmax" else [row["bits_per_byte"] / before[row["seed"]] - 1 for row in each]
+    originals, lines = _originals(rows, "bits_per_byte"), []
+    for name, runs in by_variant(rows).items():
+        increases = [] if name == "softmax" else [row["bits_per_byte"] / originals[row["seed"]] - 1 for row in runs]
         cells = [
             f"`{name}`",
-            str(each[0]["steps"]),
-            spread([row["bits_per_byte"] for row in each], 3),
-            spread(more, 2, 100),
-            spread([row["untouched"] for row in each if "untouched" in row], 3),
+            str(runs[0]["steps"]),
+            spread([row["bits_per_byte"] for row in runs], 3),
+            spread(increases, 2, 100),
+            spread([row["untouched"] for row in runs if "untouched" in row], 3),
         ]
         for context in map(str, CONTEXTS):
-            found = [row["generation"][context] for row in each]
-            spent = mean(one["milliseconds"] for one in found)
-            cells.append(f"{found[0]['bytes'] / 2**20:.2f} MiB, {spent:.1f} ms")
+            measurements = [row["generation"][context] for row in runs]
+            spent = mean(measurement["milliseconds"] for measurement in measurements)
+            cells.append(f"{measurements[0]['bytes'] / 2**20:.2f} MiB, {spent:.1f} ms")
         lines.append(cells)
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
@@ -115,7 +125,7 @@ LLAMA = (
     "num_attention_heads: 4, max_position_embeddings: 32768, tie_word_embeddings: true, vocab_size: 2048}}"
 )
 NOT_MATCHED = "--model.init_args.distillation.layer_steps=0"
-"""Option for attention that adds no trainable parameters, and for models from scratch."""
+"""Option that skips the matching of layers, for attention without new parameters and for models from scratch."""
 
 SCRATCH = (
     "--model.init_args.pretrained=null",
@@ -142,23 +152,28 @@ VARIANTS = {
     "from scratch, as many steps": SCRATCH,
     "from scratch, the original's steps": (*SCRATCH, "--trainer.max_steps=1000", "--trainer.val_check_interval=1000"),
 }
-"""Options of ``lightning fit`` by variant; the default attention is ``mhla_window`` with learned features."""
+"""Options of ``lightning fit`` by the name of the variant. The default attention is ``mhla_window`` with learned features."""
 
 
 def measure_images(checkpoint: Path) -> Row:
-    """Measure accuracy on the held-out images."""
+    """Measure the accuracy of a linearized image classifier on the held-out images."""
     model = load_module(TimmClassifier, checkpoint)
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     return {"accuracy": validated(model, Mnist(**remembered(checkpoint)))["accuracy"], "steps": steps}
 
 
 def section_images(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
-    before, lines = _originals(rows, "accuracy"), []
-    for name, each in by_variant(rows).items():
-        more = [] if name == "softmax" else [row["accuracy"] - before[row["seed"]] for row in each]
-        accuracy = spread([row["accuracy"] for row in each], 1, 100)
-        lines.append([f"`{name}`", str(each[0]["steps"]), accuracy, spread(more, 1, 100)])
+    """Return the results of the linearized image classifiers as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
+    originals, lines = _originals(rows, "accuracy"), []
+    for name, runs in by_variant(rows).items():
+        increases = [] if name == "softmax" else [row["accuracy"] - originals[row["seed"]] for row in runs]
+        accuracy = spread([row["accuracy"] for row in runs], 1, 100)
+        lines.append([f"`{name}`", str(runs[0]["steps"]), accuracy, spread(increases, 1, 100)])
     header = ["model", "steps", "accuracy, %", "points more than the original"]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 

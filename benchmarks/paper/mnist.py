@@ -29,13 +29,13 @@ KINDS = {
     "mhla, frozen": attention(kind="mhla", mixing_trainable="false"),
     **{kind: attention(kind=kind, options="{direction: alternate}") for kind in ("retention", "gla", "gated_deltanet")},
 }
-"""Options of ``lightning fit`` by variant. The recurrent kinds read forward and backward in alternating layers."""
+"""Options of ``lightning fit`` by variant. The recurrent kinds read tokens forward and backward in alternating layers."""
 FEW = ("softmax", "linear", "mhla", "mhla, exponential")
 
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure accuracy on the 1,000 held-out images, and rank and entropy of each layer's attention matrix."""
+    """Measure a trained classifier: accuracy on the held-out images, and rank and entropy of each layer's attention matrix."""
     model = load_module(ImageClassifier, checkpoint)
     images, labels = load_mnist(False)
     scores = torch.cat([model.network(part) for part in images.split(100)])
@@ -44,7 +44,7 @@ def measure(checkpoint: Path) -> Row:
 
     def look(layer: Attention, inputs: tuple[torch.Tensor, ...]) -> None:
         weights = layer.attention_matrix(inputs[0])
-        ranks.append([attention_rank(each) for each in weights])
+        ranks.append([attention_rank(values) for values in weights])
         shares = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp(min=1e-12)
         entropies.append([float(-(share * share.clamp(min=1e-12).log()).sum(-1).mean()) for share in shares])
 
@@ -56,24 +56,29 @@ def measure(checkpoint: Path) -> Row:
     return {
         "accuracy": float((scores.argmax(-1) == labels).float().mean()),
         "loss": float(torch.nn.functional.cross_entropy(scores, labels)),
-        "rank": [sum(each) / len(each) for each in ranks],
-        "entropy": [sum(each) / len(each) for each in entropies],
+        "rank": [sum(values) / len(values) for values in ranks],
+        "entropy": [sum(values) / len(values) for values in entropies],
         "parameters": sum(p.numel() for p in model.network.parameters()),
     }
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write accuracy, rank and entropy as a Markdown table."""
-    found = by_variant(rows)
-    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
-    columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in found for name in names)]
+    """Return accuracy, rank and entropy of each variant as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
+    rows_by_variant = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in rows_by_variant))
+    columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in rows_by_variant for name in names)]
     header = ["attention", *("accuracy, %" + (" with lepe" if suffix else "") for suffix in columns)]
     lines = []
     for name in names:
         cells = [f"`{name}`"]
         for suffix in columns:
-            cells.append(spread([row["accuracy"] for row in found.get(name + suffix, [])], 1, 100))
-        plain = found.get(name) or found.get(f"{name}, lepe", [])
+            cells.append(spread([row["accuracy"] for row in rows_by_variant.get(name + suffix, [])], 1, 100))
+        plain = rows_by_variant.get(name) or rows_by_variant.get(f"{name}, lepe", [])
         for key, digits in (("rank", 0), ("entropy", 2)):
             layers = zip(*(row[key] for row in plain), strict=True)
             cells.append(", ".join(f"{sum(layer) / len(layer):.{digits}f}" for layer in layers))
@@ -83,13 +88,15 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw the accuracy of each kind, with a point for every seed."""
-    found = by_variant(rows)
-    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
+    """Plot the accuracy of each kind of attention, with a point for every seed."""
+    rows_by_variant = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in rows_by_variant))
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
     axis = figure.subplots()
     for suffix, mark in (("", "o"), (", lepe", "s")):
-        points = [(i, 100 * row["accuracy"]) for i, name in enumerate(names) for row in found.get(name + suffix, [])]
+        points = [
+            (i, 100 * row["accuracy"]) for i, name in enumerate(names) for row in rows_by_variant.get(name + suffix, [])
+        ]
         axis.plot(
             *zip(*points, strict=True), mark, alpha=0.7, label="with lepe" if suffix else "plain"
         ) if points else None
@@ -101,7 +108,12 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def with_picture(rows: list[Row], folder: Path) -> str:
-    """Write the section with its picture."""
+    """Return the MNIST section as Markdown, and draw its picture.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     draw(rows, folder / "pictures" / "results-mnist.png")
     picture = "![Held-out accuracy on MNIST by attention, each seed a point](pictures/results-mnist.png)"
     return f"{section(rows, folder)}\n\n{picture}"

@@ -1,4 +1,4 @@
-"""Page ``docs/results.md``, written from the rows of all studies."""
+"""Writing of the page ``docs/results.md`` from the results of all studies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ library are older: they show the best validation on the held-out data, if that w
 
 
 SEEDS = 3
-"""Number of runs of each variant, if a study does not name its seeds."""
+"""Number of runs of each variant, with different seeds, unless a study names its seeds."""
 
 
 def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
-    """Write the page and its pictures, without studies that have no rows.
+    """Write the results page and its pictures. Studies without results are omitted.
 
     Args:
         studies: studies in the order of the page.
-        results: folder of the rows.
-        folder: folder of the page.
+        results: folder of the results.
+        folder: folder to write the page to.
 
     Returns:
         Path of the page.
@@ -42,10 +42,10 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
         "on two cores.\n"
     )
     done = sum(len(study.rows(results)) for study in studies)
-    wanted = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
-    if done < wanted:
+    expected = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
+    if done < expected:
         missing = ", ".join(f"`{study.name}`" for study in studies if not study.rows(results))
-        parts.append(f"**{done} of {wanted} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
+        parts.append(f"**{done} of {expected} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
     for study in studies:
         if rows := study.rows(results):
             origins = study.needs[0].rows(results) if study.beside and study.needs is not None else []

@@ -1,4 +1,4 @@
-"""Studies of recall: MQAR against the size of the state, and a needle in contexts longer than in training."""
+"""Studies of recall: MQAR by the size of the state, and a needle in contexts that are longer than in training."""
 
 from __future__ import annotations
 
@@ -34,32 +34,37 @@ WIDTHS = (16, 32)
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure accuracy by group, and bytes of the state after the longest training sequence."""
+    """Measure a trained model: accuracy for each group of samples, and bytes of the state after the longest sequence."""
     model, memory = load_checkpoint(checkpoint), remembered(checkpoint)
-    found = validated(model, (Needle if "lengths" in memory else AssociativeRecall)(**memory))
+    metrics = validated(model, (Needle if "lengths" in memory else AssociativeRecall)(**memory))
     tokens = torch.zeros(1, model.context, dtype=torch.long)
     cache = model.network(tokens, use_cache=True).past_key_values
-    figures = {name: value for name, value in found.items() if name.startswith("accuracy")}
+    figures = {name: value for name, value in metrics.items() if name.startswith("accuracy")}
     return {**figures, "state_bytes": cache.bytes, "parameters": sum(p.numel() for p in model.network.parameters())}
 
 
 def mqar_section(rows: list[Row], folder: Path) -> str:
-    """Write accuracy by number of pairs and width as Markdown, and draw it against the size of the state."""
-    found = by_variant(rows)
+    """Return accuracy by number of pairs and model width as Markdown, and plot it over the size of the state.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
+    rows_by_variant = by_variant(rows)
     groups = sorted(
         {name for row in rows for name in row if name.startswith("accuracy_pairs")}, key=lambda n: int(n[14:])
     )
     lines = []
-    for name, each in found.items():
-        size = each[0]["state_bytes"]
-        lines.append([f"`{name}`", f"{size:,}", *(spread([row[group] for row in each], 1, 100) for group in groups)])
+    for name, runs in rows_by_variant.items():
+        size = runs[0]["state_bytes"]
+        lines.append([f"`{name}`", f"{size:,}", *(spread([row[group] for row in runs], 1, 100) for group in groups)])
     header = ["attention, width", "state, bytes", *(f"{group[14:]} pairs, %" for group in groups)]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for kind in KINDS:
         points = [
-            (each[0]["state_bytes"], 100 * sum(row["accuracy"] for row in each) / len(each))
-            for name, each in found.items()
+            (runs[0]["state_bytes"], 100 * sum(row["accuracy"] for row in runs) / len(runs))
+            for name, runs in rows_by_variant.items()
             if name.rpartition(", ")[0] == kind
         ]
         if points:
@@ -73,19 +78,24 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
 
 
 def needle_section(rows: list[Row], folder: Path) -> str:
-    """Write accuracy by length as Markdown, and draw it."""
-    found = by_variant(rows)
+    """Return accuracy by context length as Markdown, and plot it.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
+    rows_by_variant = by_variant(rows)
     lengths = sorted(
         {int(name[15:]) for row in rows for name in row if name.startswith("accuracy_tokens") and "_depth" not in name}
     )
     lines = [
-        [f"`{name}`", *(spread([row[f"accuracy_tokens{n}"] for row in each], 1, 100) for n in lengths)]
-        for name, each in found.items()
+        [f"`{name}`", *(spread([row[f"accuracy_tokens{n}"] for row in runs], 1, 100) for n in lengths)]
+        for name, runs in rows_by_variant.items()
     ]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for name, each in found.items():
-        values = [100 * sum(row[f"accuracy_tokens{n}"] for row in each) / len(each) for n in lengths]
+    for name, runs in rows_by_variant.items():
+        values = [100 * sum(row[f"accuracy_tokens{n}"] for row in runs) / len(runs) for n in lengths]
         axis.plot(lengths, values, marker="o", label=name)
     axis.set(xlabel="tokens", ylabel="accuracy, %", xscale="log")
     axis.set_xticks(lengths, [f"{n:,}" for n in lengths])

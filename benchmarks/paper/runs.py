@@ -1,4 +1,4 @@
-"""Resumable training of variants of a configuration, each once, for the report."""
+"""Resumable training of variants of a configuration, each once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Row = dict[str, Any]
 
 
 def slug(name: str) -> str:
-    """Convert the name of a variant to the name of a folder."""
+    """Convert the name of a variant to a valid folder name."""
     return name.replace(", ", "-").replace(" ", "-").replace("+", "and")
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the path of the latest complete checkpoint of ``run``; None without one."""
+    """Return the path of the latest complete checkpoint in a run's folder; None if there is none."""
     try:
         return resolve_checkpoint(run)
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Path, float]:
-    """Train one variant, or resume it.
+    """Train one variant of a configuration, or resume its training.
 
     Args:
         config: path of the configuration for ``lightning fit``.
@@ -47,14 +47,14 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
     """
     home = (folder / slug(name)).resolve()
     clock = home / "seconds.json"
-    asked = {
+    settings = {
         "options": options,
         "config_sha256": hashlib.sha256((ROOT / config).read_bytes()).hexdigest()[:16],
     }
-    spent: dict[str, Any] = {"seconds": 0.0, "done": False, **asked}
+    spent: dict[str, Any] = {"seconds": 0.0, "done": False, **settings}
     if clock.exists():
         spent = json.loads(clock.read_text())
-    for key, value in asked.items():
+    for key, value in settings.items():
         if spent.get(key, value) != value:
             raise SystemExit(
                 f"error: {home} was trained with {key} {spent[key]}, not {value}; choose another --runs, or delete it"
@@ -78,6 +78,6 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
 
 
 def _children_seconds() -> float:
-    """Return the processor seconds of child processes that have ended, which exclude other work on the machine."""
+    """Return the processor time, in seconds, of child processes that have ended. It excludes other work on the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,4 +1,4 @@
-"""Study of text-to-image: a small SANA on scenes of colored digits whose attention is replaced and fine-tuned; N / Dk = 16.
+"""Study of text-to-image: a small SANA for scenes of colored digits, whose attention is replaced and fine-tuned; N / Dk = 16.
 
 In addition to the held-out loss, images are drawn for 400 held-out captions and scored: digits, colors, count and relation,
 and the Fréchet distance of their features from those of real scenes.
@@ -31,15 +31,15 @@ from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.training.loading import load_module
 
 DRAWN, REAL = 400, 4000
-"""Number of images drawn for held-out captions, and of real scenes that they are compared with."""
+"""Number of images to draw for held-out captions, and of real scenes to compare them with."""
 
 
 def fid(drawn: Tensor) -> float:
-    """Compute the Fréchet distance of images ``[N, 3, H, W]``, uint8, from training scenes in random features."""
+    """Compute the Fréchet distance between images ``[N, 3, H, W]`` uint8 and training scenes, in random features."""
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
     real = torch.stack([to_pixels(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]
-    drawn_moments, real_moments = (each.moments("pooled") for each in sets)
+    drawn_moments, real_moments = (one_set.moments("pooled") for one_set in sets)
     assert drawn_moments is not None
     assert real_moments is not None
     return frechet_distance(drawn_moments, real_moments)
@@ -47,17 +47,17 @@ def fid(drawn: Tensor) -> float:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure the held-out loss of the averaged weights, and score drawn images."""
+    """Measure a text-to-image model with averaged weights: the held-out loss, and the scores of drawn images."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(TextToImage, checkpoint)
-    found = validated(module, DigitScenes(**remembered(checkpoint)))
+    metrics = validated(module, DigitScenes(**remembered(checkpoint)))
     held_out = SceneSamples(False)
     captions = [held_out[index]["caption"] for index in range(DRAWN)]
     drawn = torch.cat([module.draw_prompts(captions[start : start + 50], start) for start in range(0, DRAWN, 50)])
     parameters = sum(p.numel() for p in module.network.parameters())
     return {
-        "loss": found["loss"],
+        "loss": metrics["loss"],
         "fid": fid(drawn),
         **score_scenes(drawn, captions),
         "steps": steps,
@@ -66,17 +66,22 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the text-to-image study as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     lines = [
         [
             f"`{name}`",
-            spread([row["loss"] for row in each], 4),
-            spread([row["fid"] for row in each], 2),
-            *(spread([row[key] for row in each], 1, 100) for key in CHECKS),
+            spread([row["loss"] for row in runs], 4),
+            spread([row["fid"] for row in runs], 2),
+            *(spread([row[key] for row in runs], 1, 100) for key in CHECKS),
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
-    header = ["attention", "held-out loss", "FID", *(f"{name}, %" for name in CHECKS)]
+    header = ["attention", "held-out loss", "FID", "digit, %", "color, %", "count, %", "relation, %"]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
 

@@ -1,4 +1,4 @@
-"""Strips of samples: stored in a row as a picture, and drawn on the page with a line for each variant."""
+"""Strips of sample images: stored with the results of a run, and drawn on the results page with a line for each variant."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ def strip(images: Tensor) -> str:
 
 
 def draw_strips(rows: list[Row], path: Path) -> None:
-    """Draw the strip of the first seed of each variant, and write the picture to ``path``."""
-    strips = {name: each[0]["samples"] for name, each in by_variant(rows).items()}
+    """Write a picture with the sample images of each variant's first seed.
+
+    Args:
+        rows: results of the runs, which contain the strips.
+        path: path of the picture.
+    """
+    strips = {name: runs[0]["samples"] for name, runs in by_variant(rows).items()}
     pictures = {name: np.asarray(open_image(base64.b64decode(text))) for name, text in strips.items()}
     height, width = next(iter(pictures.values())).shape
     figure = Figure(figsize=(9, (9 * height / width + 0.25) * len(pictures)), layout="constrained")

@@ -1,4 +1,4 @@
-"""Studies: variants of one configuration, trained with several seeds, and the figures of each run."""
+"""Studies: variants of one configuration, trained with several seeds, and the results of each run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ class Study:
         title: title of the section.
         config: path of the configuration for ``lightning fit``.
         variants: options of ``lightning fit`` by the name of the variant.
-        measure: function that computes the figures of a run from its last checkpoint.
-        section: function that writes Markdown from rows, without the title, and pictures into the folder of the page.
+        measure: function that computes the results of a run, a row, from its last checkpoint.
+        section: function that returns the section, without its title, as Markdown from rows, and writes pictures into the
+            folder of the page.
         options: options of ``lightning fit`` for all variants.
-        needs: study and variant from whose weights runs start, with the same seed or its only one; options refer to them as
-            ``{pretrained}``.
-        setting: Markdown before the figures: data, model, and what is the same for all variants.
-        reading: Markdown after the figures: what they show, and what they do not show.
-        printed: Markdown of the corresponding table of the paper; empty without one.
+        needs: study and variant from whose weights runs start, with the same seed or its only one; options refer to the
+            weights as ``{pretrained}``.
+        setting: Markdown before the results: data, model, and options that all variants share.
+        reading: Markdown after the results: their interpretation and its limits.
+        printed: Markdown of the corresponding table of the paper; empty if there is none.
         full: paths of the configurations with the sizes of that table.
-        seeds: only seeds with which the study is trained, if runs of all seeds start from its weights; None for any seed.
-        after: function that writes a final part of the section from other results, and pictures like ``section``.
+        seeds: seeds to train the study with, for studies from whose weights runs of all seeds start; None for any seed.
+        after: function that returns a final part of the section from results of other programs, and writes pictures.
         beside: whether the section begins with the rows of ``needs``.
     """
 
@@ -62,7 +63,11 @@ class Study:
     beside: bool = False
 
     def rows(self, results: Path) -> list[Row]:
-        """Read the rows in the folder of results, in the order of the variants."""
+        """Read the results of all runs of the study, in the order of the variants.
+
+        Args:
+            results: folder of the results.
+        """
         file = self._file(results)
         if not file.exists():
             return []
@@ -71,22 +76,25 @@ class Study:
         return sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"]))
 
     def run(self, variant: str, seed: int, folder: Path, results: Path, more: Sequence[str] = ()) -> None:
-        """Train and measure one row, unless it exists.
+        """Train and measure one run of the study, unless its result exists.
 
         Args:
             variant: name of the variant.
             seed: seed of the run.
             folder: folder of the runs.
-            results: folder of the rows.
-            more: additional options of ``lightning fit``, the same for all rows of a file.
+            results: folder of the results.
+            more: additional options of ``lightning fit``, the same for all runs of the study.
 
         Raises:
-            SystemExit: if existing rows were trained with different options.
+            SystemExit: if existing results were obtained with different options.
         """
         file, rows = self._file(results), self.rows(results)
-        if rows and (asked := [*self.options, *more]) != (kept := json.loads(file.read_text())["options"]):
+        if rows and (shared_options := [*self.options, *more]) != (
+            earlier_options := json.loads(file.read_text())["options"]
+        ):
             raise SystemExit(
-                f"error: {file} has rows of options {kept}, not {asked}; choose another --results, or delete it"
+                f"error: {file} has rows of options {earlier_options}, not {shared_options}; "
+                f"choose another --results, or delete it"
             )
         if self.has(variant, seed, results):
             return
@@ -111,11 +119,17 @@ class Study:
             write_whole(file, json.dumps(result, indent=1) + "\n")
 
     def has(self, variant: str, seed: int, results: Path) -> bool:
-        """Check whether a row exists."""
+        """Return whether the result of a run exists.
+
+        Args:
+            variant: name of the variant.
+            seed: seed of the run.
+            results: folder of the results.
+        """
         return any(row["variant"] == variant and row["seed"] == seed for row in self.rows(results))
 
     def origin(self, seed: int) -> int:
-        """Return the seed of the run of :attr:`needs` from which a run with ``seed`` starts."""
+        """Return the seed of the run whose weights a run with ``seed`` starts from."""
         assert self.needs is not None
         first, _ = self.needs
         return seed if first.seeds is None else first.seeds[0]
@@ -124,7 +138,12 @@ class Study:
         return results / f"{self.name}.json"
 
     def part(self, rows: list[Row], folder: Path) -> str:
-        """Write the complete section as Markdown, and its pictures into ``folder``."""
+        """Return the study's complete section as Markdown, and write its pictures.
+
+        Args:
+            rows: results of the runs.
+            folder: folder of the results page and its pictures.
+        """
         parts = [f"## {self.title}", self.setting, self.section(rows, folder), self._command(), self.reading]
         if self.printed:
             runs = ", ".join(f"`lightning fit --config {config}`" for config in self.full)
@@ -148,7 +167,7 @@ class Study:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, which the operating system releases if the process ends."""
+    """Hold an exclusive lock on a folder in a ``with`` block. The operating system releases it if the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -163,22 +182,22 @@ def newest(run: Path) -> Path:
     Raises:
         SystemExit: if the run has no checkpoint.
     """
-    found = newest_checkpoint(run)
-    if found is None:
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
         raise SystemExit(
             f"error: {run} holds no checkpoint; its row is in the results, but its run is gone: train it again"
         )
-    return found
+    return checkpoint
 
 
 def attention(**options: object) -> list[str]:
-    """Return options of the attention as arguments of ``lightning fit``."""
+    """Return options of the model's attention as arguments of ``lightning fit``."""
     words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     return [f"--model.init_args.attention.{name}={value}" for name, value in words.items()]
 
 
 def remembered(checkpoint: Path) -> Row:
-    """Read the options of the data module with which a checkpoint was trained."""
+    """Read the options of the data module from the checkpoint of a run."""
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     return {name: value for name, value in content["datamodule_hyper_parameters"].items() if not name.startswith("_")}
 
@@ -186,12 +205,18 @@ def remembered(checkpoint: Path) -> Row:
 def validated(module: LightningModule, data: LightningDataModule) -> dict[str, float]:
     """Validate a module and return its metrics by name, without the prefix ``val/``."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    (found,) = trainer.validate(module, data, verbose=False)
-    return {name.removeprefix("val/"): value for name, value in found.items()}
+    (metrics,) = trainer.validate(module, data, verbose=False)
+    return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
 
 def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str:
-    """Format mean and standard deviation, times ``factor``, as ``92.1 ± 0.4``; a single value has no deviation."""
+    """Format the mean and the standard deviation of values as ``92.1 ± 0.4``; of a single value, only the value.
+
+    Args:
+        values: values to average.
+        digits: number of digits after the decimal point.
+        factor: factor by which the values are multiplied.
+    """
     scaled = [value * factor for value in values]
     if not scaled:
         return ""
@@ -200,21 +225,26 @@ def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str
 
 
 def by_variant(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by variant."""
-    found: dict[str, list[Row]] = {}
+    """Group the results of runs by variant."""
+    rows_by_variant: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["variant"], []).append(row)
-    return found
+        rows_by_variant.setdefault(row["variant"], []).append(row)
+    return rows_by_variant
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table, with all columns but the first aligned to the right."""
+    """Format a Markdown table. All columns except the first are aligned to the right.
+
+    Args:
+        header: titles of the columns.
+        lines: cells of each line.
+    """
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 
 
 def conditions(rows: Sequence[Row]) -> str:
-    """Write seeds, processor time, machines, versions and dates of rows as one sentence."""
+    """Describe under which conditions runs were trained, in one sentence: seeds, time, machines, versions and dates."""
     machines = {(row["machine"]["device"], row["machine"]["threads"], row["machine"]["torch"]) for row in rows}
     days = sorted({row["machine"]["date"] for row in rows})
     seeds = sorted({row["seed"] for row in rows})

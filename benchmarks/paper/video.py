@@ -1,4 +1,4 @@
-"""Study of video: a softmax Wan on moving digits whose attention is replaced and fine-tuned, with N / Dk = 288 / 8.
+"""Study of video: a small Wan for moving digits, whose softmax attention is replaced and fine-tuned; N / Dk = 288 / 8.
 
 In addition to the held-out loss, clips are drawn for every caption and scored: whether the digit moves as the caption says,
 whether a classifier of real digits recognizes the caption's digit in the middle frame, and how similar the frames are.
@@ -31,20 +31,24 @@ from benchmarks.paper.study import (
 from lightning_mhla.training.loading import load_module
 
 SIDE = 8
-"""Side of a digit in pixels."""
+"""Height and width of a digit in pixels."""
 
 CLIPS_EACH = 1
-"""Number of clips drawn for each caption."""
+"""Number of clips to draw for each caption."""
 
 BATCH = 10
-"""Number of clips drawn at a time."""
+"""Number of clips to draw at a time."""
 
 SHOWN = ("a zero moving right", "a three moving left", "a seven moving down")
-"""Captions of the clips in the picture."""
+"""Captions of the clips that the picture on the results page shows."""
 
 
 def draw(module: VideoDiffusion, prompts: list[str]) -> Tensor:
-    """Draw a clip for each prompt, with noise seeded by the number of the clip; ``[N, F, C, H, W]`` uint8."""
+    """Draw a clip for each prompt, with noise seeded by the number of the clip.
+
+    Returns:
+        Clips ``[N, F, C, H, W]`` uint8.
+    """
     parts = range(0, len(prompts), BATCH)
     return torch.cat(
         [module.draw(prompts[i : i + BATCH], list(range(i, min(i + BATCH, len(prompts)))), 0) for i in parts]
@@ -52,20 +56,27 @@ def draw(module: VideoDiffusion, prompts: list[str]) -> Tensor:
 
 
 def moves_as_said(frames: Tensor, caption: str) -> bool:
-    """Check whether the center of brightness moves as the caption says, by two pixels or more, and less than half across."""
+    """Return whether the digit in a clip moves as the caption says.
+
+    The center of brightness has to move by at least two pixels in this direction, and by less than half as much across it.
+
+    Args:
+        frames: frames of the clip.
+        caption: caption of the clip.
+    """
     lit = frames[:, 0].double()
     mass = lit.sum((1, 2)).clamp(min=1)
     rows = (lit.sum(2) * torch.arange(lit.shape[1])).sum(1) / mass
     columns = (lit.sum(1) * torch.arange(lit.shape[2])).sum(1) / mass
     down, right = float(rows[-1] - rows[0]), float(columns[-1] - columns[0])
-    wanted = MOVES[caption.split()[-1]]
-    along = down * wanted[0] + right * wanted[1]
-    across = abs(right if wanted[0] else down)
+    direction = MOVES[caption.split()[-1]]
+    along = down * direction[0] + right * direction[1]
+    across = abs(right if direction[0] else down)
     return along >= 2 and along > 2 * across
 
 
 def brightest_square(image: Tensor) -> Tensor:
-    """Return the brightest square of a digit's size, ``[SIDE * SIDE]``; the first one if several are equal."""
+    """Return the pixels ``[SIDE * SIDE]`` of the brightest square of a digit's size; the first one if several are equal."""
     squares = F.avg_pool2d(image[None, None], SIDE, stride=1)[0, 0]
     top, left = divmod(int(squares.argmax()), squares.shape[1])
     return image[top : top + SIDE, left : left + SIDE].flatten()
@@ -73,7 +84,7 @@ def brightest_square(image: Tensor) -> Tensor:
 
 @cache
 def classifier(height: int, width: int) -> SVC:
-    """Train a classifier of the training digits, found by their brightest square on a canvas of the given size."""
+    """Train a classifier of digits on the brightest squares of training digits, each on a canvas of the given size."""
     source = MovingDigitSamples(True, 1, height, width)
     torch.manual_seed(0)
     samples = [source[index] for index in range(0, len(source), len(MOVES))]
@@ -82,16 +93,16 @@ def classifier(height: int, width: int) -> SVC:
 
 
 def shows_its_digit(frames: Tensor, caption: str) -> bool:
-    """Check whether the classifier recognizes the caption's digit in the middle frame."""
+    """Return whether the classifier recognizes the caption's digit in the middle frame of a clip."""
     square = brightest_square(frames[len(frames) // 2, 0].float() / 255)
     (name,) = classifier(*frames.shape[-2:]).predict(square[None].numpy())
     return bool(name == caption.split()[1])
 
 
 def frames_alike(frames: Tensor) -> float:
-    """Compute the mean cosine similarity of consecutive frames, shifted by up to two pixels to fit best.
+    """Compute the mean cosine similarity of consecutive frames, after the best shift by up to two pixels.
 
-    It is 1 if one shape moves without changing.
+    It is 1 if a shape moves without changing.
     """
     lit = frames[:, 0].float()
     shifted = F.unfold(lit[1:, None], lit.shape[1:], padding=2)
@@ -110,28 +121,33 @@ def judge(clips: Tensor, captions: list[str]) -> Row:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure the held-out loss of the averaged weights, score drawn clips, and keep some as a picture."""
+    """Measure a video model with averaged weights: the held-out loss, the scores of drawn clips, and a picture of some."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(VideoDiffusion, checkpoint)
-    found = validated(module, MovingDigits(**remembered(checkpoint)))
+    metrics = validated(module, MovingDigits(**remembered(checkpoint)))
     captions = every_caption() * CLIPS_EACH
     clips = draw(module, captions)
     shown = torch.cat([clips[captions.index(caption), :, 0] for caption in SHOWN])
-    return {"loss": found["loss"], **judge(clips, captions), "steps": steps, "samples": strip(shown)}
+    return {"loss": metrics["loss"], **judge(clips, captions), "steps": steps, "samples": strip(shown)}
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the results of the video study as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
     lines = [
         [
             f"`{name}`",
-            spread([row["loss"] for row in each], 4),
-            *(spread([row[key] for row in each], 0, 100) for key in ("moves_as_said", "shows_its_digit")),
-            spread([row["frames_alike"] for row in each], 3),
-            str(each[0]["steps"]),
+            spread([row["loss"] for row in runs], 4),
+            *(spread([row[key] for row in runs], 0, 100) for key in ("moves_as_said", "shows_its_digit")),
+            spread([row["frames_alike"] for row in runs], 3),
+            str(runs[0]["steps"]),
         ]
-        for name, each in by_variant(rows).items()
+        for name, runs in by_variant(rows).items()
     ]
     header = [
         "attention",
@@ -145,7 +161,12 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def with_clips(rows: list[Row], folder: Path) -> str:
-    """Write the section with a picture of clips of each variant."""
+    """Return the video section as Markdown, and draw a picture with clips of each variant.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
+    """
     draw_strips(rows, folder / "pictures" / "results-video.png")
     words = "; ".join(SHOWN)
     picture = f"![Clips of {len(SHOWN)} captions, frame by frame, from the first seed](pictures/results-video.png)"
@@ -180,7 +201,7 @@ VARIANTS = {
     "mhla, 16 blocks, normalised": [*SIXTEEN, *attention(normalize=True, normalize_before_rotary=True)],
     "mhla, 16 blocks, coefficients ten times as fast": [*SIXTEEN, "--model.init_args.optimizer.mixing_lr_scale=10"],
 }
-"""Replacements of the pretrained model's attention. The last four investigate why 16 blocks are worse."""
+"""Options of ``lightning fit`` by variant: replacements of the attention. The last four investigate why 16 blocks are worse."""
 
 PRINTED = """\
 | Wan2.1-1.3B fine-tuned, 31,500 tokens | VBench quality | semantic | total | latency, s |

@@ -1,1 +1,1 @@
-"""Training on a real SLURM of two virtual nodes on one machine, and the faults that it must survive."""
+"""Test of training on a real SLURM cluster of two virtual nodes on one machine, under faults that a job must survive."""

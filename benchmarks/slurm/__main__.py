@@ -1,4 +1,4 @@
-"""Faults that a job of two nodes must survive, on a real SLURM on this machine.
+"""Faults that a training job on two nodes must survive, caused on a real SLURM cluster on this machine.
 
     python -m benchmarks.slurm --out benchmarks/results
     python -m benchmarks.slurm --faults "20 signals" "killed rank 0"
@@ -37,7 +37,7 @@ Make = Callable[..., Job]
 
 
 def signals(cluster: Cluster, make: Make) -> Job:
-    """Send 20 signals during training, alternately USR1 to the batch script, as SLURM does, and TERM to one process."""
+    """Train a job and send it 20 signals, alternately USR1 to the batch script, as SLURM does, and TERM to one process."""
     job = make()
     for number in range(1, 21):
         job.wait_for_start(number, steps=10)
@@ -49,7 +49,10 @@ def signals(cluster: Cluster, make: Make) -> Job:
 
 
 def time_limit(cluster: Cluster, make: Make) -> Job:
-    """Set a time limit of two minutes, whose warning comes 30 to 90 s before, and lift it once the run has resumed."""
+    """Train a job with a time limit of two minutes, which SLURM announces by a signal 30 to 90 s earlier.
+
+    The limit is removed when the run has resumed.
+    """
     job = make(time=2, signal="B:USR1@30", pace=0.12)
     job.wait_for_start(1)
     _wait_for_restart(job)
@@ -59,7 +62,13 @@ def time_limit(cluster: Cluster, make: Make) -> Job:
 
 
 def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
-    """Preempt both nodes with a job of a higher partition; with ``warned``, SLURM signals the first job before."""
+    """Preempt both nodes of a training job by a job in a partition of higher priority.
+
+    Args:
+        cluster: cluster that runs the jobs.
+        make: function that submits a training job.
+        warned: whether SLURM sends the first job a signal before it ends the job.
+    """
     job = make(signal="B:USR1@30" if warned else "B:CONT@1")
     job.wait_for_start(1, steps=40)
     script = job.folder / "urgent.sh"
@@ -70,7 +79,7 @@ def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
 
 
 def requeued(cluster: Cluster, make: Make) -> Job:
-    """Run ``scontrol requeue``."""
+    """Train a job and put it back into the queue by ``scontrol requeue``."""
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.requeue(job.number)
@@ -78,7 +87,7 @@ def requeued(cluster: Cluster, make: Make) -> Job:
 
 
 def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
-    """Send SIGKILL to the process of one rank."""
+    """Train a job and kill the process of one rank by SIGKILL."""
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.kill_rank(job.number, rank)
@@ -86,7 +95,7 @@ def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
 
 
 def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
-    """Kill a node's slurmd and all processes that it started, and start the node again after a second."""
+    """Train a job, kill a node's slurmd and all processes that it started, and restart the node after a second."""
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.kill_node(cluster.nodes[node])
@@ -96,7 +105,7 @@ def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
 
 
 def dead_slurmd(cluster: Cluster, make: Make) -> Job:
-    """Kill one slurmd, and start it again while the job runs."""
+    """Train a job, and kill and restart the slurmd of one node while the job runs."""
     job = make()
     job.wait_for_start(1, steps=20)
     cluster.kill_slurmd(cluster.nodes[1])
@@ -106,7 +115,7 @@ def dead_slurmd(cluster: Cluster, make: Make) -> Job:
 
 
 def dead_controller(cluster: Cluster, make: Make) -> Job:
-    """Kill and restart the controller twice: while the job runs, and while the job asks to be requeued."""
+    """Train a job, and kill and restart slurmctld twice: while the job runs, and while it asks to be requeued."""
     job = make()
     job.wait_for_start(1, steps=20)
     cluster.kill_controller()
@@ -128,8 +137,8 @@ def _wait_for_restart(job: Job) -> None:
 
 
 def _wait_for_steps(job: Job, count: int) -> None:
-    before = job.step()
-    while job.step() < before + count:
+    first = job.step()
+    while job.step() < first + count:
         time.sleep(0.1)
 
 
@@ -146,22 +155,29 @@ FAULTS: dict[str, tuple[Callable[[Cluster, Make], Job], int]] = {
     "dead slurmd": (dead_slurmd, 1),
     "dead controller": (dead_controller, 1),
 }
-"""Faults by name, each with the function that causes it in a new job and the number of times it does."""
+"""Faults by name, each with the function that causes it in a new job and the number of faults that the job suffers."""
 
 
 def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) -> dict[str, Any]:
-    """Cause a fault, wait for the end of the job, and compare its losses with those of the undisturbed one, ``curve``."""
+    """Cause a fault, wait for the end of the job, and compare its losses with those of an undisturbed job.
+
+    Args:
+        cluster: cluster that runs the job.
+        folder: folder of the job.
+        name: name of the fault.
+        curve: loss of the undisturbed job by step.
+    """
     happen, times = FAULTS[name]
     begun = time.monotonic()
     job = happen(cluster, lambda **options: Job(cluster, folder / re.sub(r"\W+", "-", name), STEPS, **options))
     fields = job.finish(timeout=300)
-    found = job.curve()
-    wrong = [step for step in {*curve, *found} if curve.get(step) != found.get(step)]
+    losses = job.curve()
+    wrong = [step for step in {*curve, *losses} if curve.get(step) != losses.get(step)]
     return {
         "times": times,
         "state": fields["JobState"],
         "starts": job.starts(),
-        "steps": len(found),
+        "steps": len(losses),
         "steps_repeated": job.repeated(),
         "losses_that_differ": len(wrong),
         "seconds": round(time.monotonic() - begun),
@@ -170,7 +186,7 @@ def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) ->
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print a row for each fault."""
+    """Print the results as a table with a row for each fault."""
     table = Table("fault", "times", "job in the end", "starts", "steps", "steps repeated", "losses that differ")
     for name, row in rows.items():
         keys = ("times", "state", "starts", "steps", "steps_repeated", "losses_that_differ")
@@ -202,7 +218,7 @@ def main() -> None:
         except SlurmUnavailable as error:
             raise SystemExit(f"error: {error}") from error
     if any(row["state"] != "COMPLETED" or row["losses_that_differ"] for row in rows.values()):
-        raise SystemExit("error: a job did not end as the undisturbed one")
+        raise SystemExit("error: a job did not end like the undisturbed one")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real SLURM of two virtual nodes on this host, for tests. Nothing is installed, and root is not needed.
+"""Real SLURM cluster of two virtual nodes on this host, for tests. It needs no installation and no root access.
 
 Longer than other modules, because one class holds the complete lifecycle of a cluster.
 """
@@ -23,10 +23,10 @@ from benchmarks.slurm.installation import Installation, SlurmUnavailable
 from benchmarks.slurm.processes import Process, kill_together, running_processes, with_descendants
 
 SECOND_NODE = "zz-node2"
-"""Name of the second node. It sorts after the host's name, so the host gets rank 0, the batch script and MASTER_ADDR."""
+"""Name of the second node. It sorts after the host's name, so that the host has rank 0 and runs the batch script."""
 
 NODE_MARK = "SLURM_LAB_NODE"
-"""Environment variable with the name of the node to which a slurmd and its slurmstepd belong."""
+"""Environment variable of slurmd and slurmstepd processes with the name of the node to which they belong."""
 
 DEVICES = ("/dev/null", "/dev/zero")
 """Devices that represent GPUs."""
@@ -89,16 +89,16 @@ PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=1
 
 @dataclass
 class Cluster:
-    """Cluster of two virtual nodes, `nodes`, in two partitions.
+    """SLURM cluster of two virtual nodes in two partitions.
 
     Jobs of the partition `low`, the default, are requeued if `high` needs their nodes. `stop` ends every process that the
     cluster has started.
 
     Args:
         folder: folder of the cluster, which no other cluster may use.
-        installation: programs of SLURM.
+        installation: paths of SLURM's programs.
         cpus: number of CPUs of each node.
-        gpus: number of GPUs of each node, at most two. They are devices that SLURM assigns, but that compute nothing.
+        gpus: number of GPUs of each node, at most two. SLURM assigns them to jobs, but they are not real GPUs.
         grace_time: seconds between the signal and the end of a preempted job.
         lost_node_after: seconds without an answer after which a node is lost (SlurmdTimeout).
 
@@ -140,7 +140,7 @@ class Cluster:
         return self.folder / "slurm.conf"
 
     def start(self) -> None:
-        """Write the configuration, start the three daemons, and wait until both nodes are idle (about a second)."""
+        """Write SLURM's configuration, start its three daemons, and wait until both nodes are idle (about a second)."""
         for name in ("state", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "plugstack.conf").touch()
@@ -192,7 +192,11 @@ class Cluster:
         self._daemons.clear()
 
     def kill_controller(self, save: bool = True) -> None:
-        """Stop slurmctld; jobs keep running. Without `save` it loses the last 5 s, including jobs submitted then."""
+        """Stop slurmctld; jobs keep running.
+
+        Args:
+            save: whether slurmctld saves its state. If false, it loses the last 5 s, including jobs submitted in that time.
+        """
         if save:
             daemon = self._daemons["slurmctld"]
             daemon.terminate()
@@ -222,7 +226,12 @@ class Cluster:
         self._lost.add(node)
 
     def start_node(self, node: str, wait: bool = True) -> None:
-        """Start the slurmd of `node`, and with `wait` return once jobs can run there."""
+        """Start the slurmd of a node.
+
+        Args:
+            node: name of the node.
+            wait: whether to wait until jobs can run on the node.
+        """
         stepd = ["-d", str(self.installation.stepd)] if self.installation.stepd else []
         if node in self._lost:
             self._lost.discard(node)
@@ -233,7 +242,7 @@ class Cluster:
             raise TimeoutError(f"{node} is {self.node_state(node)}, not usable, 60 s after its slurmd started.")
 
     def declare_down(self, node: str) -> None:
-        """Tell SLURM that a killed node is lost, before it detects that itself. Jobs of the node are requeued."""
+        """Tell SLURM that a killed node is lost, before SLURM detects it. Jobs of the node are requeued."""
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def node_state(self, node: str) -> str:
@@ -244,7 +253,7 @@ class Cluster:
         """Run a command such as `squeue` and return its standard output.
 
         Raises:
-            RuntimeError: if the command fails. The message has its error output.
+            RuntimeError: if the command fails. The message contains its error output.
         """
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         if done.returncode:
@@ -274,39 +283,50 @@ class Cluster:
         """Wait until JobState is one of `states`, and return the fields of :meth:`show`.
 
         Raises:
-            TimeoutError: if that takes more than `timeout` seconds. The message has the fields of the job.
+            TimeoutError: if this takes more than `timeout` seconds. The message contains the fields of the job.
         """
-        seen: dict[str, str] = {}
+        fields: dict[str, str] = {}
 
         def reached() -> bool:
-            seen.update(self.show(job))
-            return seen["JobState"] in states
+            fields.update(self.show(job))
+            return fields["JobState"] in states
 
         if not _until(reached, timeout):
-            raise TimeoutError(f"Job {job} was none of {sorted(states)} within {timeout:g} s: {seen}")
-        return seen
+            raise TimeoutError(f"Job {job} was none of {sorted(states)} within {timeout:g} s: {fields}")
+        return fields
 
     def signal(self, job: int, name: str, to: Literal["batch", "steps", "all"] = "batch") -> None:
-        """Send a signal such as "USR1" to the batch shell only, to the tasks of all steps only, or to all processes."""
+        """Send a signal to processes of a job.
+
+        Args:
+            job: number of the job.
+            name: name of the signal, such as ``USR1``.
+            to: receivers: the shell of the batch script, the tasks of all steps, or all processes.
+        """
         flag = {"batch": ["--batch"], "steps": [], "all": ["--full"]}[to]
         self.run("scancel", f"--signal={name}", *flag, str(job))
 
     def requeue(self, job: int) -> None:
-        """Put the running `job` back into the queue."""
+        """Put a running job back into the queue."""
         self.run("scontrol", "requeue", str(job))
 
     def cancel(self, job: int) -> None:
-        """Cancel the job: SIGTERM, and SIGKILL after KillWait (5 s)."""
+        """Cancel a job. SLURM sends it SIGTERM, and SIGKILL after KillWait (5 s)."""
         self.run("scancel", str(job))
 
     def task_pids(self, job: int, node: str | None = None) -> dict[int, int]:
-        """Return the process id of each rank's first process, only of the ranks on `node` if given."""
+        """Return the process id of the first process of each rank.
+
+        Args:
+            job: number of the job.
+            node: name of the node whose ranks are returned; None for all ranks.
+        """
         processes = {pid: p for pid, p in self._mine().items() if self._is_task(p, job, node)}
         first = {pid: p for pid, p in processes.items() if p.parent not in processes}
         return {int(p.variables["SLURM_PROCID"]): pid for pid, p in first.items()}
 
     def kill_rank(self, job: int, rank: int) -> None:
-        """Kill the process of one rank, and its descendants."""
+        """Kill the process of one rank of a job, and its descendants."""
         first = self.task_pids(job)[rank]
         kill_together(with_descendants({first}, running_processes()))
 
@@ -323,9 +343,9 @@ class Cluster:
         mine = str(self._configuration)
         return {pid: p for pid, p in running_processes().items() if p.variables.get("SLURM_CONF") == mine}
 
-    def _kill_all(self, wanted: Callable[[Process], bool]) -> list[int]:
-        """Kill the cluster's processes for which `wanted` is true, with their descendants, and return their ids."""
-        mine = {pid for pid, process in self._mine().items() if wanted(process)}
+    def _kill_all(self, matches: Callable[[Process], bool]) -> list[int]:
+        """Kill the cluster's processes for which ``matches`` is true, with their descendants, and return their ids."""
+        mine = {pid for pid, process in self._mine().items() if matches(process)}
         victims = with_descendants(mine, running_processes())
         kill_together(victims)
         return victims
@@ -362,7 +382,11 @@ class Cluster:
 
 
 def _until(look: Callable[[], object], timeout: float) -> bool:
-    """Call `look` every :data:`POLL` seconds until it returns a true value; False after `timeout` seconds."""
+    """Call a function every :data:`POLL` seconds until it returns a true value.
+
+    Returns:
+        Whether the function returned a true value within ``timeout`` seconds.
+    """
     deadline = time.monotonic() + timeout
     while not look():
         if time.monotonic() > deadline:
@@ -381,7 +405,7 @@ def _free_ports(count: int) -> int:
         first = random.SystemRandom().randrange(20000, 32000 - count)
         if all(_is_free(port) for port in range(first, first + count)):
             return first
-    raise SlurmUnavailable(f"No {count} neighbouring ports between 20000 and 32000 are free.")
+    raise SlurmUnavailable(f"No {count} consecutive ports between 20000 and 32000 are free.")
 
 
 def _is_free(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""Location of SLURM: on the PATH, or unpacked from Debian's packages without installing them."""
+"""Location of SLURM's programs: on the PATH, or unpacked from Debian's packages without installing them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
 
 
 class SlurmUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not a fault of the caller)
-    """SLURM cannot be found, unpacked or started here. The message gives the reason in one sentence."""
+    """Error if SLURM cannot be found, unpacked or started on this machine. The message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """Paths of SLURM's programs, plugins and libraries.
+    """Paths of the programs, plugins and libraries of a SLURM installation.
 
     Attributes:
         controller: path of slurmctld.
@@ -42,7 +42,7 @@ class Installation:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of this process without those of a surrounding SLURM job, plus those that the programs need."""
+        """Environment variables for SLURM's programs: those of this process, without those of an enclosing SLURM job."""
         variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH_", "SRUN_", "SCANCEL_"))}
         variables["PATH"] = os.pathsep.join([str(self.commands), variables.get("PATH", os.defpath)])
         if self.libraries:
@@ -62,10 +62,10 @@ def find_or_unpack(cache: Path) -> Installation:
 
 def _installed() -> Installation | None:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-    found = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
-    if None in found:
+    programs = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
+    if None in programs:
         return None
-    controller, daemon, srun = (Path(str(program)) for program in found[:3])
+    controller, daemon, srun = (Path(str(program)) for program in programs[:3])
     return Installation(controller, daemon, stepd=None, commands=srun.parent)
 
 
@@ -101,7 +101,10 @@ def _unpacked(cache: Path) -> Installation:
 
 
 def _download(cache: Path) -> list[Path]:
-    """Download the packages and missing libraries, using the system's package lists or new ones, and return the archives."""
+    """Download SLURM's packages and missing libraries, and return the archives.
+
+    The system's package lists are used, or new ones if these are missing or outdated.
+    """
     archives = cache / "archives"
     shutil.rmtree(archives, ignore_errors=True)
     archives.mkdir()
@@ -114,7 +117,7 @@ def _download(cache: Path) -> list[Path]:
 
 
 def _own_lists(cache: Path, common: list[str]) -> list[str]:
-    """Download package lists into `cache`, which needs no root, and return the options of apt-get that select them.
+    """Download package lists into a folder, which needs no root access, and return the options of apt-get that select them.
 
     Only the distribution's own sources are used if they have a separate file.
     """
@@ -142,6 +145,6 @@ def _apt(*command: str, folder: Path | None = None) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {error}.") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {said}")
+        message = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {message}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""A training job on two nodes, submitted with the shipped template, and the losses that it logs."""
+"""Training job on two nodes of a SLURM cluster, submitted with the shipped template, and the losses that it logs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Pace(Callback):
-    """Make each step take at least ``seconds``, for faults that need a long run."""
+    """Callback that makes each training step take at least ``seconds`` seconds, for faults that need a long run."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Start the timer."""
+        """Start the timer of a training step."""
         self._begun = time.monotonic()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Sleep for the rest of the time."""
+        """Sleep until the training step has taken its minimal duration."""
         time.sleep(max(0.0, self.seconds - (time.monotonic() - self._begun)))
 
 
@@ -41,7 +41,7 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
     Args:
         folder: folder of the file.
         steps: number of optimizer steps of the run.
-        pace: minimal duration of a step in seconds.
+        pace: minimal duration of a training step in seconds.
 
     Returns:
         Path of the file.
@@ -73,7 +73,7 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
 
 
 class Job:
-    """A training run as a job of a cluster, submitted by the constructor.
+    """Training run as a job of a SLURM cluster. The constructor submits it.
 
     Args:
         cluster: cluster that runs the job.
@@ -106,15 +106,15 @@ class Job:
         )
 
     def step(self) -> int:
-        """Return the last step that the present start of the run has logged; -1 if there is none yet."""
+        """Return the last training step that the run has logged since its latest start; -1 if there is none yet."""
         return max((step for step, _ in _losses(self.run / "metrics.csv")), default=-1)
 
     def starts(self) -> int:
-        """Return the number of starts that have begun to log."""
+        """Return how often the run has started, counting only starts that have logged a step."""
         return len(list(self.run.glob("metrics*.csv")))
 
     def wait_for_start(self, number: int, steps: int = 3) -> None:
-        """Wait until start ``number``, counted from 1, has logged ``steps`` steps after its first.
+        """Wait until the run has started for the ``number``-th time and has logged ``steps`` steps after its first step.
 
         Raises:
             TimeoutError: if it takes too long, or the job has ended.
@@ -134,7 +134,10 @@ class Job:
             time.sleep(0.1)
 
     def hasten(self) -> None:
-        """Shorten the delay before a requeued job starts, except the first seconds, when its old credential is rejected."""
+        """Shorten the delay with which SLURM starts a requeued job.
+
+        The first seconds of the delay remain, because SLURM would reject the job's old credential.
+        """
         fields = self.cluster.show(self.number)
         if fields["JobState"] != "PENDING":
             self._waits_since = None
@@ -144,7 +147,7 @@ class Job:
             self.cluster.attempt("scontrol", "update", f"job={self.number}", "StartTime=now")
 
     def finish(self, timeout: float = 180) -> dict[str, str]:
-        """Wait for the end of the job and return SLURM's fields.
+        """Wait for the end of the job, and return the fields that SLURM shows for it.
 
         Raises:
             TimeoutError: if the job takes more than ``timeout`` seconds.
@@ -160,30 +163,30 @@ class Job:
             time.sleep(0.2)
 
     def output(self) -> str:
-        """Return the output of the job so far."""
+        """Return the text that the job has printed so far."""
         path = self.folder / "out.txt"
         return path.read_text() if path.exists() else ""
 
     def curve(self) -> dict[int, str]:
-        """Return the training loss of every step, see the function :func:`curve`."""
+        """Return the training loss of every step, with all digits, by step."""
         return curve(self.run)
 
     def repeated(self) -> int:
-        """Return the number of steps that were repeated."""
+        """Return the number of training steps that were repeated after a restart."""
         return sum(len(_losses(path)) for path in self.run.glob("metrics*.csv")) - len(self.curve())
 
 
 def curve(run: Path) -> dict[int, str]:
-    """Read the training loss of every step, with all digits, from the folder of a run.
+    """Read the training loss of every step, with all digits, from the folder of a run, by step.
 
     Raises:
         AssertionError: if two starts logged different losses for one step.
     """
-    found: dict[int, str] = {}
+    losses: dict[int, str] = {}
     for path in sorted(run.glob("metrics*.csv")):
         for step, loss in _losses(path):
-            assert found.setdefault(step, loss) == loss, f"step {step} came twice, with {found[step]} and {loss}"
-    return found
+            assert losses.setdefault(step, loss) == loss, f"step {step} came twice, with {losses[step]} and {loss}"
+    return losses
 
 
 def _losses(path: Path) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """Process as described by /proc: its id, its parent's id, command line, and initial environment variables."""
+    """Process as described by ``/proc``: its id, its parent's id, command line, and initial environment variables."""
 
     pid: int
     parent: int
@@ -21,7 +21,7 @@ class Process:
 
 def running_processes() -> dict[int, Process]:
     """Return the readable processes by id, except this one and those that end while they are read."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -35,8 +35,8 @@ def running_processes() -> dict[int, Process]:
             continue
         pairs = (item.partition("=") for item in block.decode(errors="replace").split("\0") if "=" in item)
         variables = {name: value for name, _, value in pairs}
-        found[int(entry.name)] = Process(int(entry.name), parent, command.decode(errors="replace"), variables)
-    return found
+        processes[int(entry.name)] = Process(int(entry.name), parent, command.decode(errors="replace"), variables)
+    return processes
 
 
 def _parent_and_state(entry: Path) -> tuple[int, str]:
@@ -45,7 +45,12 @@ def _parent_and_state(entry: Path) -> tuple[int, str]:
 
 
 def with_descendants(roots: set[int], processes: dict[int, Process]) -> list[int]:
-    """Return the ids `roots` and those of all their descendants, each parent before its children."""
+    """Return the ids of processes and of all their descendants, each parent before its children.
+
+    Args:
+        roots: ids of the processes.
+        processes: all processes of the machine by id.
+    """
     family = {pid: _depth(pid, processes) for pid in roots if pid in processes}
     while grown := {p.pid for p in processes.values() if p.parent in family and p.pid not in family}:
         family.update((pid, _depth(pid, processes)) for pid in grown)

@@ -59,17 +59,24 @@ class FrozenVAE:
             except OSError as error:
                 failed = failed or error
         reason = str(failed).splitlines()[0]
-        raise FileNotFoundError(f"vae {self.path} is no folder and no name on the hub ({reason})") from failed
+        raise FileNotFoundError(f"vae {self.path} is neither a folder nor a model on the hub ({reason})") from failed
 
 
 class LatentCodec(FrozenVAE):
-    """Codec of images with ``AutoencoderKL`` of diffusers. Arguments are those of :class:`FrozenVAE`."""
+    """Codec between images and latents with ``AutoencoderKL`` of diffusers. Arguments are those of :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKL"
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
-        """Compute means and deviations of latents, ``[B, 2 * C, s, s]`` float32, for images ``[B, 3, S, S]`` in -1 .. 1."""
+        """Compute means and standard deviations of the latents of images.
+
+        Args:
+            images: images ``[B, 3, S, S]`` in -1 .. 1.
+
+        Returns:
+            Means, followed by standard deviations, along the channel axis: ``[B, 2 * C, s, s]`` float32.
+        """
         model = self.model(images.device)
         # Autocast would use half precision, in which the activations of some VAEs overflow.
         with torch.autocast(images.device.type, enabled=False):
@@ -102,7 +109,7 @@ class LatentCodec(FrozenVAE):
 
 
 class ClipCodec(FrozenVAE):
-    """Codec of clips with Wan's VAE. Arguments are those of :class:`FrozenVAE`."""
+    """Codec between video clips and latents with Wan's VAE. Arguments are those of :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKLWan"
 
@@ -110,8 +117,8 @@ class ClipCodec(FrozenVAE):
     def encode(self, clips: Tensor) -> Tensor:
         """Encode clips ``[B, 3, F, H, W]`` in -1 .. 1 into normalized posterior means ``[B, C, f, h, w]`` float32.
 
-        Wan is trained on posterior means, not on draws. The mean and the deviation that normalize each channel are part of the
-        VAE's configuration.
+        Wan is trained on posterior means, not on samples of the posterior. The mean and the standard deviation that normalize
+        each channel are part of the VAE's configuration.
 
         Raises:
             ValueError: if the VAE cannot compress a clip of this size without rounding.
@@ -132,13 +139,13 @@ class ClipCodec(FrozenVAE):
             return torch.cat([model.decode(latent[None].float() * deviation + mean).sample for latent in latents])
 
     def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of each channel of the VAE's latents."""
+        """Return the mean and the standard deviation of each channel of the VAE's latents, ``[1, C, 1, 1, 1]`` float32."""
         config = self._model.config
         mean, deviation = (torch.tensor(values, device=device) for values in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return the number of frames, rows and columns of the latent of a clip.
+        """Return the numbers of frames, rows and columns of a clip's latent.
 
         Raises:
             ValueError: if the VAE cannot compress a clip of this size without rounding.
@@ -147,8 +154,8 @@ class ClipCodec(FrozenVAE):
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
         if frames % time != 1 or height % space or width % space:
             raise ValueError(
-                f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
-                f"sides that are multiples of {space}"
+                f"clips of {frames} frames of {height} x {width}: the VAE requires 1 frame more than a multiple of {time}, "
+                f"and sides that are multiples of {space}"
             )
         # The first frame has a latent frame of its own.
         return (frames - 1) // time + 1, height // space, width // space
@@ -170,7 +177,10 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
 
 
 class ImageCodec(FrozenVAE):
-    """Codec of images with SANA's deep compression autoencoder (arXiv 2410.10733). Arguments are those of FrozenVAE."""
+    """Codec between images and latents with SANA's deep compression autoencoder (arXiv 2410.10733).
+
+    Arguments are those of :class:`FrozenVAE`.
+    """
 
     vae_class = "AutoencoderDC"
 
@@ -196,7 +206,7 @@ class ImageCodec(FrozenVAE):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the number of rows and columns of the latent of an image.
+        """Return the numbers of rows and columns of an image's latent.
 
         Raises:
             ValueError: if height or width is not a multiple of the autoencoder's compression factor.
@@ -205,7 +215,7 @@ class ImageCodec(FrozenVAE):
         step = 2 ** (len(config.encoder_block_out_channels) - 1)
         if height % step or width % step:
             raise ValueError(
-                f"images of {height} x {width}: the autoencoder wants multiples of {step}, such as "
+                f"images of {height} x {width}: the autoencoder requires multiples of {step}, such as "
                 f"{max(step, round(height / step) * step)} x {max(step, round(width / step) * step)}"
             )
         return height // step, width // step

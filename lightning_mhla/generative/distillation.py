@@ -23,10 +23,10 @@ class DistillationConfig:
 
     Args:
         teacher: weights of the teacher, in the same forms as pretrained; null for plain fine-tuning.
-        layer_steps: number of first optimizer steps that only train each replaced layer to match the output of the teacher's
-            layer for the teacher's inputs.
+        layer_steps: number of optimizer steps at the beginning that only train each replaced layer to match the output of the
+            teacher's layer for the teacher's inputs.
         velocity_weight: weight of the squared distance to the teacher's velocity after the layer steps.
-        flow_weight: weight of the plain loss after the layer steps.
+        flow_weight: weight of the loss without a teacher after the layer steps.
     """
 
     teacher: str | None = None
@@ -41,17 +41,17 @@ class DistillationConfig:
             raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of the plain loss and the distance to the teacher, both scalars."""
+        """Return the weighted sum of the loss without a teacher, ``plain``, and the distance to the teacher, all scalars."""
         return self.flow_weight * plain + self.velocity_weight * distance
 
 
 @dataclass(frozen=True)
 class VelocityHost(LinearizedHost):
-    """Host of two-stage training for transformers of diffusers that predict a velocity.
+    """Adapter that trains diffusers transformers with replaced attention, which predict a velocity, in two stages.
 
-    diffusers does not keep the attention that was replaced, so layers are matched to those of a teacher. They get the
-    teacher's inputs, so no layer has to compensate for the error of an earlier one. All weights of a replaced layer are
-    trained meanwhile.
+    diffusers does not keep the attention that was replaced, so the first stage matches each replaced layer to that of a
+    teacher. It gets the input of the teacher's layer, so no layer has to compensate for the error of an earlier one. All
+    weights of a replaced layer are trained in this stage.
 
     Args:
         velocity: function that returns a transformer's velocity for noisy samples, times and text.
@@ -80,7 +80,7 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Compute the velocity, float32, for noisy samples, times and text."""
+        """Predict the velocity, float32, for noisy samples, times and text."""
         return self.velocity(network, *inputs).float()
 
     @override

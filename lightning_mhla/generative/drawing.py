@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GRID = 10
-"""Number of rows and columns in a picture of samples."""
+"""Number of rows, and of columns, in a picture of samples."""
 
 
 @runtime_checkable
 class ImageGenerator(Protocol):
-    """Protocol of a LightningModule that draws images for numbered conditions.
+    """Protocol of a LightningModule that generates images for numbered conditions, such as classes or prompts.
 
     Attributes:
         device: device of the weights.
@@ -48,22 +48,38 @@ class ImageGenerator(Protocol):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image. For latents, whose image size only the VAE knows, the size is arbitrary."""
+        """Channels, height and width of an image. For a model of latents, height and width are arbitrary."""
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Check that images can be drawn with these sampler options; raise ValueError or FileNotFoundError if not."""
+        """Check that images can be drawn with the given sampler options.
+
+        Args:
+            sampling: sampler options; None for the default options.
+
+        Raises:
+            ValueError: if the options do not allow drawing.
+            FileNotFoundError: if the VAE does not exist.
+        """
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Draw the samples with these indices as images ``[b, C, H, W]`` uint8.
+        """Generate the samples with the given indices.
 
         Sample i has condition i modulo the number of conditions, and noise that depends on the seed and i only.
+
+        Args:
+            indices: indices of the samples.
+            seed: seed of the noise.
+            sampling: sampler options.
+
+        Returns:
+            Images ``[b, C, H, W]`` uint8.
         """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the options that metrics depend on, such as ``sampler``, ``sampling_steps`` and ``guidance``."""
+        """Return the sampler options that metrics depend on, by name: ``sampler``, ``sampling_steps``, ``guidance``, ..."""
 
     def all_gather(self, data: Any) -> Any:
-        """Gather tensors of all processes, as a LightningModule does."""
+        """Gather tensors from all processes, as ``LightningModule.all_gather`` does."""
 
 
 class SampleGrid(PeriodicEvaluation):
@@ -76,8 +92,8 @@ class SampleGrid(PeriodicEvaluation):
         samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
         sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
         every_n_steps: optimizer steps between two grids; null for no grids during training.
-        at_end: whether the last weights draw a grid.
-        batch_size: samples that each process draws at once.
+        at_end: whether to draw a grid with the final weights.
+        batch_size: number of samples that each process draws at once.
         seed: seed of the noise.
         name: name of the pictures, unique among the callbacks.
     """
@@ -96,13 +112,15 @@ class SampleGrid(PeriodicEvaluation):
         if samples < 1 or batch_size < 1:
             raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
         if not is_file_name(name):
-            raise ValueError(f"name={name[:60]!r} is the name of files and cannot have a slash or begin with a dot")
+            raise ValueError(
+                f"name={name[:60]!r} is used in file names and must not contain a slash or begin with a dot"
+            )
         self.samples, self.sampling = samples, sampling
         self.batch_size, self.seed, self.name = batch_size, seed, name
 
     @property
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, unique by the name of the pictures."""
+        """Key of this callback's state in checkpoints. It contains the name of the pictures, so that it is unique."""
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,13 +132,13 @@ class SampleGrid(PeriodicEvaluation):
         """
         module = self._checked(pl_module)
         if module.num_conditions < 1:
-            raise ValueError(f"{type(self).__name__} has no conditions to draw samples of")
+            raise ValueError(f"{type(self).__name__} has no conditions to draw samples for")
         module.check_drawable(self._sampling(module))
         _rest(module)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw samples on every process, and write the grid on the first."""
+        """Draw samples on every process, and write the grid on the first process."""
         module, shown = self._checked(pl_module), []
         with self._drawing(trainer, pl_module):
             for tickets, pixels in self._rounds(trainer, module, min(self.samples, GRID * GRID)):
@@ -132,7 +150,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @contextmanager
     def _drawing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Return a context with the weights and the precision of validation, which restores the random state of training."""
+        """Return a context for drawing with validation's weights and precision. It restores the random state at its end."""
         with (
             kept_random_state(),
             evaluation_weights(trainer, module),
@@ -142,7 +160,16 @@ class SampleGrid(PeriodicEvaluation):
         _rest(module)
 
     def _rounds(self, trainer: Trainer, module: ImageGenerator, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
-        """Yield the tickets that this process draws in each round, and their pixels ``[b, C, S, S]``."""
+        """Draw this process's share of the samples in rounds of a batch.
+
+        Args:
+            trainer: trainer of the module.
+            module: module that draws the images.
+            samples: number of samples of all processes.
+
+        Yields:
+            Tickets of this process in a round, and their pixels ``[b, C, S, S]`` uint8.
+        """
         rank, world = process_share(trainer)
         # Every process draws the same number of rounds, since each round ends with a collective.
         rounds = list(evaluation_batches(samples, self.batch_size * world, rank, world))
@@ -178,11 +205,13 @@ def _rest(module: Any) -> None:
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Gather one round of samples from all processes, sorted by index and without padding. Collective: call it on every rank.
+    """Gather one round of samples from all processes, sorted by index and without padding.
+
+    This is a collective operation: every process must call it.
 
     Args:
         module: module that gathers the tensors.
-        tickets: tickets of this process.
+        tickets: tickets of this process, which hold the indices of its samples.
         pixels: pixels ``[b, C, S, S]`` of this process.
         columns: further tensors ``[b, ...]`` of this process.
 
@@ -196,9 +225,9 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
         gathered: Any = module.all_gather(values)
         return gathered.reshape(-1, *values.shape[1:])
 
-    kept = everyone(valid).nonzero()[:, 0]
-    kept = kept[everyone(indices)[kept].argsort()]
-    return [everyone(column)[kept] for column in (pixels, indices, *columns)]
+    order = everyone(valid).nonzero()[:, 0]
+    order = order[everyone(indices)[order].argsort()]
+    return [everyone(column)[order] for column in (pixels, indices, *columns)]
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:

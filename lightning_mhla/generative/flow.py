@@ -12,16 +12,16 @@ from torch import Tensor
 FlowTimes = Literal["uniform", "logit_normal"]
 
 TIMESTEPS = 1000
-"""Timestep of pure noise, as networks receive it; data have timestep 0."""
+"""Timestep of pure noise in the units that networks receive. Clean data have timestep 0."""
 
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Options of flow matching, where the network predicts noise minus data on straight paths between them.
+    """Options of flow matching, in which a network predicts noise minus data at points on straight paths between the two.
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.
-        shift: shift of the timesteps towards noise, in training and sampling; 1 for none, 3 in Wan for 480 rows.
+        shift: shift of the timesteps towards noise, in training and sampling; 1 for none. Wan uses 3 for videos of 480 rows.
         caption_dropout: share of samples trained with the empty caption, which guidance needs.
     """
 
@@ -42,11 +42,15 @@ def draw_flow_times(
     """Draw timesteps ``[count]`` float32 to train on.
 
     Args:
-        times: distribution of the timesteps; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
-        shift: shift s towards noise, for large samples: the share t of noise becomes ``s t / (1 + (s - 1) t)`` (same source).
+        times: distribution of the timesteps. ``logit_normal`` (mean 0, standard deviation 1) prefers the middle (arXiv
+            2403.03206).
+        shift: shift s towards noise, for large samples. The share t of noise becomes ``s t / (1 + (s - 1) t)`` (same paper).
         count: number of samples.
         generator: random generator on ``device``; None for the global one.
         device: device of the timesteps.
+
+    Returns:
+        Timesteps from 0 to :data:`TIMESTEPS`.
     """
     share = compute_density_for_timestep_sampling(
         times, count, logit_mean=0.0, logit_std=1.0, device=device, generator=generator

@@ -29,12 +29,12 @@ NAME = re.compile(r"\d{6,}-class-?\d+\.png")
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Convert images in -1 .. 1 to 8-bit pixels of the same shape."""
+    """Convert images with values in -1 .. 1 to pixels in 0 .. 255, uint8, of the same shape."""
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 class SampleWriter(Callback):
-    """Callback that writes the samples of each process as they are drawn.
+    """Callback that writes generated images to files during predict, each process its own.
 
     ``png`` writes ``samples/000017-class3.png`` and so on. ``npz`` writes ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8
     and ``arr_1`` ``[N]`` int64, in order of the index; all processes fill the same file, so they must share the folder.
@@ -98,7 +98,12 @@ class SampleWriter(Callback):
         return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"
 
     def _make(self, trainer: Trainer, side: int) -> None:
-        """Create the files that all processes fill, on the first process; all wait until they exist."""
+        """Create the array files on the first process, which all processes then fill. Every process waits until they exist.
+
+        Args:
+            trainer: trainer of the prediction.
+            side: height and width of an image in pixels.
+        """
         shapes = ((self._count, side, side, 3), np.uint8), ((self._count,), np.int64)
         if trainer.is_global_zero:
             for path, (shape, dtype) in zip(self._arrays(), shapes, strict=True):
@@ -108,7 +113,15 @@ class SampleWriter(Callback):
 
 
 def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
-    """Write rows into an array file. Mapped memory would write complete pages, including rows of other processes."""
+    """Write rows of an array into an existing ``.npy`` file that several processes fill.
+
+    Memory mapping is not used, because it would write complete pages, including rows of other processes.
+
+    Args:
+        path: path of the file.
+        indices: positions of the rows in the file.
+        rows: rows to write, ``[n, ...]``.
+    """
     with path.open("r+b") as stream:
         version = read_magic(stream)
         assert version == (1, 0)

@@ -15,11 +15,14 @@ from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 
 VALIDATION_SEED = 0
-"""Seed of the noise and timesteps of validation, which are the same for a sample every time, on any number of processes."""
+"""Seed of the noise and timesteps in validation, so that a sample always gets the same ones, on any number of processes."""
 
 
 class GenerativeModule(TrainingModule):
-    """Training module whose validation loss is the mean of :meth:`sample_losses`. Arguments are those of TrainingModule."""
+    """Base class of the training modules of generative models. The validation loss is the mean of :meth:`sample_losses`.
+
+    Arguments are those of :class:`TrainingModule`.
+    """
 
     def __init__(
         self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
@@ -40,11 +43,11 @@ class GenerativeModule(TrainingModule):
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the validation loss, with fixed timesteps and noise for each sample."""
+        """Add a batch to the validation loss, with fixed timesteps and noise for each sample."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the test loss, as in validation."""
+        """Add a batch to the test loss, with fixed timesteps and noise for each sample."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
@@ -59,5 +62,10 @@ class GenerativeModule(TrainingModule):
 
 
 def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """Draw standard normal noise with the shape, dtype and device of ``like`` ``[B, ...]``, one CPU generator per sample."""
+    """Draw standard normal noise with the shape, dtype and device of another tensor.
+
+    Args:
+        like: the other tensor, ``[B, ...]``.
+        generators: random generators on the CPU, one for each of the B samples.
+    """
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

@@ -34,8 +34,8 @@ def read_weights_file(
 
     Args:
         path: path of the file.
-        containers: names of entries in a training checkpoint that may hold the weights.
-        classes: plain classes of which the file may hold objects, besides tensors and containers.
+        containers: keys of a training checkpoint under which the weights may be stored.
+        classes: plain classes whose objects the file may contain in addition to tensors and containers.
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
@@ -46,13 +46,13 @@ def read_weights_file(
     with torch.serialization.safe_globals(list(classes)):
         content = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
+        raise ValueError(f"{path} contains a {type(content).__name__} instead of weights by name")
     for key in containers:
         if isinstance(content.get(key), dict):
             content = content[key]
     weights = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
     if not weights or (len(weights) < len(content) and not mixed):
-        raise ValueError(f"{path} holds something else than weights by name")
+        raise ValueError(f"{path} contains entries other than weights by name")
     return weights
 
 
@@ -62,11 +62,11 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[str, Tensor]:
-    """Read the weights of a model of diffusers, or of the ``transformer`` of a pipeline.
+    """Read the weights of a diffusers model, or those of the ``transformer`` in a pipeline.
 
     Args:
         path: path of a folder, or name on the hub.
-        kind: class of the model.
+        kind: class of the model in diffusers.
         what: description of the model for error messages.
         option: name of the option with the path for error messages.
 
@@ -79,6 +79,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
         model = kind.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{option}{path} is no file, no folder of {what}, no name on the hub ({str(error).splitlines()[0]})"
+            f"{option}{path} is neither a file, nor a folder of {what}, nor a model on the hub "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return dict(model.state_dict())

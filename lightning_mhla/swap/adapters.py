@@ -1,4 +1,4 @@
-"""Choice of the trained parameters of a swapped model: all of them, the new attention, or the latter with LoRA adapters."""
+"""Choice of the parameters to train in a swapped model: all of them, the new attention, or the latter with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
         return
     replaced = swapped_layers(model)
     if not replaced:
-        raise ValueError(f"train={part!r} trains replaced attention, and no layer is replaced; set train: all")
+        raise ValueError(f"train={part!r} trains replaced attention, but no layer is replaced; set train: all")
     model.requires_grad_(False)
     hosts = host_of(model).layers(model)
     for index, attention in replaced.items():
@@ -69,7 +69,13 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 
 
 def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
-    """Return the names of the linear layers of an attention module, without those that the swap added."""
+    """Return the names, within ``model``, of the linear layers that ``host`` had before the swap.
+
+    Args:
+        model: swapped model.
+        host: attention module of a replaced layer.
+        new: attention that the swap added to ``host``.
+    """
     names, added = {module: name for name, module in model.named_modules()}, set(new.modules())
     return [names[module] for module in host.modules() if isinstance(module, nn.Linear) and module not in added]
 

@@ -36,7 +36,7 @@ PROCESSORS = {
 """Supported diffusers models, each with the class of the attention processor that the new attention replaces."""
 
 PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
-"""Names of the submodules that hold the convolution that makes a model's tokens."""
+"""Possible names of the submodule whose convolution turns a model's input into tokens."""
 
 UNSUPPORTED = {
     "group_norm": None,
@@ -55,7 +55,7 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """Token grid of a model's current input, recorded by a forward pre-hook of the convolution that makes its patches.
+    """Token grid of a model's current input. It is called as a forward pre-hook of the model's patch convolution.
 
     The hook belongs to a module inside the model, so that a compiled model traces it together with the attention.
 
@@ -80,8 +80,8 @@ class InputGrid(TokenGrid):
         patch = convolution.stride
         if args[0].dim() != len(patch) + 2:
             raise ValueError(
-                f"{self.name} is called with {list(args[0].shape)}; swapped attention wants batch, channels and the "
-                f"{len(patch)} axes of its patches"
+                f"{self.name} got an input of shape {list(args[0].shape)}; swapped attention requires batch, channels and "
+                f"the {len(patch)} axes of its patches"
             )
         self.enter(tuple(size // step for size, step in zip(args[0].shape[2:], patch, strict=True)))
 
@@ -118,7 +118,7 @@ class SwappedAttention(nn.Module):
         """
         if image_rotary_emb is not None:
             raise ValueError(
-                "the model's rotary angles (image_rotary_emb) have a form that swapped attention does not know"
+                "the model's rotary angles (image_rotary_emb) have a form that swapped attention does not support"
             )
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
@@ -137,7 +137,8 @@ class SwappedAttention(nn.Module):
             hidden_states: tokens, ``[B, N, C]``.
             encoder_hidden_states: must be None, since cross-attention is not supported.
             attention_mask: must be None, since masks are not supported.
-            rotary_emb: cosines and sines, ``[1, N, 1, D]`` each, with every angle twice in a row, as Wan makes them.
+            rotary_emb: cosines and sines of the rotary embedding, ``[1, N, 1, D]`` each, with every angle twice in a row, as
+                Wan computes them; None without a rotary embedding.
 
         Returns:
             Outputs ``[B, N, C]``.
@@ -146,7 +147,9 @@ class SwappedAttention(nn.Module):
             ValueError: if ``encoder_hidden_states`` or ``attention_mask`` is given.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
-            raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
+            raise ValueError(
+                "swapped attention is self-attention without a mask; encoder_hidden_states and attention_mask must be None"
+            )
         attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
         alone = fit(self, attention, layout, hidden_states.device)
         rotary = None
@@ -158,7 +161,7 @@ class SwappedAttention(nn.Module):
 
 
 def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the host's queries, keys and values, ``[B, N, H, D]`` each, in float32 if the host is in float16."""
+    """Project tokens ``[B, N, C]`` to queries, keys and values, ``[B, N, H, D]`` each, in float32 if ``x`` is float16."""
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
     out, width = [], attention.key_width
     for tensor, norm in ((q, attn.norm_q), (k, attn.norm_k)):
@@ -191,7 +194,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
     layers = [getattr(block, "attn1", None) for block in blocks]
     if not layers or any(not all(hasattr(layer, part) for part in HOST_PARTS) for layer in layers):
         raise ValueError(
-            f"{type(model).__name__} is no diffusers transformer with self-attention attn1 in each of its blocks, such as "
+            f"{type(model).__name__} is not a diffusers transformer with self-attention attn1 in each of its blocks, such as "
             "WanTransformer3DModel, DiTTransformer2DModel or SanaTransformer2DModel; for your own model use "
             "lightning_mhla.MHLA in place of its attention"
         )
@@ -208,31 +211,34 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     Raises:
         ValueError: if the model's class, the processor of a layer or one of its options is not supported.
     """
-    known = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
-    if known is None:
+    supported_class = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
+    if supported_class is None:
         raise ValueError(
-            f"{type(model).__name__} calls its attention in ways that swapped attention does not know (text among the "
-            f"tokens, other rotary angles, other inputs); it can be swapped in {', '.join(PROCESSORS)} and classes derived "
-            "from them; for your own model use lightning_mhla.MHLA in place of its attention"
+            f"{type(model).__name__} calls its attention in ways that swapped attention does not support (text among the "
+            f"tokens, different rotary angles or inputs); supported are {', '.join(PROCESSORS)} and classes derived from "
+            "them; for your own model use lightning_mhla.MHLA in place of its attention"
         )
     if (frames := model.config.get("num_frame_per_block", 1)) != 1:
         raise ValueError(
-            f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not know"
+            f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not support"
         )
     for index, host in hosts.items():
-        if (processor := type(host.processor).__name__) != PROCESSORS[known]:
+        if (processor := type(host.processor).__name__) != PROCESSORS[supported_class]:
             raise ValueError(
-                f"attn1 of block {index} has processor {processor}, not {PROCESSORS[known]}, whose place swapped attention "
-                "takes; set that one first"
+                f"attn1 of block {index} has processor {processor}, but swapped attention replaces "
+                f"{PROCESSORS[supported_class]}; set that processor first"
             )
         for name, plain in UNSUPPORTED.items():
             if (value := getattr(host, name, plain)) not in (plain, None):
-                raise ValueError(f"attn1 of block {index} has {name}={value!r}, which swapped attention does not know")
+                raise ValueError(
+                    f"attn1 of block {index} has {name}={value!r}, which swapped attention does not support"
+                )
         for name in ("norm_q", "norm_k"):
             norm = getattr(host, name)
             if norm is not None and getattr(norm, "weight", None) is None:
                 raise ValueError(
-                    f"attn1 of block {index} has {name}={norm!r} without weights, which swapped attention does not know"
+                    f"attn1 of block {index} has {name}={norm!r} without weights, which swapped attention does not "
+                    "support"
                 )
 
 
@@ -280,8 +286,8 @@ class DiffusersHost(HostLibrary):
         for config in configs.values():
             if _turns(model) and "rotary" not in Attention.kinds[config.kind].handles:
                 raise ValueError(
-                    f"{type(model).__name__} turns queries and keys by their positions, and attention kind "
-                    f"{config.kind!r} does not take rotary: handle inputs.rotary, and name it in handles"
+                    f"{type(model).__name__} rotates queries and keys by their positions, but attention kind "
+                    f"{config.kind!r} does not support rotary: handle inputs.rotary, and name it in handles"
                 )
 
     @override
@@ -309,7 +315,7 @@ class DiffusersHost(HostLibrary):
 
 
 def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
-    """Return the convolution that makes tokens of a model's input.
+    """Return the convolution that turns a model's input into tokens.
 
     Raises:
         ValueError: if the model has no convolution in one of :data:`PATCHES`.
@@ -317,9 +323,9 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
             return module
-    raise ValueError(f"{type(model).__name__} has no convolution {' or '.join(PATCHES)} that makes its patches")
+    raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")
 
 
 def _turns(model: nn.Module) -> bool:
-    """Return whether a model rotates queries and keys by their positions."""
+    """Return whether a model of diffusers applies a rotary embedding to queries and keys."""
     return hasattr(model, "rope")

@@ -37,21 +37,21 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base of diffusers models that are built with the attention recorded in their configuration."""
+    """Base class of swapped diffusers models, which build the new attention that their configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
         """Return the swapped class for a diffusers model class, or ``host`` if it is one already."""
         if issubclass(host, cls):
             return host
-        kept = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
-        return derive(cls, host, host.__name__, _keep_in_fp32_modules=kept)
+        float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
+        return derive(cls, host, host.__name__, _keep_in_fp32_modules=float32_modules)
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """Load the configuration as diffusers does, and restore the values that make other classes reject it."""
-        found = super().load_config(*args, **options)  # type: ignore[misc]
-        return (restored(found[0]), *found[1:]) if isinstance(found, tuple) else restored(found)
+        """Load a saved configuration as diffusers does, and undo the changes that make other classes reject it."""
+        loaded = super().load_config(*args, **options)  # type: ignore[misc]
+        return (restored(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else restored(loaded)
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **options: Any) -> Any:
@@ -63,7 +63,7 @@ class SwappedDiffusersModel(SwappedClass):
         record = config.get(SAVED)
         if record is None:
             raise ValueError(
-                f"the configuration does not say what was swapped; load diffusers.{cls.host.__name__}, and swap then"
+                f"the configuration has no record of a swap; load diffusers.{cls.host.__name__}, then swap its attention"
             )
         plain = {name: value for name, value in config.items() if name != SAVED}
         model, unused = super().from_config(plain, return_unused_kwargs=True, **options)  # type: ignore[misc]
@@ -103,22 +103,23 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether :func:`__getattr__` finds this class by its name."""
+        """Return whether the module-level :func:`__getattr__` finds this class by its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as diffusers does, and remove weights of an earlier save that would be read instead."""
-        given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
+        """Save the model as diffusers does, and remove weights of an earlier save that would be loaded in their place."""
+        signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
+        arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
-        if given.get("is_main_process", True) and not given.get("use_flashpack"):
-            suffix = "safetensors" if given.get("safe_serialization", True) else "bin"
-            remove_stale(given["save_directory"], "diffusion_pytorch_model", given.get("variant"), suffix)
+        if arguments.get("is_main_process", True) and not arguments.get("use_flashpack"):
+            suffix = "safetensors" if arguments.get("safe_serialization", True) else "bin"
+            remove_stale(arguments["save_directory"], "diffusion_pytorch_model", arguments.get("variant"), suffix)
 
 
 def __getattr__(name: str) -> Any:
-    """Return the swapped class of a name, for the modules and pipelines that refer to it."""
+    """Return the swapped subclass of the diffusers model class ``name``, so that saved models and pipelines can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import diffusers
@@ -165,7 +166,7 @@ class DiffusersFolders(DiffusersHost):
 
 
 def _saved_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of weights in a folder that has no record of it; None if there is no projection to read it from."""
+    """Return the dtype of the saved query projections in a model folder; None if the folder has none."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):

@@ -24,7 +24,7 @@ from lightning_mhla.system.torch_private import in_backward, makes_fake_tensors
 log = logging.getLogger(__name__)
 
 SAVED = "swapped_attention"
-"""Key of the record of the swap in a saved model's ``config.json``."""
+"""Key in a saved model's ``config.json`` under which the options of the swap are recorded."""
 
 HUB_OPTIONS = (
     "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
@@ -58,7 +58,7 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Reject a swap that would lose behavior of the original attention, before anything is changed.
+        """Reject a swap that would lose behavior of the original attention. The model does not change.
 
         Args:
             model: model whose attention is to be replaced.
@@ -87,11 +87,11 @@ class HostLibrary(ABC):
         """
 
     def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
-        """Replace attention in place as a record of the swap describes.
+        """Replace the attention of a model in place as in an earlier, recorded swap.
 
         Args:
             model: model that is not swapped yet.
-            record: record as for :meth:`remember`, with the entries ``attention`` and ``layers``.
+            record: options of the earlier swap, in the form of :meth:`remember`.
 
         Returns:
             The new attention modules by layer number.
@@ -99,19 +99,19 @@ class HostLibrary(ABC):
         Raises:
             ValueError: if :meth:`check` rejects the swap.
         """
-        attention, found = AttentionConfig(**record["attention"]), self.layers(model)
-        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(found)}
+        attention, all_layers = AttentionConfig(**record["attention"]), self.layers(model)
+        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(all_layers)}
         configs = {index: attention.with_kind(kind).at_layer(index) for index, kind in kinds.items()}
-        chosen = {index: found[index] for index in configs}
-        self.check(model, chosen, configs)
-        return self.replace(model, chosen, configs)
+        replaced_layers = {index: all_layers[index] for index in configs}
+        self.check(model, replaced_layers, configs)
+        return self.replace(model, replaced_layers, configs)
 
     def swapped(self, model: Any) -> dict[int, Attention]:
         """Return the attention modules that :meth:`replace` inserted, by layer number."""
         return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
 
     def use_original(self, model: Any, layer: Any, original: bool) -> None:
-        """Switch a replaced layer to its original attention, or back to the new one; see :meth:`original`.
+        """Switch a replaced layer to its original attention, or back to the new one.
 
         Args:
             model: swapped model.
@@ -125,7 +125,7 @@ class HostLibrary(ABC):
 
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
-        """Context in which replaced layers compute their original attention, with the current weights of their projections.
+        """Return a context in which replaced layers compute their original attention, with their current projection weights.
 
         Args:
             model: swapped model.
@@ -145,10 +145,10 @@ class HostLibrary(ABC):
                 self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens in a call of a layer.
+        """Return the mask of non-padding tokens that a layer was called with.
 
         Args:
-            options: keyword arguments of the call.
+            options: keyword arguments of the call of the layer.
             x: output of the layer, ``[B, N, dim]``.
 
         Returns:
@@ -158,11 +158,11 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        """Return the record of the swap that :meth:`remember` stored; None if the model was not swapped."""
+        """Return the recorded options of a model's swap, as :meth:`remember` stored them; None if the model was not swapped."""
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Store a record of the swap in the configuration that the library saves.
+        """Record the options of the swap in the model's configuration, which the library saves with the model.
 
         Args:
             model: swapped model.
@@ -171,7 +171,11 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """Return whether this library wrote a ``config.json`` with the content ``config``."""
+        """Return whether this library wrote the ``config.json`` of a saved model.
+
+        Args:
+            config: content of the file.
+        """
 
     @abstractmethod
     def load(
@@ -191,7 +195,7 @@ class HostLibrary(ABC):
 
 
 _shapes: dict[int, Tensor] = {}
-"""Tensors without memory whose shapes are the current token grids, by the number of the grid.
+"""Tensors on the meta device whose shapes are the current token grids, by the number of the :class:`TokenGrid`.
 
 Transformer blocks that are compiled separately read the grid's size from these shapes. Python numbers, and tensors that are
 attributes of a module, would be constants of their graph, so every new size would compile another graph. Entries are never
@@ -202,7 +206,7 @@ _numbers = itertools.count()
 
 
 class TokenGrid:
-    """Token grid of a model's current input, for attention modules that get the tokens without their grid.
+    """Shape of the token grid of a model's current input, for attention modules that get only a flat sequence of tokens.
 
     A hook on the model calls :meth:`enter` with each input. A layer that activation checkpointing recomputes in the backward
     pass may belong to an earlier input; the grid is then the one with the layer's number of tokens among the inputs since
@@ -220,7 +224,7 @@ class TokenGrid:
         self._take_number()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy of the grid under a number of its own, so that it does not share the original's shape."""
+        """Restore a copied or unpickled grid under a new number, so that it does not share the shape of the original."""
         self.__dict__.update(state)
         self._take_number()
 
@@ -229,7 +233,7 @@ class TokenGrid:
         _shapes[self.number] = torch.empty(0, device="cpu")
 
     def enter(self, shape: tuple[int, ...]) -> None:
-        """Record the grid of an input that enters the model.
+        """Record the token grid of the model's next input.
 
         Args:
             shape: number of tokens along each axis.
@@ -245,7 +249,7 @@ class TokenGrid:
             self.recent.add(shape)
 
     def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
-        """Return the layout of a layer's input, with at most one block per token along each axis.
+        """Return the partition of a layer's input into blocks, with at most one block per token along each axis.
 
         Args:
             blocks: number of blocks along each axis.
@@ -257,7 +261,7 @@ class TokenGrid:
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
             raise ValueError(
-                f"{tokens} tokens for an input of {expected}: call the whole model, with all tokens of its input"
+                f"the layer got {tokens} tokens of an input of {expected}: call the complete model, with all tokens"
             )
         # min() of a symbolic size would be an expression that every later size contains; a comparison is only a guard
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
@@ -278,16 +282,17 @@ class TokenGrid:
 
     def _shape_of(self, tokens: int) -> tuple[int, ...]:
         present = tuple(_shapes[self.number].shape)
-        assert present != (0,), "call the whole model, not its layers: the size of the input is seen there"
+        assert present != (0,), "call the complete model, not its layers: the model records the size of the input"
         if torch.compiler.is_compiling() or not in_backward():
             return present
         self.recomputed = True
-        known = {*self.recent, present}  # attention transfer runs without gradients first, which adds nothing to recent
-        fitting = sorted(shape for shape in known if self.prefix_tokens + math.prod(shape) == tokens)
+        # attention transfer runs without gradients first, which adds nothing to recent
+        candidates = {*self.recent, present}
+        fitting = sorted(shape for shape in candidates if self.prefix_tokens + math.prod(shape) == tokens)
         if len(fitting) > 1:
             raise ValueError(
-                f"a layer that is computed again does not know whether its {tokens} tokens are of a grid of "
-                f"{' or '.join(str(list(shape)) for shape in fitting)}; call backward after each, or train without "
+                f"a recomputed layer cannot tell whether its {tokens} tokens belong to a grid of "
+                f"{' or '.join(str(list(shape)) for shape in fitting)}; call backward after each input, or train without "
                 "activation checkpointing"
             )
         return fitting[0] if fitting else present
@@ -296,7 +301,7 @@ class TokenGrid:
 def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
     """Reject more blocks than tokens along an axis if there are prefix tokens.
 
-    Prefix tokens have a block that has no place on the grid, and coefficients with such a block cannot be resized.
+    Prefix tokens form a block outside the grid, and coefficients with such a block cannot be resized.
 
     Args:
         prefix_tokens: number of class and register tokens before those of the grid.
@@ -330,7 +335,7 @@ def refuse_float16(index: int, kind: type) -> None:
 
 
 def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
-    """Fit ``attention`` to a layout, unless ``owner.fitted`` shows that this was done already.
+    """Fit an attention module to the block layout of its tokens, unless ``owner.fitted`` shows that this was done already.
 
     Args:
         owner: object whose attribute ``fitted`` holds the last layout and device.
@@ -350,7 +355,7 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
-    """Return the number of blocks along each axis that a configuration asks for; 1 for a kind without blocks.
+    """Return the number of blocks along each axis of the token grid in a configuration; 1 each for a kind without blocks.
 
     Args:
         axes: number of axes of the token grid.
@@ -372,7 +377,7 @@ def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
 def build_beside(
     weight: Tensor, config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
 ) -> Attention:
-    """Build attention without projections, to be used with those of an existing layer; its gate is open.
+    """Build attention without projections, for use with the projections of an existing layer. Its gate starts open.
 
     Args:
         weight: a weight of the existing layer; the new attention has its device and dtype.

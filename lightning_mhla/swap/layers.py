@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_mhla.attention import AttentionConfig
 
 KEEP, REPLACE = "keep", "replace"
-"""Values that stand for a kind: keep the layer unchanged, or replace it by the kind of the configuration."""
+"""Values of ``layer_kinds`` that are not attention kinds: keep a layer, or replace it by the kind of the configuration."""
 
 
 def kinds_of_layers(

@@ -24,23 +24,25 @@ def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied:
     Raises:
         ValueError: if names or shapes do not match the model, or if ``state`` holds adapters and the model has none.
     """
-    own = model.state_dict()
-    adapted = {name.replace(".base_layer.", "."): name for name in own}
-    if any(".lora_" in name for name in state) and not any(".lora_" in name for name in own):
+    model_state = model.state_dict()
+    adapted = {name.replace(".base_layer.", "."): name for name in model_state}
+    if any(".lora_" in name for name in state) and not any(".lora_" in name for name in model_state):
         raise ValueError(
-            f"{path} holds LoRA adapters beside the weights; put them together first, and start from the folder: "
+            f"{path} contains LoRA adapters; merge them first, and start from the exported folder: "
             f"lightning export {path} FOLDER"
         )
     state = {adapted.get(name, name): tensor for name, tensor in state.items()}
-    added = [name for name in own if ".swapped." in name or ".lora_" in name]
-    wrong = [f"{name} is not known" for name in state if name not in own]
-    wrong += [f"{name} is missing" for name in own if name not in state and name not in {*added, *tied}]
+    added = [name for name in model_state if ".swapped." in name or ".lora_" in name]
+    wrong = [f"{name} is not known" for name in state if name not in model_state]
+    wrong += [f"{name} is missing" for name in model_state if name not in state and name not in {*added, *tied}]
     wrong += [
-        f"{name} is {list(tensor.shape)}, not {list(own[name].shape)}"
+        f"{name} is {list(tensor.shape)}, not {list(model_state[name].shape)}"
         for name, tensor in state.items()
-        if name in own and tensor.shape != own[name].shape
+        if name in model_state and tensor.shape != model_state[name].shape
     ]
     if wrong:
-        raise ValueError(f"{path} is of another model or other attention: {'; '.join(wrong[:3])} ({len(wrong)} in all)")
+        raise ValueError(
+            f"{path} does not match the model or its attention: {'; '.join(wrong[:3])} ({len(wrong)} in all)"
+        )
     model.load_state_dict(state, strict=False)
-    log.info("started from %s: %d tensors taken, %d new", path, len(state), len(own) - len(state))
+    log.info("started from %s: %d tensors loaded, %d new", path, len(state), len(model_state) - len(state))

@@ -23,7 +23,7 @@ NOTICE = (
 """Text saved in ``config.json`` in place of a value, so that the libraries reject the file and their error quotes it."""
 
 REMOTE = "modeling_swapped"
-"""Name of the Python module, saved beside a model, that its ``auto_map`` refers to."""
+"""Name of the Python module, saved in a model's folder, that ``auto_map`` in its ``config.json`` refers to."""
 
 MODULE = '''"""The classes of this model come with the package lightning-mhla."""
 
@@ -33,13 +33,13 @@ __all__ = [{quoted}]
 '''
 
 ORIGINAL = "original"
-"""Key of the saved record that holds the values replaced by :data:`NOTICE` and other guards."""
+"""Key in the saved record of a swap for the configuration values that :data:`NOTICE` and other guards replace."""
 
 _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return the class derived from ``mixin`` and ``host``, the same class at every call.
+    """Return a class derived from ``mixin`` and ``host``. Every call with the same arguments returns the same class.
 
     Args:
         mixin: class that implements the swap; its ``derive_from`` returns the derived class of a host.
@@ -48,40 +48,40 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
         attributes: class attributes of the derived class.
     """
     if (mixin, host) not in _derived:
-        own = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
-        _derived[mixin, host] = type(name, (mixin, host), {**own, **attributes})
+        base_attributes = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
+        _derived[mixin, host] = type(name, (mixin, host), {**base_attributes, **attributes})
     return _derived[mixin, host]
 
 
 class SwappedClass:
-    """Base of the mixins that :func:`derive` combines with a class of a library.
+    """Base class of the mixins that :func:`derive` combines with a model or configuration class of a host library.
 
     Attributes:
-        host: class of the library.
-        mixin: mixin that implements the swap.
+        host: class of the library, such as ``LlamaForCausalLM``.
+        mixin: mixin that implements the swap for this library.
     """
 
     host: type
     mixin: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Describe an instance by mixin and host, since copies and pickles do not find a derived class by its name."""
+        """Pickle or copy an instance by its mixin and host, since a derived class cannot be imported by its name."""
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
 
 
 def blank(mixin: Any, host: type) -> Any:
-    """Create an uninitialized instance of the class that ``mixin`` derives from ``host``, for copies and pickles."""
+    """Create an uninitialized instance of the class derived from ``mixin`` and ``host``, for copying and unpickling."""
     kind = mixin.derive_from(host)
     return kind.__new__(kind)
 
 
 def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
-    """Write the Python module that ``auto_map`` refers to.
+    """Write the Python module that ``auto_map`` in a saved model's ``config.json`` refers to.
 
     Args:
         folder: folder of the saved model.
-        source: name of the module to import the classes from.
+        source: name of the module that the written module imports the classes from.
         names: names of the classes.
     """
     path = Path(folder)
@@ -92,25 +92,28 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with values replaced so that other classes reject it; :func:`restored` is the inverse.
+    """Replace values of a configuration so that the library's own classes reject it. :func:`restored` is the inverse.
 
     Args:
         config: configuration to save.
-        replaced: replacement values by name.
+        replaced: replacement values by the name of the entry.
+
+    Returns:
+        A copy of the configuration with the replacements, which keeps the original values in its record of the swap.
     """
     original = {name: config[name] for name in replaced if name in config}
     return {**config, **replaced, SAVED: {**config[SAVED], ORIGINAL: {"names": sorted(replaced), "values": original}}}
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as it was before :func:`guarded`; one that was not guarded is returned unchanged."""
+    """Return a saved configuration without the replacements of :func:`guarded`, or unchanged if it has none."""
     record = config.get(SAVED)
     if not isinstance(record, Mapping) or ORIGINAL not in record:
         return dict(config)
     original = record[ORIGINAL]
-    kept = {name: value for name, value in config.items() if name not in original["names"]}
+    unchanged = {name: value for name, value in config.items() if name not in original["names"]}
     record = {name: value for name, value in record.items() if name != ORIGINAL}
-    return {**kept, **original["values"], SAVED: record}
+    return {**unchanged, **original["values"], SAVED: record}
 
 
 def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str) -> None:
@@ -141,17 +144,17 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
 
 
 def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights: bool = False) -> None:
-    """Reject a loaded model whose weights are incomplete.
+    """Check that all weights of a loaded model came from its file.
 
     Args:
         name: name of the model's class, for the error message.
         source: folder or name that the model was loaded from, for the error message.
         info: loading information of the library, with the entries ``missing_keys`` and ``unexpected_keys``.
-        all_weights: whether to check every weight; otherwise only those of the swapped attention, and the library
+        all_weights: whether to check every weight. If false, only weights of the swapped attention are checked; the library
             initializes or ignores others with a warning.
 
     Raises:
-        ValueError: if a weight is missing, or with ``all_weights`` unknown.
+        ValueError: if a weight is missing or, with ``all_weights``, not part of the model.
     """
     missing = sorted(info.get("missing_keys", ()))
     wrong = [f"{key} is missing" for key in missing if all_weights or ".swapped." in key or ".processor." in key]
@@ -159,6 +162,6 @@ def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights:
         wrong += [f"{key} is unknown" for key in sorted(info.get("unexpected_keys", ()))]
     if wrong:
         raise ValueError(
-            f"{source}: the weights are not those of the config.json beside them, for a {name}: "
+            f"{source}: the weights do not match the config.json next to them, of a {name}: "
             f"{', '.join(wrong[:3])} ({len(wrong)} in all)"
         )

@@ -33,7 +33,7 @@ from lightning_mhla.swap.transformers_classes import TransformersFolders
 from lightning_mhla.system.untrusted import read_json, reason
 
 HOSTS: tuple[HostLibrary, ...] = (DiffusersFolders(), TimmFolders(), TransformersFolders())
-"""Libraries whose models can be swapped."""
+"""Supported libraries: attention can be swapped in the models of each."""
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 """Pattern of the names of models on the hub, ``NAME`` or ``OWNER/NAME``."""
@@ -48,10 +48,10 @@ def host_of(model: nn.Module) -> HostLibrary:
     for host in HOSTS:
         if host.claims(model):
             return host
-    *others, last = (host.package for host in HOSTS)
+    *first_packages, last_package = (host.package for host in HOSTS)
     raise ValueError(
-        f"{type(model).__name__} is no model of {', '.join(others)} or {last}; for your own model use lightning_mhla.MHLA in "
-        "place of its attention"
+        f"{type(model).__name__} is not a model of {', '.join(first_packages)} or {last_package}; for your own model "
+        "use lightning_mhla.MHLA in place of its attention"
     )
 
 
@@ -78,10 +78,10 @@ def swap_attention(
             attention is swapped already.
     """
     host = host_of(model)
-    found = host.layers(model)
+    all_layers = host.layers(model)
     if host.record(model) is not None:
-        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
-    kinds = kinds_of_layers(attention, len(found), layers, layer_kinds)
+        raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
+    kinds = kinds_of_layers(attention, len(all_layers), layers, layer_kinds)
     record = {
         "attention": asdict(attention),
         "layers": {str(index): kind for index, kind in enumerate(kinds) if kind != KEEP},
@@ -114,7 +114,7 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     mixed = [processor for processor in processors if isinstance(processor.attention, MHLA)]
     if not mixed or any(len(processor.blocks) != len(new) for processor in mixed):
         raise ValueError(
-            f"no blocks of a swapped attention can become {list(new)}: as many axes, and layers of kind mhla"
+            f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla with as many axes"
         )
     for processor in mixed:
         assert isinstance(processor.attention, MHLA)
@@ -156,7 +156,7 @@ def load_swapped(
         ValueError: if the model's attention was never swapped, weights do not fit, or an option is unknown.
     """
     if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
-        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one option; give one of them")
+        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of the same option; pass only one")
     config = _read_config(folder, options)
     host = next((host for host in HOSTS if host.wrote(config)), None)
     if SAVED not in config or host is None:
@@ -164,12 +164,13 @@ def load_swapped(
         raise ValueError(f"the attention of {folder} was never swapped; load it with {name}.from_pretrained")
     if unknown := sorted(set(options) - set(host.options)):
         raise ValueError(
-            f"load_swapped: {host.package} takes no option {unknown[0]!r} here; it takes dtype, {', '.join(host.options)}"
+            f"load_swapped has no option {unknown[0]!r} for models of {host.package}; its options are dtype, "
+            f"{', '.join(host.options)}"
         )
     try:
         return host.load(str(folder), restored(config), _dtype(torch_dtype if dtype is None else dtype), options).eval()
     except RuntimeError as error:
-        raise ValueError(f"{folder}: the weights are not those of the config.json beside them: {error}") from error
+        raise ValueError(f"{folder}: the weights do not match the config.json next to them: {error}") from error
 
 
 def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,19 +184,21 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
         from huggingface_hub import hf_hub_download
 
         names = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-        chosen = {name: options[name] for name in names if name in options}
+        hub_options = {name: options[name] for name in names if name in options}
         try:
-            return read_json(Path(hf_hub_download(str(folder), "config.json", subfolder=subfolder or None, **chosen)))
+            return read_json(
+                Path(hf_hub_download(str(folder), "config.json", subfolder=subfolder or None, **hub_options))
+            )
         except OSError as error:
             raise FileNotFoundError(f"{folder} is neither a folder nor a model on the hub ({reason(error)})") from error
     path = local / subfolder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no config.json; give a folder that save_pretrained wrote")
+        raise FileNotFoundError(f"{path.parent} has no config.json; pass a folder that save_pretrained wrote")
     return read_json(path)
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert the value of an option ``dtype`` to a floating-point dtype; None for None and ``"auto"``.
+    """Convert a dtype or its name to a floating-point dtype; None for None and ``"auto"``.
 
     Raises:
         ValueError: if the value is not a floating-point dtype or the name of one.
@@ -220,6 +223,6 @@ def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
     """
     host = host_of(model)
     if host.record(model) is not None:
-        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
+        raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
     host.put_in(model, saved)
     host.remember(model, saved)

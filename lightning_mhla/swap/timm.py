@@ -32,14 +32,14 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 
 
 class TimmPatchGrid(TokenGrid):
-    """Token grid of a model's current image, recorded by a forward pre-hook of its patch embedding."""
+    """Token grid of a model's current image. It is called as a forward pre-hook of the model's patch embedding."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
         """Record the grid of an image ``[B, C, H, W]``.
 
         Args:
             embedding: patch embedding of timm.
-            args: positional arguments of its call, the image first.
+            args: positional arguments of the call of the embedding, the image first.
         """
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
@@ -52,23 +52,27 @@ class TimmHost(HostLibrary):
     @override
     def layers(self, model: Any) -> list[Any]:
         transformer = vision_transformer(model)
-        found = [module for module in transformer.modules() if _is_known(module)]
-        known = [any(map(_is_known, block.modules())) for block in transformer.blocks]
-        if found and not all(known):
-            raise ValueError(f"the attention of block {known.index(False)} is not known here, unlike that of others")
-        if not found:
+        supported = [module for module in transformer.modules() if _is_known(module)]
+        blocks_supported = [any(map(_is_known, block.modules())) for block in transformer.blocks]
+        if supported and not all(blocks_supported):
             raise ValueError(
-                f"{type(model).__name__} has no attention that is known here (its blocks, relative positions, or product are "
-                "others); for your own model use lightning_mhla.MHLA in place of its attention"
+                f"the attention of block {blocks_supported.index(False)} is not supported, unlike that of other blocks"
             )
-        return found
+        if not supported:
+            raise ValueError(
+                f"{type(model).__name__} has no supported attention (its blocks, relative positions or products differ); for "
+                "your own model use lightning_mhla.MHLA in place of its attention"
+            )
+        return supported
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
         transformer = vision_transformer(model)
         drop = getattr(transformer, "patch_drop", None)
         if drop is not None and not isinstance(drop, nn.Identity):
-            raise ValueError("the model drops patches (patch_drop_rate), and blocks need all of them; build it without")
+            raise ValueError(
+                "the model drops patches (patch_drop_rate), but blocks need all of them; build it with patch_drop_rate=0"
+            )
         for index, layer in layers.items():
             if layer.attn_drop.p:
                 raise ValueError(
@@ -109,23 +113,32 @@ def vision_transformer(model: Any) -> Any:
     import timm.models
 
     kinds = tuple(getattr(timm.models, name) for name in MODELS)
-    found = [module for module in model.modules() if isinstance(module, kinds)]
-    if not found:
+    transformers = [module for module in model.modules() if isinstance(module, kinds)]
+    if not transformers:
         raise ValueError(
-            f"{type(model).__name__} is no vision transformer with global attention; attention can be swapped in timm's "
-            f"{' and '.join(MODELS)} and those derived from them; for your own model use lightning_mhla.MHLA"
+            f"{type(model).__name__} is not a vision transformer with global attention; attention can be swapped in timm's "
+            f"{' and '.join(MODELS)} and classes derived from them; for your own model use lightning_mhla.MHLA"
         )
-    return found[0]
+    return transformers[0]
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is supported attention, replaced or not. Derived classes are not, since they may differ."""
+    """Return whether a module is a supported attention module of timm, replaced or not.
+
+    Classes derived from supported ones do not count, since they may compute something different.
+    """
     kind = type(module)
     return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the attention that replaces that of ``layer``."""
+    """Build the new attention that replaces that of a timm layer.
+
+    Args:
+        layer: attention module of timm.
+        config: configuration of the new attention.
+        prefix_tokens: number of class and register tokens.
+    """
     blocks = blocks_along(2, config)
     keys = getattr(layer, "num_kv_heads", layer.num_heads)
     return build_beside(

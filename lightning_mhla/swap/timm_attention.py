@@ -30,7 +30,7 @@ class _Swapped:
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute attention as timm calls it.
+        """Compute swapped attention, or the original one, with the signature of timm's attention modules.
 
         Args:
             x: tokens, ``[B, N, C]``.
@@ -48,7 +48,9 @@ class _Swapped:
             return out
         rope = options.pop("rope", None)
         if args or options.get("attn_mask") is not None or options.get("is_causal"):
-            raise ValueError("swapped attention sees all tokens of one image: no attn_mask, is_causal or packed images")
+            raise ValueError(
+                "swapped attention sees all tokens of one image; attn_mask, is_causal and packed images are not supported"
+            )
         layout = fit(self, self.swapped, self.grid.layout(self.blocks, x.shape[1]), x.device)
         host = Projections(
             lambda tokens: _split(self, tokens, rope),
@@ -104,7 +106,13 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
 
 
 def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
-    """Rotate patches by their positions; prefix tokens have no position and stay as they are."""
+    """Apply the rotary embedding to the patches in queries or keys; prefix tokens have no position and do not change.
+
+    Args:
+        module: attention module of timm.
+        heads: queries or keys, ``[B, N, H, D]``.
+        rope: rotary embedding of the patches, as timm passes it.
+    """
     prefix = module.num_prefix_tokens
     patches = heads[:, prefix:].transpose(1, 2)
     turned = apply_rot_embed_cat(patches, rope, half=module.rotate_half).transpose(1, 2)
@@ -112,7 +120,13 @@ def _turn(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
 
 
 def _merge(module: Any, heads: Tensor, x: Tensor) -> Tensor:
-    """Project heads ``[B, N, H * D]`` to tokens ``[B, N, C]``, after timm's norm and gate of the output."""
+    """Project the attention output to tokens ``[B, N, C]``, after timm's output norm and gate.
+
+    Args:
+        module: attention module of timm.
+        heads: attention output of all heads, ``[B, N, H * D]``.
+        x: input of the module, ``[B, N, C]``, from which the gate is computed.
+    """
     out = module.norm(heads)
     if module.gate is not None:
         out = out * module.gate(x).sigmoid()

@@ -20,7 +20,7 @@ from lightning_mhla.swap.timm import TimmHost, vision_transformer
 
 ARCHITECTURE = "mhla_swapped"
 HOST_MODEL = "model"
-"""Argument of :data:`ARCHITECTURE` that holds timm's name of the original model."""
+"""Name of the model argument of :data:`ARCHITECTURE` that holds timm's name of the original model."""
 
 
 class TimmFolders(TimmHost):
@@ -91,7 +91,8 @@ def save_swapped(
         )
     if vision_transformer(model) is not model:
         raise ValueError(
-            f"timm cannot save a {type(model).__name__}; save the model without it (forward_intermediates gives features too)"
+            f"timm cannot save a {type(model).__name__}; save a model that is built without features_only "
+            "(its forward_intermediates returns features, too)"
         )
     options = {**(model_args or {}), HOST_MODEL: model.pretrained_cfg["architecture"], SAVED: record}
     config = {"architecture": ARCHITECTURE, SAVED: record, **({"label_names": label_names} if label_names else {})}
@@ -115,16 +116,21 @@ def _marked(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Remove the axes that :func:`_marked` added; ``model`` tells the original shapes."""
-    own = model.state_dict()
+    """Remove the leading axes that :func:`_marked` added to saved weights.
+
+    Args:
+        state: saved weights by name.
+        model: model that the weights belong to; its parameters have the original shapes.
+    """
+    model_state = model.state_dict()
     return {
-        name: tensor[0] if name in own and tensor.shape == (1, *own[name].shape) else tensor
+        name: tensor[0] if name in model_state and tensor.shape == (1, *model_state[name].shape) else tensor
         for name, tensor in state.items()
     }
 
 
 def register() -> None:
-    """Register :data:`ARCHITECTURE` with timm, once."""
+    """Register the architecture :data:`ARCHITECTURE` with timm, unless it is registered already."""
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):

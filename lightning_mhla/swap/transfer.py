@@ -36,12 +36,12 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Cost of replacing each layer, by a measure for which lower is better.
+    """Quality of a swapped model when only one layer at a time has the new attention.
 
     Attributes:
-        original: value of the measure with the original attention in all layers.
-        replaced: value with the new attention in all replaced layers.
-        alone: value with the new attention in a single layer, by the layer's number.
+        original: value of the measure (lower is better) with the original attention in all layers.
+        replaced: value of the measure with the new attention in all replaced layers.
+        alone: value of the measure with the new attention in a single layer, by the number of that layer.
     """
 
     original: float
@@ -49,41 +49,43 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` layers that cost most to replace, in the order of the model."""
+        """Return the numbers of the ``count`` layers whose replacement raises the measure most, in ascending order."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Measure a swapped model with the new attention in a single layer, for each replaced layer.
+    """Measure a swapped model with the new attention in one layer at a time.
 
     Args:
         model: model after :func:`lightning_mhla.swap_attention`, best with its layers trained by :func:`transfer_loss`.
-        measure: function that evaluates the model, such as its loss on held-out data.
+        measure: function that evaluates the model, such as its loss on held-out data; lower is better.
 
     Raises:
         NotImplementedError: if the model's library does not keep the original attention (diffusers).
     """
     every = set(swapped_layers(model))
-    found = {}
+    alone = {}
     with original_attention(model):
         original = measure()
     for index in sorted(every):
         with original_attention(model, every - {index}):
-            found[index] = measure()
-    return LayerCosts(original, measure(), found)
+            alone[index] = measure()
+    return LayerCosts(original, measure(), alone)
 
 
 @contextmanager
 def only_new_trained(model: nn.Module) -> Iterator[None]:
-    """Context in which only the parameters that the swap added require gradients."""
+    """Return a context in which only the parameters that the swap added require gradients."""
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new]
-    for parameter in others:
+    original_parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
+    ]
+    for parameter in original_parameters:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in others:
+        for parameter in original_parameters:
             parameter.requires_grad_(True)
 
 
@@ -130,8 +132,8 @@ def matching_loss(
 
     Args:
         model: model with the replaced layers.
-        replaced: replaced layers by original layer; both may be the same module if it computes the original attention
-            during ``run``.
+        replaced: mapping from each original layer to its replacement; both may be the same module if it computes the
+            original attention during ``run``.
         run: function that calls the complete model of the original layers once, without a cache.
         recomputes: whether replaced layers are recomputed in the backward pass, to save memory.
         trained: factory of the context in which replaced layers are called, which selects the parameters that get gradients.
@@ -173,7 +175,7 @@ def matching_loss(
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     """Compute the mean squared difference between two outputs over the variance of the original one.
 
-    No shape depends on the mask, so that the memory of a step can be counted on fake tensors.
+    No shape depends on the values of the mask, so the memory of a step can be counted with fake tensors.
 
     Args:
         new: output of the replaced layer, ``[B, N, dim]`` float32.
@@ -192,5 +194,5 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
 
 def _first(output: Any) -> Tensor:
     """Return the output of an attention module, without the attention weights that may follow it in a tuple."""
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first

@@ -37,20 +37,20 @@ from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
 )  # fmt: skip
-"""Families of supported language models.
+"""Supported model families of language models, the first part of the names of their classes.
 
 Their causal self-attention calls transformers' attention interface with queries and keys already rotated by their positions.
 """
 
 TEXT_ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "ModernBert", "Siglip")
-"""Families of supported text encoders: the same attention interface, without a causal mask."""
+"""Supported model families of text encoders: the same attention interface, without a causal mask."""
 
 IMAGE_ENCODERS = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 1, "DINOv3ViT": 1, "Siglip": 0, "CLIP": 1}
-"""Families of supported image encoders, each with its number of tokens before registers and patches."""
+"""Supported model families of image encoders, each with its number of tokens before registers and patches."""
 
 FAMILIES = tuple(dict.fromkeys((*DECODERS, *TEXT_ENCODERS, *IMAGE_ENCODERS)))
 NAMES = {f"{family}{name}": family for family in FAMILIES for name in ("Attention", "SelfAttention")}
-"""Family by the class name of its attention module."""
+"""Model family by the class name of its attention module."""
 WRAPPERS = tuple(f"{family}Attention" for family in ("Bert", "Roberta", "XLMRoberta", "Electra"))
 """Class names of modules that only wrap the attention module of their family."""
 
@@ -61,15 +61,15 @@ RELATIVE = (
 
 
 class TransformersPatchGrid(TokenGrid):
-    """Token grid of a model's current image, recorded by a forward hook of the convolution that makes its patches."""
+    """Token grid of a model's current image. It is called as a forward hook of the model's patch convolution."""
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        """Record the grid of patches.
+        """Record the token grid of the current image, with the signature of a forward hook.
 
         Args:
             convolution: patch convolution.
-            args: positional arguments of its call.
-            output: patches, ``[B, C, H, W]``.
+            args: positional arguments of the call of the convolution.
+            output: output of the convolution, one vector for each patch, ``[B, C, H, W]``.
         """
         self.enter(tuple(output.shape[-2:]))
 
@@ -83,18 +83,18 @@ class TransformersHost(HostLibrary):
     def layers(self, model: Any) -> list[Any]:
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model, whose cross-attention has no blocks")
-        found = [module for module in model.modules() if _is_known(module)]
-        if model.config.get_text_config() is not model.config and not _of_images_alone(model, found):
+        supported = [module for module in model.modules() if _is_known(module)]
+        if model.config.get_text_config() is not model.config and not _of_images_alone(model, supported):
             raise ValueError(
-                f"{type(model).__name__} is a model of text and more, which is not supported; swap a model of text alone or of "
-                "images alone"
+                f"{type(model).__name__} combines text with other inputs, which is not supported; swap a model of only text "
+                "or only images"
             )
-        if not found:
+        if not supported:
             raise ValueError(
                 f"{type(model).__name__} {_reason(model.config)}; attention can be swapped in {', '.join(FAMILIES)}; for "
                 "your own model use lightning_mhla.MHLA in place of its attention"
             )
-        return found
+        return supported
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
@@ -103,7 +103,7 @@ class TransformersHost(HostLibrary):
             way = f"replace others: layers={full}" if full else "a model with full attention is needed"
             raise ValueError(
                 f"layer {windows[0]} attends within a window of {_window(layers[windows[0]])} tokens, which the new "
-                f"attention would not keep to; {way}"
+                f"attention would ignore; {way}"
             )
         for index, layer in layers.items():
             _check_layer(index, layer, model)
@@ -115,7 +115,7 @@ class TransformersHost(HostLibrary):
                 check_prefix(_prefix_tokens(layers[index]), blocks_along(2, config), tokens)
             elif Attention.kinds[config.kind].uses_blocks and config.block_size is None:
                 raise ValueError(
-                    f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block"
+                    f"layer {index}: attention kind {config.kind!r} needs block_size, the number of tokens in a block"
                     + (f", not block_grid={config.block_grid}" if config.block_grid else "")
                 )
             if _floating(layers[index]).dtype == torch.float16:
@@ -140,8 +140,8 @@ class TransformersHost(HostLibrary):
             model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
             if grid is None:
                 inner = _inner_model(model)
-                place = list(inspect.signature(inner.forward).parameters).index("attention_mask")
-                inner.register_forward_pre_hook(partial(_hand_on_mask, place), with_kwargs=True)
+                position = list(inspect.signature(inner.forward).parameters).index("attention_mask")
+                inner.register_forward_pre_hook(partial(_hand_on_mask, position), with_kwargs=True)
         return built
 
     @override
@@ -158,21 +158,23 @@ class TransformersHost(HostLibrary):
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is supported attention.
+    """Return whether a module is a supported attention module of transformers.
 
     Raises:
         ValueError: if its class is derived from a supported one, since it may compute something different.
     """
     kind = type(module)
-    known = next((base for base in kind.__mro__ if _named(base)), kind)
-    if known is not kind:
-        raise ValueError(f"{kind.__name__} is derived from {known.__name__}, and what it changes is not known here")
+    supported_class = next((base for base in kind.__mro__ if _named(base)), kind)
+    if supported_class is not kind:
+        raise ValueError(
+            f"{kind.__name__} is derived from {supported_class.__name__} and may change its attention, so it is not supported"
+        )
     return _named(kind)
 
 
 def _named(kind: type) -> bool:
-    known = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
-    return known and kind.__module__.startswith("transformers.models.")
+    supported_name = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
+    return supported_name and kind.__module__.startswith("transformers.models.")
 
 
 def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
@@ -183,15 +185,15 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
     """
     from lightning_mhla.swap.transformers_attention import NAME
 
-    asked = options.get("output_attentions")
-    if not (asked or (asked is None and getattr(model.config, "output_attentions", False))):
+    requested = options.get("output_attentions")
+    if not (requested or (requested is None and getattr(model.config, "output_attentions", False))):
         return
     if any(hasattr(module, "swapped") and module.config._attn_implementation == NAME for module in model.modules()):
         raise ValueError("output_attentions: replaced layers have no attention weights to return")
 
 
 def _inner_model(model: Any) -> Any:
-    """Return the innermost transformers model that contains all replaced layers; it makes the masks for them."""
+    """Return the innermost transformers model that contains all replaced layers and computes their attention masks."""
     from transformers import PreTrainedModel
 
     inner, layers = model, {id(module) for module in model.modules() if hasattr(module, "swapped")}
@@ -201,11 +203,13 @@ def _inner_model(model: Any) -> Any:
     return inner
 
 
-def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that also passes attention the mask that the model was called with, under :data:`GIVEN`.
+def _hand_on_mask(
+    position: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Pass the model's own ``attention_mask`` to its attention modules too, under :data:`GIVEN`. A forward pre-hook.
 
     Args:
-        place: position of ``attention_mask`` among the arguments of the model's forward pass.
+        position: index of ``attention_mask`` among the arguments of the model's forward pass.
         model: model that is called.
         args: positional arguments of the call.
         options: keyword arguments of the call.
@@ -215,7 +219,7 @@ def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[s
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
-    mask = args[place] if len(args) > place else options.get("attention_mask")
+    mask = args[position] if len(args) > position else options.get("attention_mask")
     return args, {**options, GIVEN: (mask,)}
 
 
@@ -224,7 +228,12 @@ def _family(layer: Any) -> str:
 
 
 def _of_images_alone(model: Any, layers: list[Any]) -> bool:
-    """Return whether all supported attention layers of a model belong to one image encoder."""
+    """Return whether all supported attention layers of a model belong to one image encoder.
+
+    Args:
+        model: model of transformers.
+        layers: supported attention modules of the model.
+    """
     return (
         _patches(model) is not None
         and len({layer.config.model_type for layer in layers}) == 1
@@ -237,9 +246,9 @@ def _prefix_tokens(layer: Any) -> int:
 
 
 def _patches(model: Any) -> nn.Conv2d | None:
-    """Return the convolution that makes patches of an image; None in a text model."""
-    named = model.named_modules()
-    return next((module for name, module in named if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
+    """Return the patch convolution of an image encoder; None in a text model."""
+    modules = model.named_modules()
+    return next((module for name, module in modules if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 
 
 def _check_layer(index: int, layer: Any, model: Any) -> None:
@@ -267,7 +276,9 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
             f"layer {index} is causal (is_decoder, is_causal); of this family, only encoders can be swapped"
         )
     if _family(layer) not in TEXT_ENCODERS and _family(layer) not in DECODERS and _patches(model) is None:
-        raise ValueError(f"{type(model).__name__} has no patches of images, and of this family only those are known")
+        raise ValueError(
+            f"{type(model).__name__} has no image patches; of this family, only image encoders are supported"
+        )
     if any(p.is_meta for p in layer.parameters()) and any(hasattr(m, "_hf_hook") for m in layer.modules()):
         raise ValueError(f"the weights of layer {index} are offloaded; swap before the model is dispatched")
 
@@ -283,7 +294,7 @@ def _reason(config: Any) -> str:
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):
         return "adds biases by relative position to its scores, which linear attention does not have"
-    return "has no attention that is known here"
+    return "has no supported attention"
 
 
 def _floating(layer: Any) -> Tensor:
@@ -293,28 +304,34 @@ def _floating(layer: Any) -> Tensor:
         if weight.is_floating_point():
             return weight
     dtype = layer.config.dtype or torch.float32
-    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # saving a model turns it into a name
-    return torch.empty(0, dtype=named, device=weights[0].device)
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # saving a model turns it into a name
+    return torch.empty(0, dtype=torch_dtype, device=weights[0].device)
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the attention that replaces that of ``layer``; ``grid`` is None for text."""
-    own = layer.config
+    """Build the new attention that replaces that of a layer of transformers.
+
+    Args:
+        layer: attention module of transformers.
+        config: configuration of the new attention.
+        grid: token grid of the current image; None for text.
+    """
+    layer_config = layer.config
     if grid is not None:
         blocks = blocks_along(2, config)
         layout = BlockLayout(blocks, blocks, prefix_tokens=grid.prefix_tokens)  # replaced by that of each image
     else:
-        tokens = own.max_position_embeddings
+        tokens = layer_config.max_position_embeddings
         size = config.block_size if Attention.kinds[config.kind].uses_blocks else None
         layout = BlockLayout((tokens,), block_size=size or tokens)
     width = layer.head_dim if hasattr(layer, "head_dim") else layer.attention_head_size
     return build_beside(
         _floating(layer),
         replace(config, rotary=False),
-        own.hidden_size,
-        own.num_attention_heads,
+        layer_config.hidden_size,
+        layer_config.num_attention_heads,
         layout,
-        key_value_heads=getattr(own, "num_key_value_heads", None),
+        key_value_heads=getattr(layer_config, "num_key_value_heads", None),
         key_width=width,
         value_width=width,
         causal=_family(layer) in DECODERS,

@@ -35,7 +35,7 @@ NAME = "lightning_mhla"
 
 
 class AttentionCall(NamedTuple):
-    """Input and cache of the current call of an attention module.
+    """Input and cache of an attention module's current call.
 
     Attributes:
         x: input, ``[B, N, dim]``.
@@ -100,7 +100,7 @@ class StateLayer(CacheLayerMixin):
     Attributes:
         state: state after the tokens so far, see :meth:`Attention.continue_from`; None at the start.
         columns: number of tokens so far, including padding.
-        kept: whether the state is up to date; training does not compute it.
+        kept: whether the state includes all tokens so far; training does not compute a state.
         kind: attention kind that computed the state.
         unread: tokens that a compiled graph added to an empty cache. The next call computes the state from them, because a
             graph cannot count the non-padding tokens of its rows, and most such caches are never continued.
@@ -122,7 +122,7 @@ class StateLayer(CacheLayerMixin):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count the tokens and return their keys and values; the attention function adds them to the state."""
+        """Count new tokens and return their keys and values unchanged; the attention function adds them to the state."""
         self.columns += key_states.shape[-2]
         return key_states, value_states
 
@@ -174,7 +174,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def state_layer(cache: Cache, index: int) -> StateLayer:
-    """Return the layer of a cache that holds the state, after replacing an empty layer of keys and values by one.
+    """Return the cache layer that holds an attention module's state, and create it in place of an empty key-value layer.
 
     Args:
         cache: cache of transformers, changed in place.
@@ -197,8 +197,8 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
         )
     if layer.get_seq_length():
         raise ValueError(
-            "the cache holds keys and values of other attention (another model's, or those of prefix tuning); begin with an "
-            "empty one"
+            "the cache holds keys and values of different attention (of another model, or of prefix tuning); start with an "
+            "empty cache"
         )
     cache.layers[index] = state = StateLayer()
     return state
@@ -207,7 +207,7 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
 def swapped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute swapped attention, as an attention function of transformers.
+    """Compute swapped attention, with the signature of transformers' attention functions.
 
     Args:
         module: attention module of transformers.
@@ -237,17 +237,17 @@ def swapped_attention(
     if not attention.causal:
         return _of_a_whole_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN))), None
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
-    positions, given = options.get("position_ids"), options.get(GIVEN)
+    positions, original_mask = options.get("position_ids"), options.get(GIVEN)
     by_positions = "flash" in module.host_config._attn_implementation
     bounds = documents(attention_mask, x, options.get("position_ids") if by_positions else None)
     if cache is not None and cache.unread is not None:
         cache.state, cache.unread = _state_of(attention, cache.unread), None
-    real = real_of_decoder(attention_mask, x, cache, given, positions) if bounds is None else None
+    real = real_of_decoder(attention_mask, x, cache, original_mask, positions) if bounds is None else None
     # nothing continues after training or packed documents, so that no state is computed for them
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
             if cache.columns > x.shape[1]:
-                raise ValueError("training and packed documents cannot continue a cache; begin without one")
+                raise ValueError("training and packed documents cannot continue a cache; start without one")
             cache.kept = False
         rows = real_first(real, x, heads)
         return rows.restored(attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections)), None
@@ -295,7 +295,7 @@ def _continued(
 
 
 def _state_of(attention: Attention, unread: Unread) -> Any:
-    """Compute the state after tokens that a compiled graph read; their outputs were returned already."""
+    """Compute the state after tokens that a compiled graph left unread. Their outputs were already returned."""
     x, q, k, v, real = unread
     if real is not None and torch.compiler.is_compiling():
         return _state_outside(attention, unread)
@@ -354,15 +354,27 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), visible, counts, inverse)
 
 
-def _encoder_mask(attention_mask: Any, given: tuple[Any] | None) -> Any:
-    """Return the mask that an encoder was called with if it is known, else the one that transformers made of it."""
-    if given is None or (given[0] is not None and given[0].dim() != 2):
+def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
+    """Return the attention mask of an encoder in its original form if it is known, else in the form passed to attention.
+
+    Args:
+        attention_mask: mask that transformers passes to the attention module.
+        original_mask: tuple of the mask that the model was called with; None if it is not known.
+    """
+    if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask
-    return given[0]
+    return original_mask[0]
 
 
 def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Compute attention in which every token sees all others; blocks are counted from a row's first non-padding token."""
+    """Compute bidirectional attention over a text; blocks are counted from a row's first non-padding token.
+
+    Args:
+        module: attention module of transformers.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        heads: queries, keys and values, ``[B, N, H, D]`` each.
+        attention_mask: mask of the encoder.
+    """
     rows = real_first(padding_mask(attention_mask, x), x, heads)
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
     layout = fit(module, module.swapped, BlockLayout((x.shape[1],), block_size=size), x.device)
@@ -370,7 +382,14 @@ def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask
 
 
 def _of_an_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Compute attention in which every token sees all others, with the blocks of the current image."""
+    """Compute bidirectional attention over the patches of an image, in blocks of its token grid.
+
+    Args:
+        module: attention module of transformers.
+        x: inputs of the attention module, ``[B, N, dim]``.
+        heads: queries, keys and values, ``[B, N, H, D]`` each.
+        attention_mask: mask of the encoder, which must hide nothing.
+    """
     layout = module.grid.layout(module.blocks, x.shape[1])
     check_nothing_hidden(attention_mask)
     q, k, v = heads
@@ -383,8 +402,8 @@ def _check_length(attention: Attention, tokens: int) -> None:
     limit = attention.max_tokens
     if limit is not None and tokens > limit:
         raise ValueError(
-            f"{tokens} tokens are more than the {limit} that dense coefficients were made for (max_position_embeddings); "
-            'swap with mixing="exponential", which takes any number'
+            f"{tokens} tokens exceed the {limit} that the dense coefficients support (max_position_embeddings); "
+            'swap with mixing="exponential", which supports any number'
         )
 
 

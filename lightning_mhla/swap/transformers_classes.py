@@ -38,17 +38,17 @@ MODEL_TYPE = "mhla_swapped"
 """Saved ``model_type``, unknown to transformers, so that its Auto classes ask for ``trust_remote_code``."""
 
 UNUSABLE = "lightning_mhla.load_swapped"
-"""Attention implementation of a loaded configuration; transformers rejects it when it builds a model without the swap."""
+"""Attention implementation named in a loaded configuration. transformers rejects it if its own classes build the model."""
 
 TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config")
-"""Configuration entries to overwrite with :data:`NOTICE`; every family rejects it in at least one of them."""
+"""Configuration entries to overwrite with :data:`NOTICE`. Every model family checks the type of at least one of them."""
 
 PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
-"""Arguments of model classes that transformers does not save, with a part of the names of the weights that they add."""
+"""Arguments of model classes that transformers does not save, each with a substring of the names of the weights it adds."""
 
 
 class SwappedConfig(SwappedClass):
-    """Base of transformers configurations with a record of the swap. Their parent classes reject the saved file."""
+    """Base class of the configurations of swapped transformers models. Their parent classes reject the saved file."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -61,12 +61,12 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the configuration as transformers does, and restore the values that make other classes reject it."""
-        config, rest = super().get_config_dict(*args, **options)  # type: ignore[misc]
+        """Read a saved configuration as transformers does, and undo the changes that make other classes reject it."""
+        config, unused = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
             config["architectures"] = [_publish(name) for name in names]
-        return {"attn_implementation": UNUSABLE, **config}, rest
+        return {"attn_implementation": UNUSABLE, **config}, unused
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the configuration as transformers does, and write the module that its ``auto_map`` refers to."""
@@ -105,7 +105,7 @@ class SwappedConfig(SwappedClass):
 
 
 class SwappedTransformersModel(SwappedClass):
-    """Base of transformers models that are built with the attention recorded in their configuration."""
+    """Base class of swapped transformers models, which build the new attention that their configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -113,10 +113,12 @@ class SwappedTransformersModel(SwappedClass):
         if issubclass(host, cls):
             return host
         config = SwappedConfig.derive_from(host.config_class)
-        kept = {*(getattr(host, "_keep_in_fp32_modules_strict", None) or ()), "mixing"}
+        float32_modules = {*(getattr(host, "_keep_in_fp32_modules_strict", None) or ()), "mixing"}
         # with these, transformers itself rejects static caches and decoding that removes tokens again
         state = {"_is_stateful": True, "_can_compile_fullgraph": False}
-        return derive(cls, host, host.__name__, config_class=config, _keep_in_fp32_modules_strict=kept, **state)
+        return derive(
+            cls, host, host.__name__, config_class=config, _keep_in_fp32_modules_strict=float32_modules, **state
+        )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -124,22 +126,23 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False: the modules are transformers', so its renaming of weights saved by older versions applies."""
+        """Return False, so that transformers renames weights saved by its older versions, as for its own classes."""
         return False
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         record = getattr(config, SAVED, None)
         if record is None:
             raise ValueError(
-                f"the configuration does not say what was swapped; build transformers.{self.host.__name__}, and swap then"
+                f"the configuration has no record of a swap; build transformers.{self.host.__name__}, then swap its "
+                "attention"
             )
         plain = copy.copy(config)  # an Auto class may build parts of the model, and must build them without the swap
         plain.__class__ = config.host if isinstance(config, SwappedConfig) else type(config)
         plain.__dict__.pop("auto_map", None)
         if plain._attn_implementation == UNUSABLE:  # transformers chooses the attention of layers that are not replaced
             plain._attn_implementation = None
-        known = inspect.signature(self.host.__init__).parameters  # type: ignore[misc]
-        unsaved = {name: value for name, value in record.get("options", {}).items() if name in known}
+        parameters = inspect.signature(self.host.__init__).parameters  # type: ignore[misc]
+        unsaved = {name: value for name, value in record.get("options", {}).items() if name in parameters}
         super().__init__(plain, *args, **{**unsaved, **options})  # type: ignore[call-arg]
         host = TransformersFolders()
         host.put_in(self, record)
@@ -160,15 +163,16 @@ class SwappedTransformersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as transformers does, and remove weights of an earlier save that would be read instead."""
-        given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
+        """Save the model as transformers does, and remove weights of an earlier save that would be loaded in their place."""
+        signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
+        arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
-        if given.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
-            remove_stale(given["save_directory"], "model", given.get("variant"), "safetensors")
+        if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
+            remove_stale(arguments["save_directory"], "model", arguments.get("variant"), "safetensors")
 
 
 def __getattr__(name: str) -> Any:
-    """Return the swapped class of a name, for the modules and pipelines that refer to it."""
+    """Return the swapped subclass of a transformers model or configuration class, so that saved modules can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -215,14 +219,14 @@ class TransformersFolders(TransformersHost):
 
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        shared, own = model.config, copy.copy(model.config)  # a different model may use the same configuration
-        own.__class__ = SwappedConfig.derive_from(type(shared))
-        setattr(own, SAVED, {**record, "options": _unsaved(model, model.state_dict())})
+        shared, model_config = model.config, copy.copy(model.config)  # a different model may use the same configuration
+        model_config.__class__ = SwappedConfig.derive_from(type(shared))
+        setattr(model_config, SAVED, {**record, "options": _unsaved(model, model.state_dict())})
         for module in model.modules():
             if getattr(module, "config", None) is shared:
-                module.config = own
+                module.config = model_config
             if hasattr(module, "swapped"):
-                module.host_config = own
+                module.host_config = model_config
         model.__class__ = SwappedTransformersModel.derive_from(type(model))
 
     @override
@@ -251,8 +255,8 @@ class TransformersFolders(TransformersHost):
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
     """Infer arguments of a model's class that transformers does not save from the names of its weights."""
-    known = inspect.signature(getattr(model, "host", model).__init__).parameters
-    return {option: any(part in name for name in names) for option, part in PARTS.items() if option in known}
+    parameters = inspect.signature(getattr(model, "host", model).__init__).parameters
+    return {option: any(part in name for name in names) for option, part in PARTS.items() if option in parameters}
 
 
 def _saved_names(folder: Path) -> set[str]:

@@ -18,7 +18,7 @@ HIDDEN = -1000.0
 
 
 GIVEN = "given_mask"
-"""Keyword argument that passes an attention module the mask that the model was called with, as a tuple of one."""
+"""Name of the keyword argument that passes the model's original mask to an attention module, as a tuple of one."""
 
 
 def check_values(condition: Callable[[], Tensor], message: str) -> None:
@@ -106,16 +106,16 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     if starts is None or not bool(starts.any()):
         return None
     if x.shape[0] != 1:
-        raise ValueError(f"documents packed in a row need a batch of one row, not {list(x.shape[:2])} tokens")
+        raise ValueError(f"packed documents need a batch of one row, not {list(x.shape[:2])} tokens")
     (first,) = starts[0].nonzero(as_tuple=True)
     return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=tokens)
 
 
 def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
-    """Return where documents begin in a causal mask of packed documents.
+    """Find the first tokens of packed documents in a causal mask that keeps documents apart.
 
     Returns:
-        ``[B, N - 1]`` bool, whether token ``i + 1`` does not see token ``i``; None for any different mask.
+        ``[B, N - 1]`` bool, true at ``i`` if token ``i + 1`` does not see token ``i``; None for a mask of a different form.
     """
     if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or _has_no_values(attention_mask)):
         return None
@@ -127,28 +127,28 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
         return None
     # these are documents only if the mask shows every token all earlier ones of its document, and nothing else
     document = F.pad(starts.cumsum(1), (1, 0))
-    wanted = (document[:, :, None] == document[:, None]).tril()[:, None]
-    return starts if bool((visible == wanted).all()) else None
+    expected = (document[:, :, None] == document[:, None]).tril()[:, None]
+    return starts if bool((visible == expected).all()) else None
 
 
 _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Results of :func:`_counts_up` with the version of the tensor, by tensor; all layers of a model get the same tensor."""
+"""Cached results of :func:`_counts_up` by tensor, each with the version of the tensor; all layers share one tensor."""
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Return whether every position is one more than the one before it; True for tensors whose values cannot be read."""
+    """Return whether every position is one more than the previous one. True for tensors whose values cannot be read."""
     if _has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
-    known = _counting.get(position_ids)
-    if known is None or known[0] != version:
-        known = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
-        _counting[position_ids] = known
-    return bool(known[1])
+    cached = _counting.get(position_ids)
+    if cached is None or cached[0] != version:
+        cached = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
+        _counting[position_ids] = cached
+    return bool(cached[1])
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return ``[B, N]`` bool, whether the mask lets each token see itself; None without a mask.
+    """Return ``[B, N]`` bool, true for tokens that the mask allows to attend to themselves; None without a mask.
 
     Args:
         attention_mask: mask as for :func:`documents`.
@@ -170,8 +170,8 @@ def _visible(attention_mask: Any) -> Tensor:
     """
     if not isinstance(attention_mask, Tensor):
         raise ValueError(
-            f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
-            "model to sdpa or eager"
+            f"swapped attention does not support masks of type {type(attention_mask).__name__}; call the model's "
+            "set_attn_implementation with sdpa or eager"
         )
     if attention_mask.dtype == torch.bool:
         return attention_mask
@@ -211,19 +211,19 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         visible = _visible(attention_mask)
         last = visible[:, 0, -1]  # the last token sees all tokens but padding
         position = torch.arange(visible.shape[-1], device=x.device)
-        wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
+        expected = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
         # rows of padding may see all tokens or none; transformers fills them in either way
         padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
         check_values(
-            lambda: (visible == wanted) | padding,
-            "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks",
+            lambda: (visible == expected) | padding,
+            "the attention mask hides more than padding and later tokens, which swapped attention does not support",
         )
     if cache is not None and cache.state is not None and last.shape[1] > tokens and not _has_no_values(last):
-        seen = tuple(last[:, :-tokens].sum(1).tolist())
-        if last.shape[1] == cache.columns and seen != tuple(cache.state.lengths):
+        real_counts = tuple(last[:, :-tokens].sum(1).tolist())
+        if last.shape[1] == cache.columns and real_counts != tuple(cache.state.lengths):
             raise ValueError(
-                f"the attention mask has {list(seen)} real tokens before these, but the state holds {cache.state.lengths}: "
-                "tokens that were read cannot be hidden"
+                f"the attention mask has {list(real_counts)} real tokens before these, but the state holds "
+                f"{cache.state.lengths}: tokens in the state cannot be hidden"
             )
     return last[:, -tokens:].expand(x.shape[0], -1)
 

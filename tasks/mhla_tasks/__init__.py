@@ -1,1 +1,1 @@
-"""The domains, a folder each, and the command line that trains them."""
+"""Training domains, one package each, and the command line that trains their models."""

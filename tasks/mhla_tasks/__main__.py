@@ -1,4 +1,4 @@
-"""``python -m mhla_tasks`` is ``lightning``: for ``torchrun -m``."""
+"""Entry point for ``python -m mhla_tasks`` and ``torchrun -m mhla_tasks``, which do the same as ``lightning``."""
 
 from mhla_tasks.commandline.main import main
 

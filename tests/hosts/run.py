@@ -89,10 +89,10 @@ def peft(sources: Path, checkout: Path | None) -> list[str]:
 
 
 def timm(sources: Path, checkout: Path | None) -> list[str]:
-    """Let timm's tests of models see those of this package; return the files to run.
+    """Add the models of this package to timm's tests of models, and return the test files to run.
 
-    TorchScript is left out: it reads annotations as text and knows no ``Tensor | None``. So is ``mhla_swapped``, the architecture
-    that folders of swapped models name: timm builds it from such a folder alone.
+    Tests of TorchScript are omitted, because it does not support annotations such as ``Tensor | None``. The architecture
+    ``mhla_swapped`` is omitted, because timm can build it only from the folder of a swapped model.
     """
     tests = sources / "tests"
     path = tests / "test_models.py"

@@ -25,7 +25,7 @@ def oracle(
 
     Args:
         q: ``[B, N, H, Dk]``, mapped.
-        k: likewise.
+        k: ``[B, N, H, Dk]``, mapped.
         v: ``[B, N, H, Dv]``.
         mixing: ``[M, M]`` or ``[H, M, M]``.
         starts: for each packed sequence the first token of each of its blocks, and its end.
@@ -33,7 +33,7 @@ def oracle(
         normalize: see the operator.
         eps: see the operator.
         key_mask: ``[B, N]``.
-        constant_normalizer: leave the normaliser out of the gradient, to see how much of the gradient it cancels.
+        constant_normalizer: leave the normalizer out of the gradient, to see how much of the gradient it cancels.
     """
     q, k, v, mixing = (x.double() for x in (q, k, v, mixing))
     batch, tokens, heads, width = q.shape

@@ -292,7 +292,7 @@ def test_tables_that_a_graph_reads_stay(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_extend_mixing_continues_what_depends_on_distance() -> None:
-    """Rows that are normalised exponentials go on as normalised exponentials."""
+    """Rows that are normalized exponentials go on as normalized exponentials."""
     long = ExponentialMixing(torch.tensor([1.0]), torch.tensor([0.2])).dense(96).tril()
     long = long / long.sum(-1, keepdim=True)
     for tail in ("exponential", "last", "zero"):
@@ -350,7 +350,7 @@ def test_negative_features_under_a_normaliser_are_rejected_everywhere(which: str
 
 
 def test_features_that_need_not_be_nonnegative_are_left_alone() -> None:
-    """Mapped by the operator, without a normaliser, hidden by a mask, rounding errors, and where no number can be read."""
+    """Mapped by the operator, without a normalizer, hidden by a mask, rounding errors, and where no number can be read."""
     q, k, v = torch.randn(3, 1, 12, 2, 4).unbind()
     mixing = torch.rand(3, 3)
     assert mhla_attention(q, k, v, mixing, block_size=4, feature_map="relu").isfinite().all()

@@ -17,7 +17,7 @@ from toeplitz import Toeplitz
 from torch import Tensor
 
 FACTORS = ({"qkv": 1e5}, {"qkv": 1e15}, {"v": 3e37})
-"""What later queries, keys and values are multiplied by. Gradients are of outputs that are finite, like the later ones."""
+"""Factors of later queries, keys and values. Gradients are those of finite outputs, as the later ones are."""
 
 SIZES = {"small blocks": (61, 7), "long blocks": (150, 60), "one block": (75, 80)}
 INTERPRETED_SIZES = {"triton parallel": ("small blocks",), "triton chunked": ("small blocks", "long blocks")}
@@ -171,7 +171,7 @@ def test_nor_what_a_state_handed_in_goes_on_to_be(kind: str) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_shows_in_its_own_row(value: float) -> None:
-    """What else is lost depends on the form: see :func:`mhla_kernels.mhla_attention`."""
+    """A value that is not finite may spoil further rows, depending on the form: see :func:`mhla_kernels.mhla_attention`."""
     for form in ("parallel", "chunked", "auto"):
         q, k, v, mixing = problem("dense", 512, 8, signed=False)
         k[:, 300] = value

@@ -150,7 +150,7 @@ def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple
 def gradient_scales(
     want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
 ) -> list[float]:
-    """What the error of each gradient is divided by: its norm, or a thirtieth of the terms that it is summed from.
+    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the terms that it is the sum of.
 
     Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
     is left), float32 has no five digits to give.
@@ -216,7 +216,7 @@ def test_chunks_that_span_blocks(implementation: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_chunks_of_sequences_whose_bounds_only_the_device_knows(causal: bool) -> None:
-    """As on a GPU, where nobody waits for them."""
+    """Sequence bounds are not read by the CPU, which would have to wait for a GPU."""
     q, k, v = (torch.rand(1, 300, 2, 4) for _ in range(3))
     span = ExponentialMixing(torch.rand(2, 3), torch.rand(2, 3)).span(4, causal)
     chunks = make_partition(300, q.device, 32, None, torch.tensor([0, 10, 140, 140, 300]))
@@ -263,7 +263,7 @@ def test_long_sequences_are_computed_some_rows_at_a_time(
 @pytest.mark.parametrize(("key_width", "value_width"), [(72, 72), (20, 130), (136, 40)])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_triton_tiles_as_they_are(implementation: str, key_width: int, value_width: int, causal: bool) -> None:
-    """Full-size tiles, several of them, widths that are no power of two, a packed qkv projection, strided gradients."""
+    """Full-size tiles, several of them, widths that are not powers of two, a packed qkv projection, strided gradients."""
     n, c, heads = 150, 37, 1
     widths = (key_width, key_width, value_width)
     packed = torch.rand(1, n, heads, sum(widths))
@@ -544,7 +544,7 @@ def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, no
 
 
 def test_summaries_of_the_gradient_are_float32() -> None:
-    """With values of mean 2 and many tokens the normalised gradients cancel to a hundredth of their terms."""
+    """With values of mean 2 and many tokens the normalized gradients cancel to a hundredth of their terms."""
     n, c = 1024, 64
     q, k = (torch.rand(1, n, 1, 16).bfloat16() for _ in range(2))
     tensors = (q, k, (torch.randn(1, n, 1, 16) + 2).bfloat16(), torch.rand(16, 16))

@@ -1,4 +1,4 @@
-"""What torch asks of a registered operator: schemas, fake kernels, compile, export, checkpointing."""
+"""Registered operators meet the requirements of torch: schemas, fake kernels, compile, export, checkpointing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def problem(blocks: int = 3, exponential: bool = False) -> list[Tensor]:
 
 
 def tables(form: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the operator is told about 20 tokens in blocks of 8."""
+    """Return the operator's tables for 20 tokens in blocks of 8."""
     tables = make_tables(20, torch.device(DEVICE), 8, None, None)
     return tables.table, tables.sequences, token_rows(tables) if form == "parallel" else None
 
@@ -150,7 +150,7 @@ def test_exports(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_uneven_blocks_work_after_an_export(implementation: str) -> None:
-    """What tracing makes of fake tensors must not be kept for real calls, nor the other way round."""
+    """Tables that tracing makes of fake tensors are not used in real calls, and tables of real calls not in tracing."""
     backend, form = implementation.split()
     options: dict[str, Any] = {"block_offsets": (0, 3, 11, 20), "form": form, "backend": backend}
 
@@ -263,7 +263,7 @@ def test_wrong_bounds_are_refused_in_a_compiled_graph_too() -> None:
 def test_only_gradients_that_are_asked_for(
     implementation: str, causal: bool, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are what they are among all; of v alone, without a normaliser, one kernel over token pairs runs."""
+    """They are what they are among all; of v alone, without a normalizer, one kernel over token pairs runs."""
     form, modes = implementation.split()[1], []
     run = launch.attend
     monkeypatch.setattr(launch, "attend", lambda call, mode, *given: (modes.append(mode), run(call, mode, *given))[1])

@@ -78,7 +78,7 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> float:
 
 
 def later_tokens_change(rank: int, world: int) -> list[str]:
-    """What changes of outputs and gradients up to a token when all later ones are 1e15 times as large; nothing may."""
+    """Name the outputs and gradients before a token that change if all later tokens are 1e15 times as large; none may."""
     changed = []
     for kind, normalize, exchange in product(
         ("dense", "exponential", "toeplitz"), (False, True), ("summaries", "tokens")
@@ -109,7 +109,7 @@ def later_tokens_change(rank: int, world: int) -> list[str]:
 
 
 def count_bytes(world: int) -> list[tuple[int, int]]:
-    """What a process receives in the forward pass, and what :func:`traffic` says."""
+    """Return the bytes that a process receives in the forward pass, and the bytes that :func:`traffic` computes."""
     received = 0
     gather = dist.all_gather_into_tensor
 

@@ -73,7 +73,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 
 @contextmanager
 def broken(part: str, change: Callable[[Any], Any], calls: range = range(1000)) -> Iterator[list[int]]:
-    """What ``launch.forward`` or ``launch.backward`` gives is changed in those of its calls; how many there were."""
+    """Change the results of ``launch.forward`` or ``launch.backward`` in some of the calls; yield a list with their count."""
     run, count = getattr(launch, part), [0]
 
     def changed(*given: Any) -> Any:

@@ -251,7 +251,7 @@ def test_layers_refuse() -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:-1])  # mamba2 groups the heads of queries and keys instead
 def test_grouped_keys_serve_neighbouring_query_heads(kind: str) -> None:
-    """As a layer does that has each key and value head written out for its two queries."""
+    """Grouped keys give the same outputs as a layer in which each key and value head is repeated for its two queries."""
     layout = BlockLayout((8,), (2,))
     settings = config(kind, [2], options={"conv": 0} if kind == "gated_deltanet" else None)
     grouped = build_attention(settings, 16, 4, layout, key_value_heads=2, bias=False)
@@ -439,7 +439,7 @@ def test_mamba2_is_the_mixer_of_transformers() -> None:
 
 @pytest.mark.parametrize("kind", ["mhla", "mhla_window"])
 def test_learned_features_of_outliers(kind: str) -> None:
-    """Outputs and gradients stay finite, and the normaliser cancels what queries are divided by."""
+    """Outputs and gradients stay finite, and the normalizer cancels what queries are divided by."""
     layout = BlockLayout((24,), block_size=4)
     layer = build_attention(AttentionConfig(kind=kind, block_size=4, feature_map="learned"), 16, 2, layout, causal=True)
     for scale in (1.0, 100.0, 1e4):

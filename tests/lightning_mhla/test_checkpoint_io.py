@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all; damaged and hostile ones are said to be so, and the one before is taken."""
+"""Checkpoints are written atomically; damaged and hostile ones are reported, and the previous one is used."""
 
 from __future__ import annotations
 

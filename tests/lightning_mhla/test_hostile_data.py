@@ -182,7 +182,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @fuzz(250)
 @given(data=st.data())
 def test_fuzzed_shards(template: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    """Bytes changed, pieces cut out or doubled: the shard is refused, or its samples are read or refused one by one."""
+    """A shard with changed, removed or repeated bytes is rejected, or its samples are read or rejected one by one."""
     changed = bytearray(template)
     for place, value in data.draw(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=6)):
         changed[place] = value

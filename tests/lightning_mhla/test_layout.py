@@ -1,4 +1,4 @@
-"""Block layouts: order, offsets, and what is refused."""
+"""Block layouts: order, offsets, and rejected arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixing coefficients: start, bounds, precision, and their place in the optimiser."""
+"""Mixing coefficients: start, bounds, precision, and their place in the optimizer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def layer_of(name: str) -> MHLA:
 @pytest.mark.parametrize("value", [-1e-9, -0.2, -5.0, 1.001, 7.0, 1e6])
 @pytest.mark.parametrize("name", LAYERS)
 def test_coefficients_are_bounded_whatever_the_parameters_are(name: str, value: float) -> None:
-    """An optimiser, an average or a checkpoint may have put anything there."""
+    """An optimizer, an average or a checkpoint may have put anything there."""
     layer = layer_of(name)
     with torch.no_grad():
         for parameter in layer.mixing.parameters():

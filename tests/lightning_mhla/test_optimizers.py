@@ -1,4 +1,4 @@
-"""CAME beside AdamW: what it keeps, that it trains as its package does, and what it refuses."""
+"""CAME in addition to AdamW: its state, agreement with the package of its authors, and rejected options."""
 
 from __future__ import annotations
 

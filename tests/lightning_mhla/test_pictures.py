@@ -1,4 +1,4 @@
-"""What the pictures measure and show."""
+"""Content of the pictures: measures of attention, matrices, curves."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_layer_gets_a_panel() -> None:
 
 @pytest.mark.parametrize(("length", "shown"), [(1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 2, 4, 6, 8])])
 def test_attention_in_a_clip_is_drawn_by_frame(length: int, shown: list[int]) -> None:
-    """Of the query in the middle of the middle frame: a matrix whose entries name query and key shows which is where."""
+    """The picture shows the query in the middle of the middle frame; entries of the matrix identify query and key."""
     layout = BlockLayout((length, 3, 4), (1, 1, 1))
     tokens = layout.num_tokens
     weights = torch.arange(float(tokens**2)).view(1, tokens, tokens).repeat(2, 1, 1)

@@ -1,4 +1,4 @@
-"""Weights of one model in another: what fits is taken, grids and lengths are carried over, heads start anew."""
+"""Weights of one model in another: matching ones are loaded, grids and lengths are resized, heads start from new values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention swapped into transformers' encoders of text and of images: the definition, padding, sizes, saving, refusals."""
+"""Attention swapped into transformers' encoders of text and of images: the definition, padding, sizes, saving, rejected models."""
 
 from __future__ import annotations
 
@@ -249,18 +249,18 @@ def test_trainer_and_pipeline_take_it(tmp_path: Path) -> None:
          IMAGES, "biases by relative position"),
         (lambda: transformers.SwinModel(transformers.SwinConfig(
             image_size=32, patch_size=2, embed_dim=8, depths=[1], num_heads=[2], window_size=2)),
-         IMAGES, "no attention that is known here"),
+         IMAGES, "has no supported attention"),
         (lambda: tiny("ModernBert", layer_types=["full_attention", "sliding_attention"], local_attention=8), TEXT,
          r"layer 1 attends within a window of 5 tokens.*layers=\[0\]"),
         (lambda: tiny("Bert", is_causal=True), TEXT, r"is causal \(is_decoder, is_causal\)"),
         (lambda: transformers.EncoderDecoderModel(encoder=tiny("Bert"), decoder=tiny("Bert", is_decoder=True,
             add_cross_attention=True, name="LMHeadModel")), TEXT, "is an encoder-decoder model"),
         (lambda: tiny("ViT", images=True), AttentionConfig(block_grid=[8, 8]), r"more blocks than the image has tokens, \[6, 6\]"),
-        (lambda: tiny("CLIP"), TEXT, "CLIPTextModel has no patches of images"),
+        (lambda: tiny("CLIP"), TEXT, "CLIPTextModel has no image patches"),
         (lambda: transformers.SiglipModel(transformers.SiglipConfig(text_config=
-            tiny("Siglip").config.to_dict(), vision_config=tiny("Siglip", images=True).config.to_dict())), TEXT, "a model of text and more"),
+            tiny("Siglip").config.to_dict(), vision_config=tiny("Siglip", images=True).config.to_dict())), TEXT, "combines text with other inputs"),
         (lambda: tiny("ViT", images=True), TEXT, "needs block_grid"),
-        (lambda: tiny("Bert"), IMAGES, "needs block_size, tokens in a block, not block_grid"),
+        (lambda: tiny("Bert"), IMAGES, "needs block_size, the number of tokens in a block, not block_grid"),
         (lambda: tiny("Bert"), AttentionConfig(kind="mhla_window", block_size=4), "causal only"),
         (lambda: tiny("ViT", images=True), AttentionConfig(block_grid=[2, 2], mixing="exponential"), "prefix tokens; use dense"),
     ],

@@ -230,7 +230,7 @@ def test_copies_and_pickles_are_swapped(tmp_path: Path) -> None:
     assert torch.equal(
         torch.tensor(sorted(swapped_layers(type(model)(config)))), torch.tensor(sorted(swapped_layers(model)))
     )
-    with pytest.raises(ValueError, match=r"does not say what was swapped; build transformers\.LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"has no record of a swap; build transformers\.LlamaForCausalLM"):
         type(model)(LlamaConfig(**MODELS["LlamaForCausalLM"][0]))
 
 
@@ -295,12 +295,13 @@ def test_options_are_those_of_the_library(tmp_path: Path) -> None:
         assert half.model.embed_tokens.weight.dtype == torch.bfloat16
         assert {p.dtype for p in swapped_layers(half)[1].mixing.parameters()} == {torch.float32}
     with pytest.raises(
-        ValueError, match="transformers takes no option 'varient' here; it takes dtype, variant, device_map"
+        ValueError,
+        match="has no option 'varient' for models of transformers; its options are dtype, variant, device_map",
     ):
         load_swapped(tmp_path / "inside", varient="x")
     with pytest.raises(ValueError, match="dtype='half-ish' is not a dtype of weights"):
         load_swapped(tmp_path / "inside", "half-ish")
-    with pytest.raises(ValueError, match="are two names of one option"):
+    with pytest.raises(ValueError, match="are two names of the same option"):
         load_swapped(tmp_path / "inside", torch.float32, torch_dtype=torch.bfloat16)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_swapped(tmp_path)

@@ -210,7 +210,7 @@ def test_variants_and_options_are_those_of_the_library(tmp_path: Path) -> None:
     torch.testing.assert_close(output(load_swapped(tmp_path, **given)), output(new))
     half = load_swapped(tmp_path, subfolder="inside", torch_dtype="bfloat16")
     assert half.pos_embed.proj.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="diffusers takes no option 'revison' here; it takes dtype, variant"):
+    with pytest.raises(ValueError, match="no option 'revison' for models of diffusers; its options are dtype, variant"):
         load_swapped(tmp_path / "inside", revison="main")
     with pytest.raises(OSError, match=r"no file named diffusion_pytorch_model"):
         load_swapped(tmp_path / "inside", variant="other")
@@ -238,7 +238,7 @@ def test_a_model_of_timm_keeps_classes_and_arguments(folders: Path, tmp_path: Pa
     assert again["pretrained_cfg"].pop("label_names") == list("abcde")
     assert again == saved
     assert torch.equal(load_swapped(tmp_path)(image()), model(image()))
-    with pytest.raises(ValueError, match="timm takes no option 'variant' here; it takes dtype, cache_dir"):
+    with pytest.raises(ValueError, match="no option 'variant' for models of timm; its options are dtype, cache_dir"):
         load_swapped(folders / "timm", variant="x")
     other = vision(1)
     save_swapped(other, tmp_path)  # again, into the same folder

@@ -174,7 +174,7 @@ def test_saved_it_loads_in_another_process(tmp_path: Path) -> None:
     half = load_swapped(tmp_path / "model", torch.bfloat16)
     assert half.head.weight.dtype == torch.bfloat16
     assert swapped_layers(half)[1].mixing.weight.dtype == torch.float32
-    with pytest.raises(ValueError, match="is swapped already"):
+    with pytest.raises(ValueError, match="is already swapped"):
         swap_attention(half, BLOCKS)
 
 
@@ -207,8 +207,12 @@ def test_an_output_that_does_not_vary_counts_for_nothing() -> None:
     [
         ("vit_tiny_patch16_224", {"attn_drop_rate": 0.1}, r"layer 0 drops attention weights \(attn_drop_rate=0.1\)"),
         ("vit_tiny_patch16_224", {"patch_drop_rate": 0.5}, "the model drops patches"),
-        ("vit_relpos_small_patch16_224", {}, "VisionTransformerRelPos is no vision transformer with global attention"),
-        ("swin_tiny_patch4_window7_224", {}, "SwinTransformer is no vision transformer with global attention"),
+        (
+            "vit_relpos_small_patch16_224",
+            {},
+            "VisionTransformerRelPos is not a vision transformer with global attention",
+        ),
+        ("swin_tiny_patch4_window7_224", {}, "SwinTransformer is not a vision transformer with global attention"),
         (
             "vit_small_plus_patch16_dinov3",
             {"block_grid": [4]},
@@ -234,7 +238,7 @@ def test_a_block_with_attention_that_is_not_known_is_refused_before_anything_is_
     model = tiny()
     model.blocks[1].attn.__class__ = OwnAttention
     state = set(model.state_dict())
-    with pytest.raises(ValueError, match="the attention of block 1 is not known here"):
+    with pytest.raises(ValueError, match="the attention of block 1 is not supported"):
         swapped(model)
     assert set(model.state_dict()) == state
 
@@ -249,7 +253,7 @@ def test_float16_is_refused_where_sums_would_overflow() -> None:
 def test_calls_that_swapped_attention_does_not_know_are_refused() -> None:
     model = tiny()
     other, x = swapped(model), images(model)
-    with pytest.raises(ValueError, match="no attn_mask, is_causal or packed images"):
+    with pytest.raises(ValueError, match="attn_mask, is_causal and packed images are not supported"):
         other.forward_features(x, is_causal=True)
     other(x)
     with pytest.raises(ValueError, match="4 tokens for an input of 10"):
@@ -258,5 +262,7 @@ def test_calls_that_swapped_attention_does_not_know_are_refused() -> None:
         save_swapped(model, "nowhere")
     features = timm.create_model("vit_tiny_patch16_224", img_size=48, features_only=True)
     swap_attention(features, BLOCKS)
-    with pytest.raises(ValueError, match="timm cannot save a FeatureGetterNet; save the model without it"):
+    with pytest.raises(
+        ValueError, match="timm cannot save a FeatureGetterNet; save a model that is built without features_only"
+    ):
         save_swapped(features, "nowhere")

@@ -321,7 +321,7 @@ def test_tokens_in_a_state_cannot_be_hidden_afterwards() -> None:
     cache = model(x[:, :15]).past_key_values
     mask = torch.ones(2, 22, dtype=torch.long)
     mask[:, :8] = 0
-    with pytest.raises(ValueError, match="tokens that were read cannot be hidden"):
+    with pytest.raises(ValueError, match="tokens in the state cannot be hidden"):
         model(x[:, 15:], attention_mask=mask, past_key_values=cache)
 
 
@@ -395,7 +395,7 @@ def test_saved_it_loads_in_another_process(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     half = load_swapped(tmp_path, dtype=torch.bfloat16)
     assert half.model.embed_tokens.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="swapped already"):
+    with pytest.raises(ValueError, match="already swapped"):
         swap_attention(half, BLOCKS)
 
 
@@ -472,7 +472,7 @@ def test_another_cache_is_refused() -> None:
         model(x, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     filled = DynamicCache(config=model.config)
     tiny()(x, past_key_values=filled)
-    with pytest.raises(ValueError, match="keys and values of other attention"):
+    with pytest.raises(ValueError, match="keys and values of different attention"):
         model(x, past_key_values=filled)
 
 
@@ -514,10 +514,10 @@ def sizes(model: type, **options: Any) -> Any:
         (lambda: tiny("Gemma2", attn_logit_softcapping=50.0), "caps its scores at 50.0"),
         (lambda: sizes(BloomForCausalLM, hidden_size=32, n_layer=1, n_head=2), "ALiBi"),
         (lambda: sizes(T5ForConditionalGeneration, d_model=32, num_layers=1, d_kv=8, num_heads=2), "encoder-decoder"),
-        (with_images, "a model of text and more"),
+        (with_images, "combines text with other inputs"),
         (lambda: tiny().half(), "in float16.*bfloat16 or float32"),
         (lambda: tiny("Llama", is_causal=False), "only causal attention"),
-        (lambda: sizes(GPT2LMHeadModel, n_embd=32, n_layer=1, n_head=2), "no attention that is known here"),
+        (lambda: sizes(GPT2LMHeadModel, n_embd=32, n_layer=1, n_head=2), "has no supported attention"),
     ],
 )
 def test_what_would_not_be_right_is_refused_before_anything_changes(model: Any, message: str) -> None:
@@ -531,7 +531,7 @@ def test_what_would_not_be_right_is_refused_before_anything_changes(model: Any, 
 
 
 def test_blocks_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="needs block_size, tokens in a block"):
+    with pytest.raises(ValueError, match="needs block_size, the number of tokens in a block"):
         swap_attention(tiny(), AttentionConfig())
     full = swapped(
         tiny("Gemma3", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2), layers=[1, 3]

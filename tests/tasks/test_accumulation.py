@@ -1,4 +1,4 @@
-"""Several batches for one optimiser step: every callback counts steps, not batches, and the schedule has the steps there are."""
+"""Several batches for one optimizer step: every callback counts steps, not batches, and the schedule has the steps there are."""
 
 from __future__ import annotations
 

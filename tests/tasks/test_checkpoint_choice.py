@@ -1,4 +1,4 @@
-"""Which checkpoint a command uses, and what a run's folder holds: rolled back, copied, moved, or above other runs."""
+"""Choice of the checkpoint, and content of a run's folder: rolled back, copied, moved, or with other runs below it."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_the_same_command_resumes_after_a_rollback_that_was_stopped(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a scheduler repeats it; also where the checkpoint that it named is gone, and in another run's folder."""
+    """A scheduler repeats the command, even if its checkpoint is deleted or is in the folder of a different run."""
     early = run / "checkpoints/recovery/step=00000004.ckpt"
     away = tmp_path / "elsewhere.ckpt"
     shutil.copy(early, away)

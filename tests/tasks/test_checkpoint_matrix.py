@@ -127,7 +127,7 @@ def files(run: Path) -> set[str]:
 
 
 def books(run: Path) -> dict[str, Any]:
-    """What the callbacks know at the end, with paths relative to the run."""
+    """Return the final states of the callbacks, with paths relative to the run."""
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     kept: dict[str, Any] = {}
     for name, state in content["callbacks"].items():
@@ -143,7 +143,7 @@ def books(run: Path) -> dict[str, Any]:
 
 
 def check_equal(run: Path, other: Path) -> None:
-    """Weights, optimiser, schedule, books and files."""
+    """Weights, optimizer, schedule, books and files."""
     ours, theirs = (torch.load(each / "checkpoints/last.ckpt", weights_only=True) for each in (run, other))
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     assert not [place for key in keys for place in differences(theirs[key], ours[key], key)]

@@ -31,7 +31,7 @@ SMALL = [
 
 
 def save(folder: Path, classes: dict[str, int]) -> Path:
-    """Images of one colour, ``CLASS/N.png``, so many of each class."""
+    """Images of one color, ``CLASS/N.png``, so many of each class."""
     draw = np.random.default_rng(len(classes))
     for name, count in classes.items():
         place = folder / name
@@ -44,7 +44,7 @@ def save(folder: Path, classes: dict[str, int]) -> Path:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three classes to train on, a validation folder without the first one, and a run that knows the colours."""
+    """Three classes to train on, a validation folder without the first one, and a run that knows the colors."""
     folder = tmp_path_factory.mktemp("classes")
     save(folder / "train", dict.fromkeys(COLOURS, 12))
     save(folder / "val", {"cat": 3, "polar bear": 3})
@@ -126,7 +126,7 @@ def test_predictions_and_exports_have_the_names(world: Path, tmp_path: Path) -> 
 
 
 def shard_labels(folder: Path, prefix: str) -> dict[int, set[bytes]]:
-    """Images of each label, by the colour that is strongest."""
+    """Images of each label, by the color that is strongest."""
     found: dict[int, set[Any]] = {}
     for path in sorted(folder.glob(f"{prefix}-*.tar")):
         with tarfile.open(path) as tar:

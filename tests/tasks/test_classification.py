@@ -53,7 +53,7 @@ def classifier(**options: Any) -> ImageClassifier:
 
 
 def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
-    """Folders of PNG and JPEG photographs, one for each class, of a colour of its own."""
+    """Folders of PNG and JPEG photographs, one for each class, of a color of its own."""
     for label in range(classes):
         (folder / f"class{label}").mkdir(parents=True)
         for number in range(each):
@@ -364,7 +364,7 @@ def test_mixed_labels_are_smoothed_too() -> None:
 
 
 def test_samples_that_fill_up_a_batch_are_not_scored() -> None:
-    """As the last batch is on several processes."""
+    """The last batch of several processes is filled up with samples that must not count."""
     model = classifier().eval()
     model.log = lambda *_, **__: None  # type: ignore[method-assign]
     batch = {"image": torch.rand(3, 1, 8, 8), "label": torch.tensor([1, 2, 2])}

@@ -50,7 +50,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command line that must fail prints."""
+    """Run a command line that has to fail, and return the text that it prints."""
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *arguments)
     assert stop.value.code, "a failing command must leave with a status above 0"
@@ -122,7 +122,7 @@ def test_wrong_argument(
         (["fit", "--config", "absent.yaml"], "--config=absent.yaml: the file does not exist; mhla:// lists"),
         (["fit", "--config=elsewhere/configs/video/folder.yaml"], "the package brings it as mhla://video/folder.yaml"),
         (["validate", "--run_dir=absent"], "--run_dir=absent: the folder does not exist"),
-        (["fitt"], "fitt is not a command; there are fit, validate, test, predict"),
+        (["fitt"], "fitt is not a command; the commands are fit, validate, test, predict"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),
         (["predict", "--config", str(DIGITS)], "predict has no weights and would draw noise"),

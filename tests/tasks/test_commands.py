@@ -80,7 +80,7 @@ def test_help_imports_no_library() -> None:
         (["prepare", "images", "a", "b", "--per_sharp=3"], "unrecognized arguments: --per_sharp=3"),
         (["prepare", "images", "a", "b", "--per-shard=x"], "argument --per_shard: invalid int value: 'x'"),
         (["export", "a"], "the following arguments are required: folder\nhelp: lightning export --help\n"),
-        (["bench", "nothing"], "no benchmark nothing; there are architectures, attention, "),
+        (["bench", "nothing"], "nothing is not a benchmark; the benchmarks are architectures, attention, "),
     ],
 )
 def test_what_is_not_there_is_told(
@@ -148,13 +148,13 @@ def test_the_list_of_benchmarks_imports_none_and_no_package_of_the_working_folde
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["Attention"], "no benchmark Attention; there are "),
-        (["machine"], "no benchmark machine; there are "),  # a module without a main
-        (["paper"], "no benchmark paper; there are "),
-        (["../gpu"], "no benchmark ../gpu; there are "),
-        (["paper.__main__"], "no benchmark paper.__main__; there are "),
-        (["--device=cpu", "attention"], "no benchmark --device=cpu; there are "),
-        (["\x1b[31mred"], "no benchmark "),
+        (["Attention"], "Attention is not a benchmark; the benchmarks are "),
+        (["machine"], "machine is not a benchmark; the benchmarks are "),  # a module without a main
+        (["paper"], "paper is not a benchmark; the benchmarks are "),
+        (["../gpu"], "../gpu is not a benchmark; the benchmarks are "),
+        (["paper.__main__"], "paper.__main__ is not a benchmark; the benchmarks are "),
+        (["--device=cpu", "attention"], "--device=cpu is not a benchmark; the benchmarks are "),
+        (["\x1b[31mred"], "is not a benchmark"),
     ],
 )
 def test_what_is_not_a_benchmark_is_told(
@@ -186,7 +186,7 @@ def test_a_benchmark_gets_its_options_and_its_status_is_passed_on(
     options = ("--device", "cpu", "--only", "nothing", "--out", str(tmp_path))
     status, _, error = call(monkeypatch, capsys, "bench", "gpu", *options)
     assert status == 2
-    assert "lightning bench gpu: error: no part nothing; there are doctor, native, forms, attention" in error
+    assert "lightning bench gpu: error: unknown parts: nothing; the parts are doctor, native, forms, attention" in error
     status, _, error = call(monkeypatch, capsys, "paper", "--jobs", "0")
     assert status == 2
     assert "lightning paper: error: --jobs: 0 must be at least 1" in error

@@ -223,7 +223,7 @@ def test_a_shipped_evaluation_scores_all_its_tasks(
 
 
 def test_augmentation_of_the_imagenet_recipe_takes_every_image() -> None:
-    """RandAugment asks Pillow for no bits at all, once in some hundred images, and newer ones refuse."""
+    """RandAugment asks Pillow for zero bits, once in some hundred images, which newer versions of Pillow reject."""
     from mhla_tasks.classification import ImageNetShards
 
     transform = ImageNetShards("a.tar", "b.tar", image_size=32)._transform(train=True)

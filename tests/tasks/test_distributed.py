@@ -52,7 +52,7 @@ def logged(folder: Path, name: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that was never stopped."""
+    """Undisturbed run of two processes."""
     folder = tmp_path_factory.mktemp("whole")
     run_cli(
         "fit",

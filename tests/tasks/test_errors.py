@@ -101,7 +101,7 @@ LIMIT = "import resource, signal; resource.setrlimit(resource.RLIMIT_{name}, ({l
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints(server: ForkServer, small: Path, tmp_path: Path) -> None:
-    """The limit of a file's size stands for the disk; the optimiser of the second save is past it."""
+    """The limit of a file's size stands for the disk; the optimizer of the second save is past it."""
     run = tmp_path / "run"
     run_cli("fit", "--config", DIGITS, "--config", str(small), f"--run_dir={run}")
     earlier = sorted(run.rglob("*.ckpt"))
@@ -375,9 +375,9 @@ CONFIGS = {
     "text": ("hello\n", "must contain named options (KEY: VALUE), not a str"),
     "sequence": ("- a\n", "must contain named options (KEY: VALUE), not a list"),
     "zero bytes": ("\0\0", "is not YAML"),
-    "other command": ("validate:\n  trainer: {max_epochs: 3}\n", "holds options of `lightning validate`, and this is `lightning fit`"),
-    "no options": ("trainer: [1, 2]\n", "trainer is not a value, got [1, 2]"),
-    "nothing": ("trainer:\n", "trainer is not a value, got None"),
+    "other command": ("validate:\n  trainer: {max_epochs: 3}\n", "contains options of `lightning validate`, but this is `lightning fit`"),
+    "no options": ("trainer: [1, 2]\n", "trainer must contain options (KEY: VALUE), got [1, 2]"),
+    "nothing": ("trainer:\n", "trainer must contain options (KEY: VALUE), got None"),
     "not there": ("model: absent.yaml\n", "model: there is no file absent.yaml"),
 }  # fmt: skip
 

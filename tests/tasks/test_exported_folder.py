@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of classifiers of other widths."""
+    """Runs of two classifiers with different widths."""
     folder = tmp_path_factory.mktemp("runs")
     for name, width in (("first", 16), ("second", 24)):
         main(["fit", f"--config={ROOT}/configs/classification/digits.yaml", f"--run_dir={folder / name}",

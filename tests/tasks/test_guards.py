@@ -1,4 +1,4 @@
-"""What watches a run: numbers that are not finite, processes that stand still, needs and speed."""
+"""Guards of a run: values that are not finite, processes that hang, memory and speed."""
 
 from __future__ import annotations
 

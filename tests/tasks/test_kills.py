@@ -1,4 +1,7 @@
-"""A run that is killed, also while it writes checkpoints, ends in the same bits; ``python -m benchmarks.kills`` does it often."""
+"""Killed runs end bit-identical to undisturbed ones, even if killed while writing a checkpoint.
+
+``python -m benchmarks.kills`` repeats this many times.
+"""
 
 from __future__ import annotations
 

@@ -187,12 +187,12 @@ def test_appending_below_a_mapping_of_the_users_own_keys() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("config: nofile.yaml\n", "a.yaml: config takes the name of a file, and there is no file nofile.yaml"),
-        ("config: [a.yaml]\n", "config takes the name of a file"),
-        ("config: {trainer: {}}\n", "config takes the name of a file"),
-        ("trainer: foo\n", "trainer is not a value, got foo"),
+        ("config: nofile.yaml\n", "a.yaml: config must be the path of a file; there is no file nofile.yaml"),
+        ("config: [a.yaml]\n", "config must be the path of a file"),
+        ("config: {trainer: {}}\n", "config must be the path of a file"),
+        ("trainer: foo\n", "trainer must contain options (KEY: VALUE), got foo"),
         ("model: {init_args: 3}\n", "init_args takes options by name (KEY: VALUE), got 3"),
-        ("data: {dict_kwargs: {batch_size: 3}}\n", "Digits takes its own options alone; write them under init_args"),
+        ("data: {dict_kwargs: {batch_size: 3}}\n", "Digits accepts only its own options; write them under init_args"),
         ("model: {init_args: {depth: !!binary aGk=}}\n", "could not determine a constructor"),
         ("model: {init_args: {depth: !!set {a}}}\n", "could not determine a constructor"),
         ("trainer: {callbacks++: [Timer]}\n", "trainer.callbacks++ is not an option"),
@@ -424,7 +424,7 @@ def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no command is given; there are fit, validate, test, predict"),
+        ([], "no command is given; the commands are fit, validate, test, predict"),
         (["fitt"], "fitt is not a command"),
         (["fit", "--config", DIGITS, "more"], "unexpected argument 'more' after --config"),
         (["fit", "--data.train=a", "b"], "'--data.train=[a,b]'"),

@@ -94,7 +94,7 @@ def test_valid_has_one_entry_for_each_sample() -> None:
 
 
 def test_a_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by the installed command, whose first entry of sys.path is its own folder; and only if it is allowed."""
+    """The installed command, whose first entry of sys.path is its own folder, finds the module, but only if it is allowed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
     with pytest.raises(ValueError, match="--allow=stripes: there is no module 'stripes'"):

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed ends in the same bits as one never stopped."""
+"""A run that is stopped and resumed ends bit-identical to an undisturbed run."""
 
 from __future__ import annotations
 

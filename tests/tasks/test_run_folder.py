@@ -169,7 +169,7 @@ def test_evaluation_takes_the_newest(whole: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_to_the_whole_group_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    """As schedulers, timeout and Ctrl+C send it: to the processes that load data, too."""
+    """Schedulers, timeout and Ctrl+C send signals to all processes of a group, including those that load data."""
     run, said = tmp_path / "run", tmp_path / "said.txt"
     config = write_config(tmp_path, max_steps=100_000)
     words = ("fit", "--config", str(config), f"--run_dir={run}", "--data.num_workers=2")

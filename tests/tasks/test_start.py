@@ -1,4 +1,4 @@
-"""What a command imports before it does a thing: nothing that it does not use."""
+"""Imports of a command at its start: no library that it does not use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 HEAVY = (
     "torchmetrics.functional.image", "torchvision.datasets.mnist", "scipy", "transformers", "diffusers", "pandas",
 )  # fmt: skip
-"""What Lightning, torchmetrics or a domain would bring, and a classification run does not use."""
+"""Libraries that Lightning, torchmetrics or a domain would import, and that a classification run does not use."""
 
 
 def modules_after(program: str, *arguments: str) -> tuple[int, set[str], str]:

@@ -213,7 +213,7 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine of a cluster has sbatch
     assert sweep.run(["fit", "--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
-    assert "there is no program sbatch here" in capsys.readouterr().err
+    assert "the program sbatch is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

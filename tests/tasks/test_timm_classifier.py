@@ -1,4 +1,4 @@
-"""timm's vision transformers in our training: as they are, linearised, exported, and loaded by timm."""
+"""timm's vision transformers in our training: as they are, linearized, exported, and loaded by timm."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_said_in_one_line(trained: Path) -> None:
     with pytest.raises(ValueError, match="timm builds no model 'vit_tiny_patch16_224' with"):
         classifier(model_args={"widths": 3})
     other = classifier(pretrained=str(trained), model_args={**SIZES["model_args"], "embed_dim": 64})
-    with pytest.raises(ValueError, match="is of another model or other attention: pos_embed is"):
+    with pytest.raises(ValueError, match="does not match the model or its attention: pos_embed is"):
         other.configure_model()
     with pytest.raises(FileNotFoundError, match="nowhere is no checkpoint, no run and no folder with safetensors"):
         classifier(pretrained="nowhere").configure_model()

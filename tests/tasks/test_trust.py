@@ -1,4 +1,4 @@
-"""What a configuration and a checkpoint may name, from the command line as users call it."""
+"""Classes that a configuration and a checkpoint may name, tested by command lines of users."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_device_is_no_configuration(capsys: pytest.CaptureFixture[str], monkey
 @fuzz(25)
 @given(text=st.text(alphabet="modelatrinr:_[]{}&*!\n \"'x1.", max_size=60))
 def test_fuzzed_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Whatever stands in an overlay, it is refused in words, or the run is the digits'."""
+    """Whatever an overlay contains, it is rejected with a message, or the run trains the digits."""
     path = tmp_path / "fuzzed.yaml"
     path.write_text(text)
     words = ["fit", "--config", str(DIGITS), "--config", str(path), "--print_config"]
@@ -351,7 +351,7 @@ def test_a_file_that_is_called_like_an_option_is_a_file(
 def test_what_is_typed_imports_nothing_from_the_working_folder(
     evil: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    """A value that is no class is never imported; a class of the working folder wants ``--allow``."""
+    """A value that is not a class is never imported; a class in the working folder requires ``--allow``."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "overlay.yaml"
     path.write_text(yaml.safe_dump(callback(on_fit_start="evilmod.X")))

@@ -1,4 +1,4 @@
-"""Callback that draws and scores samples during training."""
+"""Callback that generates images during training and computes FID and related metrics."""
 
 from __future__ import annotations
 
@@ -34,16 +34,23 @@ class HasRealImages(Protocol):
     """Protocol of a data module with real images to compare samples with."""
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the samples of ``"train"`` or ``"validate"``, which have an ``image`` ``[C, S, S]`` in -1 .. 1."""
+        """Return the real samples of a part of the data.
+
+        Args:
+            part: ``"train"`` or ``"validate"``.
+
+        Returns:
+            Samples, each a dict with an ``image`` ``[C, S, S]`` in -1 .. 1.
+        """
 
 
 class GenerationMetrics(SampleGrid):
-    """Callback that draws samples, balanced over the conditions, with the weights that validation uses, and scores them.
+    """Callback that generates images and computes FID and related metrics, with the weights that validation uses.
 
     The callback logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
     reference allow, and ``NAME/label_accuracy`` if the feature network classifies by the data's classes. ``NAME.jsonl`` in the
-    log folder gets a line for each evaluation, with everything that the values depend on and remarks on them. A grid of
-    samples goes to ``pictures/`` and TensorBoard.
+    log folder has a line for each evaluation, with the options that the values depend on and remarks about them. A grid of
+    samples is written to ``pictures/`` and TensorBoard.
 
     Sample i has condition i modulo the number of conditions and its own noise, so any number of processes draws the same
     samples.
@@ -55,8 +62,8 @@ class GenerationMetrics(SampleGrid):
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
         every_n_steps: optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether the last weights are evaluated.
-        batch_size: samples that each process draws at once.
+        at_end: whether to evaluate the final weights.
+        batch_size: number of samples that each process draws at once.
         seed: seed of the noise.
         name: name of the metrics, unique among the callbacks.
     """
@@ -83,24 +90,24 @@ class GenerationMetrics(SampleGrid):
         """Check before training that samples can be drawn and compared: VAE, features, reference and sampler.
 
         Raises:
-            ValueError: if module, features, reference and options do not fit together.
+            ValueError: if the module does not draw images, or features, reference and options contradict each other.
             FileNotFoundError: if the VAE, the weights of the feature network or the reference do not exist.
         """
         super().on_fit_start(trainer, pl_module)
         self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """Save the results of all evaluations so far."""
+        """Return the results of all evaluations so far, for the checkpoint."""
         return {**super().state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the results of earlier evaluations, and the step of the last one."""
+        """Restore the results of earlier evaluations and the step of the last evaluation from a checkpoint."""
         super().load_state_dict(state_dict)
         self.rows = state_dict["rows"]
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw samples and compute features on every process; score, log and write a grid on the first."""
+        """Draw samples and compute their features on every process; compute, log and write metrics on the first process."""
         module = self._checked(pl_module)
         self._find_reference(trainer, module)
         with self._drawing(trainer, pl_module):
@@ -118,10 +125,10 @@ class GenerationMetrics(SampleGrid):
         """Draw all samples on all processes.
 
         Returns:
-            Features of all samples in order, pixels ``[n, C, H, W]`` of the first ones for a grid, and the share of samples
-            that the feature network assigns to their class, None if it does not classify by the data's classes.
+            Features of all samples in order; pixels ``[n, C, H, W]`` uint8 of the first ones for a grid; and the share of
+            samples that the feature network assigns to their class, None if it does not classify by the data's classes.
         """
-        network, classes, wanted = self.features.network().to(module.device), module.num_conditions, GRID * GRID
+        network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
         right = 0
@@ -132,14 +139,14 @@ class GenerationMetrics(SampleGrid):
             gathered = iter(column.cpu() for column in columns)
             part = Features(*(None if feature is None else next(gathered) for feature in features))  # type: ignore[arg-type]
             parts.append(part)
-            if sum(map(len, shown)) < wanted:
+            if sum(map(len, shown)) < grid_size:
                 shown.append(pixels.cpu())
             if self.features.names_labels and part.logits is not None:
                 right += int((part.logits.argmax(1) == order.cpu() % classes).sum())
         network.cpu()
         generated = assemble("the samples", "", parts)
         share = right / self.samples if self.features.names_labels else None
-        return generated, torch.cat(shown)[:wanted], share
+        return generated, torch.cat(shown)[:grid_size], share
 
     def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
         """Compute the features of the reference once, on the first process. Errors are raised on all processes."""
@@ -165,16 +172,21 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check before samples are drawn that reference statistics have the width of the samples' features."""
-        known = reference.moments("pooled")
-        if known is None or reference.pooled is not None:
+        """Check that reference statistics have as many features as the feature network computes.
+
+        Args:
+            reference: reference set.
+            module: module that draws the samples; its images have the size to test the feature network with.
+        """
+        statistics = reference.moments("pooled")
+        if statistics is None or reference.pooled is not None:
             return
         image = torch.zeros(1, *module.image_shape, dtype=torch.uint8)
         width = extract(self.features, self.features.network().cpu(), image).pooled.shape[1]
-        if len(known.mean) != width:
+        if len(statistics.mean) != width:
             raise ValueError(
-                f"reference {self.reference} has {len(known.mean)} features, {type(self.features).__name__} gives {width}: "
-                "they are of different feature networks"
+                f"reference {self.reference} has {len(statistics.mean)} features, {type(self.features).__name__} gives "
+                f"{width}: they are of different feature networks"
             )
 
     def _keep(self, trainer: Trainer, module: ImageGenerator, folder: Path, scores: Scores, grid: Tensor) -> None:
@@ -198,7 +210,7 @@ class GenerationMetrics(SampleGrid):
             "features_sha256": fingerprint(self.features.network()),
         }
         # After a resume from an earlier step, this drops the results of steps that are run again.
-        self.rows = [*(known for known in self.rows if known["step"] < step), row]
+        self.rows = [*(earlier for earlier in self.rows if earlier["step"] < step), row]
         write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(redacted(line)) + "\n" for line in self.rows))
         self.log_values(trainer, self.name, scores.values)
         self._show(trainer, module, folder, grid)
@@ -216,9 +228,9 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield at most ``MOST_REAL`` images of a source, evenly spaced, in batches ``[b, C, S, S]`` uint8."""
+    """Yield at most :data:`MOST_REAL` images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
     count = min(len(source), MOST_REAL)
-    chosen = [index * len(source) // count for index in range(count)]
+    indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)
     for start in track(chunks, "features of the reference", disable=len(chunks) < 50):
-        yield to_pixels(torch.stack([source[index]["image"] for index in chosen[start : start + batch_size]]))
+        yield to_pixels(torch.stack([source[index]["image"] for index in indices[start : start + batch_size]]))

@@ -36,8 +36,8 @@ class FeatureNetwork:
     """Base class of frozen networks that compute features of 8-bit images. Derive from it to use a different network.
 
     Attributes:
-        names_labels: whether the K logits are scores of the data's classes, so that they show whether a sample has the class
-            that it was drawn for.
+        names_labels: whether the K logits are scores of the data's classes. If so, the share of samples with the class that
+            they were drawn for can be measured.
     """
 
     names_labels = False
@@ -47,12 +47,17 @@ class FeatureNetwork:
         raise NotImplementedError
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Compute features of images ``[B, C, S, S]`` uint8 (C is 1 or 3) with ``network``, on its device."""
+        """Compute features of images.
+
+        Args:
+            network: result of :meth:`network`.
+            images: images ``[B, C, S, S]`` uint8 with 1 or 3 channels, on the device of the network.
+        """
         raise NotImplementedError
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Compute a hash of all weights, which is reported with every value that depends on them: 16 hexadecimal digits."""
+    """Compute a hash of a network's weights, 16 hexadecimal digits, which is reported with every metric based on them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
@@ -79,7 +84,7 @@ class InceptionFeatures(FeatureNetwork):
 
         Raises:
             FileNotFoundError: if the file of weights does not exist, or the download fails.
-            ValueError: if the file does not hold these weights, or cannot be read safely.
+            ValueError: if the file does not contain the weights of this network, or cannot be read safely.
         """
         if self._network is None:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -116,15 +121,15 @@ class InceptionFeatures(FeatureNetwork):
     @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
         """Compute features on the network's device; gray images are converted to RGB."""
-        kept: list[Tensor] = []
+        recorded: list[Tensor] = []
         branch: Any = network.get_submodule("Mixed_6d.branch1x1")
         # torch-fidelity does not return the features of sFID, so a hook collects them.
-        hook = branch.register_forward_hook(lambda module, args, out: kept.append(out[:, :7]))
+        hook = branch.register_forward_hook(lambda module, args, out: recorded.append(out[:, :7]))
         try:
             pooled, logits = network(images.expand(-1, 3, -1, -1))
         finally:
             hook.remove()
-        spatial = kept[0].permute(0, 2, 3, 1).flatten(1)  # channels last, as in TensorFlow
+        spatial = recorded[0].permute(0, 2, 3, 1).flatten(1)  # channels last, as in TensorFlow
         return Features(pooled, spatial, logits)
 
 
@@ -157,7 +162,9 @@ class DigitNetwork(nn.Module):
 
 
 class DigitFeatures(FeatureNetwork):
-    """Classifier trained on first use on the 1,437 training digits of scikit-learn: seconds on a CPU, reproducible by seed.
+    """Features of a small digit classifier that is trained on first use, on the 1,437 training digits of scikit-learn.
+
+    Training takes seconds on a CPU and is reproducible by the seed.
 
     Args:
         seed: seed of the initial weights and of the order of the digits.
@@ -187,7 +194,9 @@ class DigitFeatures(FeatureNetwork):
 
 
 class MnistFeatures(DigitFeatures):
-    """Classifier trained on first use on 4,000 digits of MNIST (28 x 28): seconds on a CPU, reproducible by seed.
+    """Features of a small digit classifier that is trained on first use, on 4,000 digits of MNIST (28 x 28 pixels).
+
+    Training takes seconds on a CPU and is reproducible by the seed.
 
     Args:
         seed: seed of the initial weights and of the order of the digits.
@@ -202,7 +211,7 @@ class MnistFeatures(DigitFeatures):
 
 
 class RandomFeatures(FeatureNetwork):
-    """Convolutional network with random weights. It needs no download and takes images of any size.
+    """Features of a convolutional network with random weights. It needs no download and accepts images of any size.
 
     The features are the means and standard deviations of the last layer's channels, 512 numbers. Distances in the features of
     untrained networks rank samples and do not depend on training data (Naeem et al., arXiv 2002.09797, section 4), but
@@ -232,11 +241,11 @@ def _random_network(seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     widths = (3, 32, 64, 128, 256)
     layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+    for inputs, outputs in pairwise(widths):
+        convolution = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         with torch.no_grad():
             convolution.weight.copy_(
-                torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * before)) ** 0.5
+                torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * inputs)) ** 0.5
             )
         layers += [convolution, nn.ReLU()]
     return nn.Sequential(*layers).eval().requires_grad_(False)

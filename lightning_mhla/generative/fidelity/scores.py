@@ -25,7 +25,7 @@ from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import read_arrays
 
 PUBLISHED_COUNT = 50_000
-"""Usual number of samples for a published FID."""
+"""Number of samples with which FID is usually published."""
 
 KID_SUBSET = 1000
 """Maximum number of samples in a subset for KID (torch-fidelity)."""
@@ -35,7 +35,7 @@ SPLITS = 10
 
 
 STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
-"""Names of arrays with reference statistics, and maximum bytes of each, enough for a covariance of 5,792 features."""
+"""Names of arrays with reference statistics, and maximum size of an array in bytes, enough for 5,792 features."""
 
 
 class Moments(NamedTuple):
@@ -52,7 +52,7 @@ def moments(features: Tensor) -> Moments:
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Compute the Frechet distance of two normal distributions (FID, arXiv 1706.08500, equation 6)."""
+    """Compute the Fréchet distance between two normal distributions (FID, arXiv 1706.08500, equation 6)."""
     pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
@@ -68,7 +68,7 @@ class ImageSet:
         pooled: features ``[n, D]``; None if only statistics are known.
         logits: class scores ``[n, K]``; None if there are none.
         spatial: spatial features ``[n, S]``; None if there are none.
-        statistics: moments of ``"pooled"`` and ``"spatial"`` features, given with the set or computed.
+        statistics: moments of ``"pooled"`` and ``"spatial"`` features, read with the set or computed from its features.
     """
 
     origin: str
@@ -80,7 +80,7 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the moments of ``"pooled"`` or ``"spatial"`` features; None if unknown."""
+        """Return the moments of ``"pooled"`` or ``"spatial"`` features; None if the set has neither features nor moments."""
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
@@ -88,7 +88,7 @@ class ImageSet:
 
 
 def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, device: torch.device) -> ImageSet:
-    """Compute features of images.
+    """Compute the features of all images of a set.
 
     Args:
         origin: description of the set for messages.
@@ -109,13 +109,19 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
 
 @torch.no_grad()
 def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Features:
-    """Compute features of images ``[b, C, S, S]`` uint8 in float32, even under autocast."""
+    """Compute features of one batch of images in float32, even under autocast.
+
+    Args:
+        features: kind of the feature network.
+        network: the network itself.
+        images: images ``[b, C, S, S]`` uint8.
+    """
     with torch.autocast(images.device.type, enabled=False):
         return features.extract(network, images)
 
 
 def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
-    """Concatenate features of batches, in order, into one set.
+    """Concatenate the features of several batches, in order, into one set.
 
     Args:
         origin: description of the set for messages.
@@ -161,7 +167,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
 def _from_arrays(
     path: str, arrays: Mapping[str, np.ndarray], features: FeatureNetwork, device: torch.device, batch_size: int
 ) -> ImageSet:
-    found: dict[str, Moments] = {}
+    statistics: dict[str, Moments] = {}
     for name, keys in {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}.items():
         if keys[0] in arrays and keys[1] in arrays:
             if any(arrays[key].dtype.kind != "f" or not np.isfinite(arrays[key]).all() for key in keys):
@@ -169,9 +175,9 @@ def _from_arrays(
             mean, covariance = (np.float64(arrays[key]) for key in keys)
             if mean.ndim != 1 or covariance.shape != (len(mean),) * 2:
                 raise ValueError(f"{path}: {keys[0]} {mean.shape} and {keys[1]} {covariance.shape} are no moments")
-            found[name] = Moments(mean, covariance)
+            statistics[name] = Moments(mean, covariance)
     images = arrays.get("arr_0")
-    if images is None and "pooled" not in found:
+    if images is None and "pooled" not in statistics:
         raise ValueError(
             f"{path} holds neither images (arr_0) nor reference statistics (mu, sigma), only {sorted(arrays)}"
         )
@@ -179,28 +185,34 @@ def _from_arrays(
     for _, array in sorted(arrays.items()):
         digest.update(np.ascontiguousarray(array).data)
     if images is None:
-        return ImageSet(path, digest.hexdigest()[:16], None, statistics=found)
+        return ImageSet(path, digest.hexdigest()[:16], None, statistics=statistics)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
         raise ValueError(f"{path}: arr_0 is {images.dtype} {images.shape}, not uint8 [N, S, S, 3]")
     chunks = range(0, len(images), batch_size)
     batches = (torch.from_numpy(images[start : start + batch_size]).permute(0, 3, 1, 2) for start in chunks)
-    known = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
-    known.digest, known.statistics = digest.hexdigest()[:16], found
-    if "pooled" in found:
-        known.count = None  # the statistics may be those of more images than the file holds
-    return known
+    image_features = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
+    image_features.digest, image_features.statistics = digest.hexdigest()[:16], statistics
+    if "pooled" in statistics:
+        image_features.count = None  # the statistics may be those of more images than the file holds
+    return image_features
 
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
-    """Iterate over ``count`` batches with a progress bar on standard error, so that standard output holds results only."""
+    """Iterate over batches with a progress bar on standard error, so that standard output contains only results.
+
+    Args:
+        batches: batches of images.
+        path: source of the images, for the description.
+        count: number of batches.
+    """
     return track(batches, f"features of {escape(shown(path.name))}", total=count, console=Console(stderr=True))
 
 
 def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
-    """Read images ``[b, 3, H, W]`` uint8 from files.
+    """Read image files in batches ``[b, 3, H, W]`` uint8.
 
     Raises:
-        ValueError: if the images of any batches differ in size.
+        ValueError: if images differ in size.
     """
     first: tuple[Path, Sequence[int]] | None = None
     for start in range(0, len(files), batch_size):
@@ -220,11 +232,11 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
 
 @dataclass
 class Scores:
-    """Result of a comparison.
+    """Metrics of a comparison between generated and real images.
 
     Attributes:
-        values: metrics by name.
-        marks: remarks on the metrics, such as a number of samples that is too small.
+        values: values of the metrics by name.
+        marks: remarks about the metrics, for example that there are too few samples.
     """
 
     values: dict[str, float]
@@ -232,7 +244,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute all metrics for which both sets have the features.
+    """Compute all metrics of generated images for which both sets have the required features.
 
     Args:
         generated: set of samples.
@@ -245,15 +257,15 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     values: dict[str, float] = {}
     marks = list(_marks(generated, reference))
     for metric, name in (("fid", "pooled"), ("sfid", "spatial")):
-        one, two = generated.moments(name), reference.moments(name)
-        if one is None or two is None:
+        generated_moments, reference_moments = generated.moments(name), reference.moments(name)
+        if generated_moments is None or reference_moments is None:
             continue
-        if len(one.mean) != len(two.mean):
+        if len(generated_moments.mean) != len(reference_moments.mean):
             raise ValueError(
-                f"{reference.origin} has {len(two.mean)} features and {generated.origin} {len(one.mean)}: they are of "
-                "different feature networks"
+                f"{reference.origin} has {len(reference_moments.mean)} features and {generated.origin} "
+                f"{len(generated_moments.mean)}: they are of different feature networks"
             )
-        values[metric] = frechet_distance(one, two)
+        values[metric] = frechet_distance(generated_moments, reference_moments)
     if generated.logits is not None and len(generated.logits) >= SPLITS:
         mean, spread = KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD
         scores = isc_features_to_metric(generated.logits, splits=SPLITS, shuffle=True, rng_seed=seed)
@@ -264,23 +276,23 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     subset = min(KID_SUBSET, len(generated.pooled), len(reference.pooled))
     kid: dict[str, Any] = {"kid_subset_size": subset, "rng_seed": seed, "verbose": False}
     if subset > 1:
-        found = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
-        values |= {"kid": found[KEY_METRIC_KID_MEAN], "kid_std": found[KEY_METRIC_KID_STD]}
+        metrics = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
+        values |= {"kid": metrics[KEY_METRIC_KID_MEAN], "kid_std": metrics[KEY_METRIC_KID_STD]}
     if min(len(generated.pooled), len(reference.pooled)) > 4:
-        found = prc_features_to_metric(generated.pooled, reference.pooled, save_cpu_ram=True, verbose=False)
-        values |= {"precision": found[KEY_METRIC_PRECISION], "recall": found[KEY_METRIC_RECALL]}
+        metrics = prc_features_to_metric(generated.pooled, reference.pooled, save_cpu_ram=True, verbose=False)
+        values |= {"precision": metrics[KEY_METRIC_PRECISION], "recall": metrics[KEY_METRIC_RECALL]}
     return Scores(values, marks)
 
 
 def _marks(generated: ImageSet, reference: ImageSet) -> Iterator[str]:
-    for each in (generated, reference):
-        known = each.moments("pooled")
-        if known is None:
-            yield f"no fid: {each.count} image of {each.origin} has no covariance"
-        elif each.count is not None and each.count <= len(known.mean):
+    for one_set in (generated, reference):
+        set_moments = one_set.moments("pooled")
+        if set_moments is None:
+            yield f"no fid: {one_set.count} image of {one_set.origin} has no covariance"
+        elif one_set.count is not None and one_set.count <= len(set_moments.mean):
             yield (
-                f"fid is not reliable: {each.count:,} images of {each.origin} are fewer than FID needs for "
-                f"{len(known.mean):,} features (their covariance is singular)"
+                f"fid is not reliable: {one_set.count:,} images of {one_set.origin} are fewer than FID needs for "
+                f"{len(set_moments.mean):,} features (their covariance is singular)"
             )
     if generated.count is not None and generated.count < PUBLISHED_COUNT:
         yield f"fid of {generated.count:,} samples: higher than with the {PUBLISHED_COUNT:,} that are usual"

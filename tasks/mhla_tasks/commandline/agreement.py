@@ -48,7 +48,17 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Return the position of the strongest source that sets an option of model or data; -1 if none does."""
+    """Return how strong the strongest source is that sets an option of the model or the data.
+
+    Args:
+        part: ``model`` or ``data``.
+        name: name of the option.
+        sources: sources of the user's options, the weakest first.
+
+    Returns:
+        Position of the file among the files, or the number of files for an option on the command line; -1 if no source sets
+        the option.
+    """
     files = [source for source in sources if not source.typed]
     ranks = [
         len(files) if source.typed else files.index(source)
@@ -59,7 +69,7 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Take the number of classes from data that lists its classes, unless an option of the data sets it.
+    """Set the model's number of classes to the number in the data, if the data module counts its classes itself.
 
     Raises:
         ValueError: if an option of the model sets a different number.
@@ -84,6 +94,6 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments of a class that a source sets, including short forms (``--data.batch_size=8``)."""
+    """Return the arguments of a class in options, with or without ``init_args`` (as by ``--data.batch_size=8``)."""
     options = mapping(value)
     return {**options, **mapping(options.get("init_args"))}

@@ -15,21 +15,21 @@ WITH_ANY_VALUE = ("sweep_sbatch",)
 """Options whose value may look like an option: ``--sweep_sbatch --nodes=2``."""
 
 HELP = ".help"
-"""Suffix of options that print the options of a class, such as ``--model.help``."""
+"""Suffix of options that print the help of a class, such as ``--model.help``."""
 
 
 class UsageError(ValueError):
-    """Error in the command line, whose text is shown to the user."""
+    """Error for a wrong command line. Its text is shown to the user."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command line.
+    """Option as it was given on a command line.
 
     Attributes:
         name: name without dashes: ``config``, ``trainer.max_epochs``, ``trainer.callbacks+``.
         value: text after the equals sign, or the next argument; None if there is neither.
-        words: the one or two arguments that it was read from.
+        words: the one or two arguments that the option was read from.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Option:
 
     @property
     def text(self) -> str:
-        """The option as typed on the command line, for messages."""
+        """Text of the option as typed on the command line, for messages."""
         return " ".join(self.words)
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command and its options.
+    """Command of Lightning and its options, as parsed from the command line.
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
@@ -55,7 +55,7 @@ class CommandLine:
     options: tuple[Option, ...] = ()
 
     def values(self, name: str) -> list[str]:
-        """Return the values of all options with a name, in order."""
+        """Return the values of all occurrences of an option, in the order of the command line."""
         return [option.value for option in self.options if option.name == name and option.value is not None]
 
     def last(self, name: str) -> str | None:
@@ -63,7 +63,7 @@ class CommandLine:
         return next(reversed(self.values(name)), None)
 
     def asks_for(self, name: str) -> bool:
-        """Whether an option is present, with or without a value."""
+        """Return whether an option is present, with or without a value."""
         return any(option.name == name for option in self.options)
 
     def without(self, *names: str) -> CommandLine:
@@ -72,7 +72,7 @@ class CommandLine:
 
     @property
     def words(self) -> list[str]:
-        """The arguments after the command."""
+        """Arguments that follow the name of the command."""
         return [word for option in self.options for word in option.words]
 
 
@@ -100,7 +100,7 @@ def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
         else:
             raise UsageError(_unexpected(word, options, command, commands))
     if command is None:
-        raise UsageError(f"no command is given; there are {', '.join(commands)}")
+        raise UsageError(f"no command is given; the commands are {', '.join(commands)}")
     for option in options:
         if option.value is None and option.name not in WITHOUT_VALUE and not option.name.endswith(HELP):
             raise UsageError(f"{option.text} needs a value: {option.text}=VALUE")
@@ -121,13 +121,13 @@ def _read_option(word: str, remaining: list[str]) -> Option:
 
 
 def _is_option(word: str) -> bool:
-    """Whether an argument is an option; ``-1`` and ``-`` are values."""
+    """Return whether an argument is an option. ``-1`` and ``-`` are values."""
     return (word.startswith("--") and word != "--") or word.partition("=")[0] in ("-c", "-h")
 
 
 def _unexpected(word: str, options: Sequence[Option], command: str | None, commands: Collection[str]) -> str:
     if command is None and not options:
-        return f"{word} is not a command; there are {', '.join(commands)}"
+        return f"{word} is not a command; the commands are {', '.join(commands)}"
     last = next((option for option in reversed(options) if option.value is not None), None)
     if last is None:
         return f"unexpected argument {word!r}; options are written --name=value"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mhla_tasks.commandline import registry, shipped
 
 REQUEST = "--complete"
-"""First argument with which the shell script calls the program for candidates."""
+"""First argument with which the shell's completion script asks this program for candidates."""
 
 SCRIPT = """\
 _lightning_mhla() {
@@ -28,11 +28,11 @@ OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
 
 
 def answer(breaks: str, line: str) -> list[str]:
-    """Return the candidates that replace the last part of a line, which begins after its last word break.
+    """Return the candidates that complete a command line, without the part of the last argument that the shell keeps.
 
     Args:
-        breaks: characters at which the shell breaks words.
-        line: the line up to the cursor.
+        breaks: characters at which the shell breaks words. It replaces only what follows the last of them.
+        line: command line up to the cursor.
     """
     words = line.split(" ")[1:]
     last = words[-1] if words else ""
@@ -41,7 +41,7 @@ def answer(breaks: str, line: str) -> list[str]:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return the candidates for the last argument.
+    """Return the possible completions of the last argument of a command line.
 
     Args:
         words: arguments after the name of the program; the last one may be incomplete or empty.

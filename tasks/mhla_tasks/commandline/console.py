@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 LOGGERS = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
-"""Packages whose log messages are shown from level INFO."""
+"""Packages whose log messages are shown if their level is INFO or higher."""
 
 NOISE = (
     ".*LeafSpec.*is deprecated.*",
@@ -50,11 +50,12 @@ def prepare_streams() -> None:
 
 
 def harmless(text: str) -> str:
-    r"""Return a text without secrets (:mod:`lightning_mhla.system.redaction`), and with escapes for control characters.
+    r"""Make a text safe to print: remove secrets, and escape control characters, which a terminal would execute.
+
+    Secrets are those that :mod:`lightning_mhla.system.redaction` finds.
 
     Args:
-        text: any text. Line feeds and tabs stay; other control characters become escapes such as ``\x1b``, because a terminal
-            would execute them.
+        text: any text. Line feeds and tabs stay; other control characters become escapes such as ``\x1b``.
     """
     if re.search("(?i):/|key|token|pass|pwd|secret|credential|authorization", text):
         # Imports torch, which would delay the message for a wrong option; most messages need no redaction.
@@ -68,12 +69,12 @@ def harmless(text: str) -> str:
 
 
 def _is_raw(sign: str) -> bool:
-    """Whether a character represents an undecodable byte of a file name; the stream prints it as an escape."""
+    """Return whether a character represents an undecodable byte of a file name, which the stream prints as an escape."""
     return "\ud800" <= sign <= "\udfff"
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """Create a log record whose message passed through :func:`harmless`, whichever handler prints it."""
+    """Create a log record with a message that is safe to print (:func:`harmless`). Arguments are those of ``LogRecord``."""
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()
@@ -101,7 +102,7 @@ def ignore_noise() -> None:
 
 
 def show_log(stream: TextIO) -> None:
-    """Send log messages to a stream: from level INFO for the suite, from level WARNING for other packages."""
+    """Print log messages to a stream: of the suite from level INFO, of other packages from level WARNING."""
     logging.basicConfig(level=logging.WARNING, handlers=[log_handler(stream)])
     set_levels()
 
@@ -113,7 +114,7 @@ def set_levels() -> None:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Log handler that raises errors of its stream, so that they end the command instead of being printed and ignored."""
+    """Log handler that raises errors of its stream. They end the command, where Python would print and ignore them."""
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
@@ -123,7 +124,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def log_handler(stream: TextIO) -> logging.Handler:
-    """Create the handler for log messages: coloured for a terminal, plain lines for other streams."""
+    """Create the handler for log messages: colored for a terminal, plain lines for other streams."""
     if stream.isatty():
         from rich.console import Console
         from rich.logging import RichHandler

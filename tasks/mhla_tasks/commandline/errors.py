@@ -21,18 +21,20 @@ from mhla_tasks.commandline.extras import name_the_extra
 from mhla_tasks.commandline.failures import chain, explain_failure
 
 TRACEBACK = "LIGHTNING_MHLA_TRACEBACK"
-"""Environment variable that, with any value, shows the traceback of every error."""
+"""Environment variable that makes every error show its traceback. Any value counts."""
 
 INTERRUPTED, READER_GONE = 130, 141
-"""Exit statuses after Ctrl+C, and after the reader of a pipe has ended: 128 plus the number of the signal."""
+"""Exit statuses after Ctrl+C, and after the program that reads the output has ended: 128 plus the number of the signal."""
 
 RUST_PANIC = "PanicException"
-"""Name of the exception class for panics of Rust libraries, which is not a subclass of ``Exception``. Tokenizers raise it for
-regular expressions that do not terminate."""
+"""Name of the exception class for panics of Rust libraries, which is not a subclass of ``Exception``.
+
+Tokenizers raise it for regular expressions that do not terminate.
+"""
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks", "benchmarks")
 DELIBERATE = (ValueError, TypeError, ModuleNotFoundError, NotImplementedError)
-"""Classes of errors that checks of the suite raise, in addition to ``OSError``."""
+"""Exception classes that the suite raises for errors of the user, in addition to ``OSError``."""
 
 LIBRARIES = (
     "PIL", "datasets", "diffusers", "huggingface_hub", "jsonargparse", "json", "lm_eval", "peft", "timm", "tokenizers",
@@ -51,7 +53,7 @@ HINTS = (
     (r"requires a GPU accelerator|selected an invalid strategy", "--trainer.strategy=auto takes what fits the machine"),
     (r"not in bounds, numpy accepts", "set --seed_everything to a number in these bounds"),
 )  # fmt: skip
-"""Remedies for errors of Lightning that do not name one: pattern of the message, and text to append."""
+"""Remedies for Lightning's errors that do not name one: pairs of a pattern of the message and a text to append."""
 
 
 class CommandFailed(SystemExit):
@@ -73,7 +75,7 @@ class CommandFailed(SystemExit):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report the errors of the command that runs in a ``with`` block.
+    """Run a command in a ``with`` block and report its errors.
 
     Errors that the user can fix are printed in one or two lines and end the command with status 1. Other errors are raised.
     Ctrl+C and a closed pipe on standard output (``| head``) end the command silently. Blocks may be nested.
@@ -108,7 +110,7 @@ def explain(error: BaseException) -> str | None:
     """Return the message for an error that the user can fix; None for an error that is a bug of the suite.
 
     Args:
-        error: a raised error; its traceback shows whether a check raised it.
+        error: error with its traceback, which shows whether a check raised it.
     """
     if _is_ours(error):
         text = name_the_extra(str(error))
@@ -125,7 +127,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Return a text without secrets and terminal control sequences, cut to 2000 characters."""
+    """Make an error message safe to print: remove secrets, escape control characters, and cut it to 2000 characters."""
     return harmless(text)[:2000]
 
 
@@ -133,7 +135,7 @@ def _report(error: Exception) -> None:
     """Print an error and end the command.
 
     Raises:
-        SystemExit: with status 1, or 141 if the reader of the output has ended.
+        SystemExit: with status 1, or with status 141 if the program that reads the output has ended.
         Exception: the error itself, if the user cannot fix it or asks for tracebacks.
     """
     if any(isinstance(link, BrokenPipeError) for link in chain(error)) and _reader_is_gone():
@@ -148,7 +150,7 @@ def _report(error: Exception) -> None:
 
 
 def _report_thread(thrown: threading.ExceptHookArgs) -> None:
-    """Print an error that ended a thread, in one line if it is a failure of the machine.
+    """Print an error that ended a thread, in one line if it is a failure of the machine. A hook for ``threading``.
 
     An example is a full disk in the thread that writes TensorBoard's events.
     """
@@ -189,7 +191,7 @@ def _leave(text: str, status: int) -> NoReturn:
 
 
 def _reader_is_gone() -> bool:
-    """Whether the reader of standard output or standard error has ended."""
+    """Return whether the program that reads standard output or standard error has ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             poll = select.poll()
@@ -200,7 +202,7 @@ def _reader_is_gone() -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a check of the suite raised an error, so that its message is sufficient."""
+    """Return whether a check of the suite raised an error, so that its message suffices without a traceback."""
     if (
         type(error).__module__.partition(".")[0] in OWN
     ):  # DataLoader re-raises errors of worker processes in its own code
@@ -212,7 +214,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _is_for_the_user(error: BaseException) -> bool:
-    """Whether an error of a library concerns user input, files or the network rather than a bug."""
+    """Return whether an error of a library is due to user input, files or the network rather than to a bug."""
     root, by_statement = _raised_in(error)
     if isinstance(error, OSError | UnicodeError) or type(error).__module__.partition(".")[0] in SERVICES:
         return True
@@ -244,7 +246,9 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
 
 
 def _from_worker(error: BaseException) -> str | None:
-    """Return the message of an error that a check raised in a worker process, whose traceback is only known as text.
+    """Extract the message of an error that a check of the suite raised in a worker process.
+
+    PyTorch passes on the traceback of a worker process as text only.
 
     Returns:
         The last line of the traceback without the name of the error; None if the error has a different origin.

@@ -1,4 +1,4 @@
-"""Extras of the package that install the requirements of optional features."""
+"""Extras of the package, such as ``[video]``, which install the requirements of optional features."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ EXTRAS = {
     "mlxtend": "classification", "peft": "video", "pyarrow": "language", "pytorch_optimizer": "text-to-image",
     "sklearn": "classification", "tokenizers": "language", "torch_fidelity": "diffusion", "transformers": "language",
 }  # fmt: skip
-"""Extras by the import names of the packages they install."""
+"""Extra that installs a package, by the package's import name."""
 
 
 def name_the_extra(message: str) -> str:
-    """Append the command that installs the missing package to a message of Python's ``ModuleNotFoundError``.
+    """Append the command that installs the missing package to the message of a ``ModuleNotFoundError``.
 
     Args:
         message: any message; returned unchanged if it does not name a package of :data:`EXTRAS`.

@@ -33,7 +33,7 @@ MEANINGS: dict[int, tuple[str, str]] = {
     errno.EEXIST: ("a file of this name exists already", AWAY),
     errno.ENOTEMPTY: ("the folder is not empty", "choose a different path, or move the folder away"),
     errno.ENOENT: ("there is no such file or folder", "check the path"),
-    errno.ELOOP: ("the symbolic links of this path form a circle", "check the links"),
+    errno.ELOOP: ("the symbolic links of this path form a loop", "check the links"),
     errno.EIO: ("the device reports an input or output error", "check the disk, or the network file system"),
     errno.ESTALE: ("the network file system has lost this file", "check the connection, then start the command again"),
     errno.EMFILE: ("too many open files", f"raise the limit of this process (ulimit -n 65536), or {FEWER_WORKERS}"),
@@ -46,16 +46,18 @@ MEANINGS: dict[int, tuple[str, str]] = {
     errno.EADDRINUSE: ("the network port is in use", "set MASTER_PORT to a free one, or end the other program"),
     errno.ECONNREFUSED: ("the connection was refused", "check the address, and whether the server runs"),
 }
-"""Cause and remedy by error number."""
+"""Cause and remedy of system errors, by error number."""
 
 OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 )  # fmt: skip
-"""Error numbers that always mean a failure of the machine. They are also recognised inside the messages of other errors and in
-the chain of errors that led to the last one."""
+"""Error numbers that always mean a failure of the machine.
+
+They are also recognized inside the messages of other errors and in the chain of errors that led to the last one.
+"""
 
 SHARED_MEMORY = (
-    "a worker process found no room in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
+    "a worker process found no space in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
     "uses none), or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)"
 )
 MEMORY = (
@@ -63,8 +65,8 @@ MEMORY = (
     "(--data.num_workers) or a smaller batch, or ask the scheduler for more memory"
 )
 ENDED = (
-    "a worker process ended unexpectedly; its own message is above. --data.num_workers=0 reads in this process, and "
-    "shows where"
+    "a worker process ended unexpectedly; its own message is above. --data.num_workers=0 reads the data in this "
+    "process, and shows where it fails"
 )
 DEVICE_MEMORY = (
     "the memory of the GPU is used up: use a smaller batch (--data.batch_size, with "
@@ -80,7 +82,7 @@ TEXTS: tuple[tuple[str, str | int], ...] = (
     (r"can't start new thread", errno.EAGAIN),
     (r"PytorchStreamWriter failed|inline_container\.cc.*unexpected pos|unexpected pos \d+ vs", errno.ENOSPC),
 )  # fmt: skip
-"""Patterns of library messages, each with the message to show instead, or the error number whose message applies."""
+"""Patterns of libraries' error messages, each with the message to show instead, or the error number whose message applies."""
 
 
 def explain_failure(error: BaseException) -> str | None:
@@ -108,7 +110,7 @@ def explain_failure(error: BaseException) -> str | None:
 
 
 def _receives_tensors(error: BaseException) -> bool:
-    """Whether an error occurred while receiving a tensor from a worker process that could not open a file for it."""
+    """Return whether an error occurred while receiving a tensor from a worker process that could not open a file for it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.multiprocessing.reductions" for frame in frames)
 
@@ -124,11 +126,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _in_words(text: str, numbers: Container[int]) -> str | None:
-    """Return the line for an error message that contains a known text of a library, or a system error in words.
+    """Describe a failure of the machine that an error mentions only in its text.
 
     Args:
         text: the error message.
-        numbers: error numbers to look for.
+        numbers: error numbers to recognize in forms such as ``[Errno 28]``.
+
+    Returns:
+        One line with cause and remedy; None if the text does not mention a known failure.
     """
     for pattern, line in TEXTS:
         if re.search(pattern, text):
@@ -145,31 +150,34 @@ def _in_words(text: str, numbers: Container[int]) -> str | None:
 
 
 def _line(number: int, path: str | None) -> str:
-    what, remedy = MEANINGS[number]
+    cause, remedy = MEANINGS[number]
     if number == errno.EMFILE:
-        what, path = f"{what}: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}", None
+        cause, path = f"{cause}: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}", None
     if number == errno.ENOSPC and path is None and (places := full_places()):
         path = ", ".join(places)
-    return f"{f'{path}: ' if path else ''}{what}; {remedy}"
+    return f"{f'{path}: ' if path else ''}{cause}; {remedy}"
 
 
 def _path_of(error: OSError) -> str | None:
-    """Return the path in an error; for a copy or a renaming, that of the target."""
+    """Return the path that an error names; for a copy or a renaming, that of the target. None if it names none."""
     name = error.filename2 or error.filename
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
 
 
 def full_places(free: int = 1 << 20) -> list[str]:
-    """Return up to two paths on full disks among those on the command line, the working folder and the temporary folder.
+    """Find full disks among those of the paths on the command line, the working folder and the temporary folder.
 
-    They are searched because the error of a failed write to an open file does not name the file.
+    The error of a failed write to an open file does not name the file.
 
     Args:
-        free: bytes of free space; a disk with fewer counts as full.
+        free: number of free bytes below which a disk counts as full.
+
+    Returns:
+        Up to two paths on full disks.
     """
-    named = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
+    argument_paths = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
     places: list[str] = []
-    for name in [*named, os.curdir, tempfile.gettempdir()]:
+    for name in [*argument_paths, os.curdir, tempfile.gettempdir()]:
         path = next((part for part in (Path(name), *Path(name).parents) if name and os.path.lexists(part)), None)
         try:
             full = path is not None and os.access(path, os.W_OK) and shutil.disk_usage(path).free < free

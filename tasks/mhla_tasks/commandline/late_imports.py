@@ -1,8 +1,8 @@
 """Deferred imports of large packages of which Lightning and the suite use only a few names.
 
-``torchmetrics`` alone imports torchvision, scipy and transformers, which is half of the startup time of a command. Here such
-packages are replaced by empty ones: a few names come from the modules that define them, and any other name executes the package
-itself, so that nothing is missing. Without this, reporting a wrong option takes twice as long.
+``torchmetrics`` alone imports torchvision, scipy and transformers, which is half of the startup time of a command. This module
+replaces such packages by empty ones. A few names are imported from the modules that define them. Access to any other name
+executes the package, so that no name is missing. Without this, reporting a wrong option takes twice as long.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LATE: dict[str, dict[str, str]] = {
     "torchvision.datasets": {},
     "torchvision.models": {},
 }
-"""For each deferred package, the names that are available without executing it, with the module that defines each."""
+"""Deferred packages, each with the names that are available without executing it and the modules that define them."""
 
 PLOT = "torchmetrics.utilities.plot"
-"""Module that imports matplotlib, for annotations and for a method that draws a metric."""
+"""Module of torchmetrics that imports matplotlib, which is needed only to plot a metric."""
 
 FIRST = "torchmetrics.utilities"
-"""Module that has to be imported before ``torchmetrics.metric``, because the two import each other."""
+"""Module to import before ``torchmetrics.metric``, because the two import each other."""
 
 
 class LatePackage(ModuleType):
-    """Package that is executed on first access to a name that is not listed in :data:`LATE`."""
+    """Package whose code is executed on the first access to a name that is not listed in :data:`LATE`."""
 
     __spec__: ModuleSpec
 
@@ -65,12 +65,12 @@ class LatePackage(ModuleType):
         return getattr(self, name)
 
 
-def _plot(*given: Any, **named: Any) -> Any:
-    """Call ``plot_single_or_multi_val`` of the module itself, which is executed on the first call."""
+def _plot(*arguments: Any, **options: Any) -> Any:
+    """Stand in for ``plot_single_or_multi_val`` of torchmetrics: import its module on the first call, and call it."""
     module = sys.modules[PLOT]
     if module.__dict__["plot_single_or_multi_val"] is _plot:
         del module.__dict__["plot_single_or_multi_val"]
-    return module.plot_single_or_multi_val(*given, **named)
+    return module.plot_single_or_multi_val(*arguments, **options)
 
 
 def _import_first(package: str) -> None:

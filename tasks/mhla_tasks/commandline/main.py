@@ -31,7 +31,7 @@ Train, evaluate and sample models with MHLA attention.
 
 
 def main() -> None:
-    """Run the command or the tool that the command line names; errors are reported by :func:`reported`."""
+    """Run the command or tool that the command line names, and report its errors."""
     prepare_streams()
     with reported():
         _run()

@@ -1,4 +1,4 @@
-"""Options of model and data that are stored in a checkpoint, which are the weakest source."""
+"""Options of model and data that are stored in a checkpoint. Every other source overrides them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mhla_tasks.commandline.sources import Source, mapping
 from mhla_tasks.commandline.trust import refusal
 
 MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters"))
-"""Pairs of an option of a command and the checkpoint entry that stores its value."""
+"""Names of the command's options that a checkpoint stores, each with the checkpoint entry that holds the value."""
 
 
 def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         folder without checkpoints.
 
     Raises:
-        ValueError: if ``checkpoint`` is a path to nothing, is not a readable checkpoint, or its class may not be imported.
+        ValueError: if ``checkpoint`` does not exist, is not a readable checkpoint, or its class may not be imported.
     """
     path = Path(checkpoint)
     if not path.exists():
@@ -46,20 +46,20 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         raise ValueError(f"ckpt_path {checkpoint} is not a checkpoint that can be read safely ({error})") from error
     options = {}
     for root, memory in memories:
-        named = [s.values[root]["class_path"] for s in sources if "class_path" in mapping(s.values.get(root))]
+        class_paths = [s.values[root]["class_path"] for s in sources if "class_path" in mapping(s.values.get(root))]
         if not isinstance(memory, dict) or not all(isinstance(name, str) for name in memory):
             raise ValueError(f"ckpt_path {checkpoint}: its options of the {root} must be a mapping with text keys")
         class_path = memory.get("_class_path")
         if class_path and (refused := refusal(str(class_path))):
             raise ValueError(f"ckpt_path {checkpoint} was trained with the class {str(class_path)[:80]}: {refused}")
-        if class_path and (not named or named[-1] == class_path):
+        if class_path and (not class_paths or class_paths[-1] == class_path):
             arguments = {name: value for name, value in memory.items() if not name.startswith("_")}
             options[root] = {"class_path": class_path, "init_args": arguments}
     return options
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """Return the transformers configuration that the model of a checkpoint was built from; None if there is none."""
+    """Return the transformers configuration stored in a checkpoint, from which its model was built; None if it has none."""
     path = Path(checkpoint)
     memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
     return memory.get("network")

@@ -20,14 +20,14 @@ from mhla_tasks.commandline.trust import CLASS_OPTIONS, subclass_named
 Classes = tuple[type, ...]
 
 REQUESTS = ("print_config", "help")
-"""Options that print a text and do not belong to the configuration of a run."""
+"""Options that only print a text, and are not part of a run's configuration."""
 
 ROOTS: Mapping[str, Classes] = {
     "model": (LightningModule,),
     "data": (LightningDataModule,),
     "trainer": (Trainer,),
 }
-"""Base classes of the command options that have options of their own."""
+"""Options of a command whose value is an object with options, each with the base classes of that object."""
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
@@ -60,10 +60,10 @@ def _plain(value: Any) -> Any:
 
 
 class _Typed(str):
-    """Text of an option from the command line.
+    """Value of an option from the command line, as text and parsed as YAML.
 
-    The text means a mapping, a list or null only for parameters that take classes or their options; for other parameters it
-    stays a text, and the parser interprets it by the parameter's type.
+    Parameters that take classes or their options use the parsed value. Other parameters use the text, which the parser
+    interprets by the parameter's type.
 
     Attributes:
         meaning: the text parsed as YAML.
@@ -72,7 +72,11 @@ class _Typed(str):
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """Return the value for a parameter that takes the given classes: the parsed value or the text itself."""
+        """Return the form of the value that a parameter uses: parsed YAML or the text.
+
+        Args:
+            classes: classes whose options the parameter accepts; empty for a parameter that uses the text.
+        """
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
             # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
             braces = isinstance(self.meaning, dict) and all(item is None for item in self.meaning.values())
@@ -81,7 +85,15 @@ class _Typed(str):
 
 
 def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
-    """Return the text of a typed option with its parsed value; None if its value was a file, which is a source of its own."""
+    """Return the value of an option on the command line as text and parsed YAML.
+
+    Args:
+        source: source with the option.
+        path: keys of the option in the source.
+
+    Returns:
+        The value; None if it was a file, whose options are a separate source.
+    """
     value: Any = source.values
     for key in path:
         if key not in value:
@@ -103,7 +115,7 @@ def _put_argument(
         key: name of the argument; a plus sign at its end appends to the argument's list.
         path: keys below the argument; empty to set the argument itself.
         value: the new value.
-        classes: for each argument, the classes whose options may appear below it.
+        classes: classes whose options may appear below an argument, by the name of the argument.
     """
     name = key.removesuffix("+")
     below = classes.get(name, ())
@@ -140,19 +152,19 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
     if isinstance(old, list) and old and classes:
         return [*old[:-1], _put(old[-1], path, value, classes)]
     options = _as_options(old, classes)
-    key, *rest = path
+    key, *remaining = path
     if not classes:
-        _put_argument(options, key, rest, value, {})
+        _put_argument(options, key, remaining, value, {})
         return options
-    if key == "class_path" and not rest:
+    if key == "class_path" and not remaining:
         return _with_class(options, str(value), classes)
     if "class_path" in options and key not in CLASS_OPTIONS:
-        key, rest = "init_args", [key, *rest]
+        key, remaining = "init_args", [key, *remaining]
     if key == "init_args":
         arguments = dict(options.get("init_args") or {})
-        value = value.at(classes) if isinstance(value, _Typed) and not rest else value
-        if rest:
-            _put_argument(arguments, rest[0], rest[1:], value, _below(options, classes))
+        value = value.at(classes) if isinstance(value, _Typed) and not remaining else value
+        if remaining:
+            _put_argument(arguments, remaining[0], remaining[1:], value, _below(options, classes))
         elif isinstance(value, dict):
             for name, item in _in_order(value):
                 _put_argument(arguments, name, [], item, _below(options, classes))
@@ -160,14 +172,23 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
             raise UsageError(f"init_args takes options by name (KEY: VALUE), got {str(value)[:100]}")
         return {**options, "init_args": arguments}
     if key in CLASS_OPTIONS:
-        options[key] = _put(options.get(key), rest, value, ())
+        options[key] = _put(options.get(key), remaining, value, ())
         return options
-    _put_argument(options, key, rest, value, _below(options, classes))
+    _put_argument(options, key, remaining, value, _below(options, classes))
     return options
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """Merge a value of a stronger source for the argument itself; parameters as for :func:`_put`."""
+    """Merge a stronger source's value for an argument itself, not for an option below it.
+
+    Args:
+        old: merged value of the weaker sources; None if they set nothing.
+        value: value from the stronger source.
+        classes: classes whose options the argument may hold; empty for plain values and mappings with free keys.
+
+    Returns:
+        The new value of the argument.
+    """
     value = value.at(classes) if isinstance(value, _Typed) else value
     if isinstance(value, list):
         return [_replace(None, item, classes) for item in value]
@@ -182,13 +203,21 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
 
 
 def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Sort the options of one source: the class first, since it determines the other options, and appended items last."""
+    """Sort the options of one source into the order in which they are merged.
+
+    The class comes first, since it determines the other options. Items to append to lists come last.
+    """
     keyed = [(str(key), value) for key, value in values.items()]
     return sorted(keyed, key=lambda item: (item[0] != "class_path", item[0].endswith("+")))
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
-    """Copy a value as a mapping of options; the name of a class becomes ``class_path``."""
+    """Convert the value of an object to a mapping with ``class_path`` and ``init_args``.
+
+    Args:
+        value: mapping of options, or the name of a class.
+        classes: base classes of the object.
+    """
     value = value.meaning if isinstance(value, _Typed) and isinstance(value.meaning, dict) else value
     if isinstance(value, dict):
         return dict(value)
@@ -196,7 +225,13 @@ def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:
-    """Set the class of options, and keep the arguments that the previous class declares with the same type."""
+    """Set ``class_path`` of an object's options, and keep the arguments that both classes declare with the same type.
+
+    Args:
+        options: options of the object with its previous class.
+        class_path: name of the new class.
+        classes: base classes of the object.
+    """
     arguments = {**(options.get("init_args") or {}), **{k: v for k, v in options.items() if k not in CLASS_OPTIONS}}
     new, old = (subclass_named(name, classes) for name in (class_path, options.get("class_path")))
     class_options = {key: value for key, value in options.items() if key in CLASS_OPTIONS}
@@ -212,7 +247,12 @@ def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> d
 
 
 def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
-    """Return, for each argument of the class that options name, the classes whose options may appear below it."""
-    named = subclass_named(options["class_path"], classes) if "class_path" in options else None
-    kinds = (named,) if named is not None else classes if "class_path" not in options else ()
+    """Return the classes whose options may appear below each argument of a class, by the name of the argument.
+
+    Args:
+        options: options of an object; their ``class_path`` names the class.
+        classes: base classes of the object.
+    """
+    named_class = subclass_named(options["class_path"], classes) if "class_path" in options else None
+    kinds = (named_class,) if named_class is not None else classes if "class_path" not in options else ()
     return {name: bases for kind in kinds for name, bases in option_classes(kind).items()}

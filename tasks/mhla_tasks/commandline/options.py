@@ -1,4 +1,4 @@
-"""Changes to the trainer's options: output folders, and rejection of values that cannot work."""
+"""Changes to the trainer's options: output folders, and rejection of invalid intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def use_run_folder(options: Any) -> RunFolder:
-    """Set the output of a fit to the folder of its run, and lock this folder.
+    """Direct the output of a fit to the folder of its run, and lock this folder.
 
     Args:
         options: options of the command, changed in place.
@@ -30,15 +30,15 @@ def use_run_folder(options: Any) -> RunFolder:
     path = Path(options.run_dir)
     folder = RunFolder(path)
     options.trainer.default_root_dir = str(path)
-    place = {"save_dir": str(path), "name": "", "version": ""}
+    logger_options = {"save_dir": str(path), "name": "", "version": ""}
     if options.trainer.logger in (None, True):
         options.trainer.logger = [
-            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(place))
+            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(logger_options))
         ]
     loggers = options.trainer.logger or []
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
-            logger.init_args.update(Namespace(place))
+            logger.init_args.update(Namespace(logger_options))
             if folder.taken and logger.class_path.endswith("CSVLogger"):
                 folder.keep("metrics.csv")  # otherwise Lightning deletes the table of an earlier start
         elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others default to the working folder
@@ -47,7 +47,7 @@ def use_run_folder(options: Any) -> RunFolder:
 
 
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
-    """Set the output folder to that of the checkpoint's run; for ``predict`` to a new folder ``predict-N`` in it.
+    """Direct the output of a command to the run folder of its checkpoint; for ``predict``, to a new ``predict-N`` in it.
 
     Nothing changes without a checkpoint, or if a source sets the logger or the folder.
 
@@ -78,7 +78,7 @@ def check_trainer(trainer: Any) -> None:
         trainer: options of the trainer.
 
     Raises:
-        ValueError: naming the option and its value.
+        ValueError: if an interval is below 1. The message names the option and its value.
     """
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         value = trainer.get(name)
@@ -87,7 +87,12 @@ def check_trainer(trainer: Any) -> None:
 
 
 def leave_out_monitors(trainer: Any, command: str) -> None:
-    """Remove every LearningRateMonitor from the options of a trainer without a logger, which Lightning would reject."""
+    """Remove every LearningRateMonitor from a trainer's options if it has no logger, since Lightning rejects the combination.
+
+    Args:
+        trainer: options of the trainer, changed in place.
+        command: ``fit``, ``validate``, ``test`` or ``predict``.
+    """
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
     remaining = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
     if len(remaining) < len(callbacks):

@@ -46,13 +46,13 @@ log = logging.getLogger(__name__)
 
 
 class SaveConfig(SaveConfigCallback):
-    """Callback that saves the configuration of a run without ``run_dir`` and ``ckpt_path``, so that other runs can use it.
+    """Callback that saves a run's configuration, without ``run_dir`` and ``ckpt_path``, so that new runs can start from it.
 
     Secrets are removed, see :mod:`lightning_mhla.system.redaction`. They are also removed from the hyperparameters of model and
     data that loggers and checkpoints receive.
 
     Raises:
-        ValueError: if the configuration was read from a file from which secrets were removed, and they were not given again.
+        ValueError: if the configuration comes from a file without its secrets, and they were not given again.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
@@ -83,9 +83,9 @@ class ShortErrorParser(LightningArgumentParser):
     """Parser that reports errors in one or two lines without a page of usage.
 
     Attributes:
-        sources: sources of the options. They belong to the class, because jsonargparse creates further parsers for the
-            options of classes, whose errors also name the source.
-        program: the command, for the line that names its help.
+        sources: sources of the options, which error messages name. An attribute of the class, so that the further parsers
+            that jsonargparse creates for the options of classes have it too.
+        program: name of the command, for the line that refers to its help.
     """
 
     sources: ClassVar[Sequence[Source]] = ()
@@ -107,10 +107,10 @@ def leave(text: str, program: str) -> NoReturn:
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI that builds model, data and trainer from the configuration of a plan.
+    """LightningCLI that builds model, data and trainer from a prepared configuration.
 
     Args:
-        plan: the command, its options and their sources.
+        plan: the command, its configuration and the sources of its options.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -135,7 +135,7 @@ class SuiteCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of the command itself to those of model, data and trainer."""
+        """Add the suite's own options, such as ``--run_dir``, to those of model, data and trainer."""
         command = self.plan.command
         parser.add_argument(
             "--run_dir",
@@ -164,11 +164,11 @@ class SuiteCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check the types of all values, including those that a stronger source replaces, or print the requested help."""
+        """Check the types of all values, including overridden ones, or print the help that the user asked for."""
         request = self.plan.request
         if request is not None and not request.startswith("--print_config"):
             parser.parse_args([request])
-        # Serialised now, because the parser modifies its arguments in place.
+        # Serialized now, because the parser modifies its arguments in place.
         printed = [] if request is None else [f"--config={json.dumps(args)}", request]
         for replaced in self.plan.replaced:
             parser.parse_object(replaced)
@@ -181,7 +181,7 @@ class SuiteCLI(LightningCLI):
         """Make shared options equal, set the output folder, and ignore ``pretrained`` if a checkpoint supplies the weights.
 
         Raises:
-            ValueError: for ``predict`` without weights, or options of model, data and trainer that do not fit together.
+            ValueError: if ``predict`` has no weights, or if options of model, data and trainer contradict each other.
         """
         options, command = self.config, self.plan.command
         if self.plan.moves:
@@ -212,7 +212,7 @@ class SuiteCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [EpochBar()]
 
     def run(self) -> None:
-        """Call the trainer's method for the command. A fit that fails before its first step leaves no log folder."""
+        """Call the Trainer's method for the command. Remove the log folder of a fit that fails before its first step."""
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
@@ -233,7 +233,7 @@ class SuiteCLI(LightningCLI):
 
 
 def _has_progress_bar(trainer: Namespace) -> bool:
-    """Whether the options of a trainer include a progress bar, or disable it."""
+    """Return whether the options of a trainer name a progress bar or disable it, so that no default is needed."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
     names = [callback.class_path for callback in callbacks if callback is not None]
     return (
@@ -244,7 +244,7 @@ def _has_progress_bar(trainer: Namespace) -> bool:
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
+    """Remove the numbered log folder of a fit that ended before its first step, so that its number is free again."""
     if not trainer.is_global_zero or trainer.global_step:
         return
     # Not trainer.log_dir, which is a collective: a process that fails alone would wait for the others forever.
@@ -262,7 +262,7 @@ class EpochBar(RichProgressBar):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one of Lightning's commands; errors are reported by :func:`mhla_tasks.commandline.errors.reported`.
+    """Run ``fit``, ``validate``, ``test`` or ``predict``, and report its errors.
 
     Args:
         args: arguments after the name of the program; by default those of this process.
@@ -299,7 +299,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def build(plan: Plan) -> SuiteCLI:
-    """Build the model, the data and the trainer of a plan.
+    """Build the model, the data and the trainer for a prepared command.
 
     Raises:
         ValueError: if a value does not fit the type of its option. The message names the source of the value.

@@ -1,4 +1,4 @@
-"""Preparation of a command before any model is built: its checked configuration and the checkpoint to start from."""
+"""Preparation of a command before any model is built: merge and check its configuration, and find its checkpoint."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from mhla_tasks.commandline.trust import AllowError, allow_classes, allow_import
 from mhla_tasks.commandline.user_modules import UnknownModuleError
 
 OBJECTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
-"""Arguments of the Trainer's methods that are objects built from options, not options themselves."""
+"""Arguments of the Trainer's methods that are objects, and therefore not options of the command line."""
 
 OWN = ("config", "seed_everything", "run_dir", "allow", "print_config", "help")
-"""Options of every command that do not belong to the Trainer's methods."""
+"""Options of every command that are not arguments of the Trainer's methods."""
 
 PLAN = "LIGHTNING_MHLA_PLAN"
 """Environment variable with the process id of the first process of a run and a digest of its configuration."""
@@ -40,16 +40,17 @@ PLAN = "LIGHTNING_MHLA_PLAN"
 
 @dataclass(frozen=True)
 class Plan:
-    """A command that is ready to run.
+    """Command that is ready to run, with its merged configuration.
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
         sources: sources of the options, the weakest first.
         configuration: merged nested options of all sources, in the form of LightningCLI.
-        checkpoint: path of the checkpoint to start from, or None.
-        replaced: configurations that contain the values of a file which stronger sources replace; their types are checked too.
+        checkpoint: path of the checkpoint to start from; None without a checkpoint.
+        replaced: configurations with the values of each file that stronger sources override, so that their types can be
+            checked too.
         request: argument that prints help or the configuration instead of running the command; None to run.
-        moves: options that sources give by former names; ``sources`` contain them by their present names.
+        moves: options given under former names; in ``sources`` they have their present names.
     """
 
     command: str
@@ -62,7 +63,7 @@ class Plan:
 
 
 def method_options(command: str) -> list[str]:
-    """List the options of the Trainer's method for a command, such as ``ckpt_path`` and ``weights_only``."""
+    """List the options that a command passes to the Trainer's method, such as ``ckpt_path`` and ``weights_only``."""
     parameters = inspect.signature(getattr(Trainer, command)).parameters
     return [name for name in parameters if name != "self" and name not in OBJECTS]
 
@@ -74,7 +75,7 @@ def make_plan(line: CommandLine) -> Plan:
         line: the parsed command line.
 
     Raises:
-        UsageError: for the first error in the command line, a file or the checkpoint.
+        UsageError: if the command line, a file or the checkpoint has an error. The message describes the first one.
     """
     if line.asks_for("help"):
         return Plan(line.command, (), {}, request="--help")
@@ -106,9 +107,15 @@ def make_plan(line: CommandLine) -> Plan:
 def _replaced(
     remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each file, the configuration with the values of the file that stronger sources replace.
+    """Yield a configuration with the overridden values of each file, so that their types can be checked too.
 
-    Options of a model or data module are omitted if its class is replaced too, because they belong to the replaced class.
+    Options of a model or data module are omitted if a stronger source names a different class, because they belong to the
+    overridden class.
+
+    Args:
+        remembered: sources from a checkpoint.
+        sources: the user's sources, the weakest first.
+        configuration: merged options of all sources.
     """
     for index, source in enumerate(sources):
         if source.typed:
@@ -116,23 +123,23 @@ def _replaced(
         up_to_file = merge([*remembered, *sources[: index + 1]])
         changed = _completed(merge([*remembered, *sources, source]))
         for root in ("model", "data"):
-            named = _class_of(up_to_file.get(root))
-            if named is not None and named != _class_of(configuration.get(root)):
+            class_path = _class_of(up_to_file.get(root))
+            if class_path is not None and class_path != _class_of(configuration.get(root)):
                 changed[root] = configuration[root]
         if changed != configuration:
             yield changed
 
 
 def _class_of(value: Any) -> Any:
-    """Return the class path in the options of a model or data module; None if they name no class."""
+    """Return the class path in the options of a model or data module; None if they do not name a class."""
     return value if isinstance(value, str) else mapping(value).get("class_path")
 
 
 def check_same(plan: Plan) -> None:
     """Check that all processes of a run have read the same configuration.
 
-    If a file is edited while the processes start, they would train different models. The first process stores a digest of its
-    configuration in the environment, which the processes that Lightning starts inherit.
+    If a file changes while the processes start, they would train different models. The first process stores a digest of its
+    configuration in an environment variable, which the processes that Lightning starts inherit.
 
     Raises:
         UsageError: if the configuration of this process differs from that of the process that started it.
@@ -168,19 +175,26 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
 
 
 def _start(sources: Sequence[Source], run: str | None) -> str | None:
-    """Return the requested checkpoint, ignoring one that an earlier version saved in the run's own configuration."""
+    """Return the checkpoint that ``ckpt_path`` names; None without one.
+
+    A value in the run's own configuration is ignored, since only an earlier version of the suite saved it there.
+
+    Args:
+        sources: sources of the user's options, the weakest first.
+        run: folder of the run; None without ``--run_dir``.
+    """
     run_configuration = str(Path(run or "") / "config.yaml")
     return _strongest([source for source in sources if source.origin != run_configuration], "ckpt_path")
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return the text that the strongest source sets for an option; None if no source sets a text."""
+    """Return an option's value from the strongest source that sets it to a text; None if no source does."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Convert strategy and loggers that are given by a class name alone to the form that Lightning requires."""
+    """Complete the trainer's strategy and loggers: Lightning requires ``class_path``, and a folder for loggers of files."""
     trainer = mapping(configuration.get("trainer"))
     strategy, loggers = trainer.get("strategy"), trainer.get("logger")
     if subclass_named(strategy, (Strategy,)) is not None:
@@ -193,7 +207,7 @@ def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_folder(logger: Any) -> Any:
-    """Add the required folder to the options of a logger that writes files; return other loggers unchanged."""
+    """Add a folder to the options of a logger that requires one; return all other loggers unchanged."""
     options = {"class_path": logger} if isinstance(logger, str) else mapping(logger)
     if not str(options.get("class_path")).endswith(("CSVLogger", "TensorBoardLogger")):
         return logger
@@ -201,7 +215,12 @@ def _with_folder(logger: Any) -> Any:
 
 
 def _request(line: CommandLine, configuration: dict[str, Any]) -> str | None:
-    """Return the parser's argument for a request of the help of a class or the configuration; None if there is none."""
+    """Return the parser's argument that prints help or the configuration; None if the command line asks for neither.
+
+    Args:
+        line: the parsed command line.
+        configuration: merged options of all sources.
+    """
     for option in line.options:
         if option.name.endswith(HELP):
             class_path = mapping(configuration.get(option.name.removesuffix(HELP))).get("class_path")

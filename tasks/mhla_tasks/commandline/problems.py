@@ -1,6 +1,6 @@
 """Short messages for wrong configurations: the key, its source and the closest valid key.
 
-The error of jsonargparse for a misspelt key names neither the file nor a valid key, and follows two pages of usage.
+For a misspelled key, jsonargparse names neither the file nor a valid key, and prints two pages of usage before the error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHORT_NAMES = {
     "logger": "lightning.pytorch.loggers",
     "strategy": "lightning.pytorch.strategies",
 }
-"""Modules of classes that an option of the trainer names without a module, as in LightningCLI."""
+"""Options of the trainer whose classes may be named without a module, as in LightningCLI, each with the module."""
 
 NOISE = re.compile(
     r"^-?\s*(Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
@@ -31,12 +31,12 @@ NOISE = re.compile(
 
 
 def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer: Collection[str]) -> str | None:
-    """Find the first key that no option accepts.
+    """Find the first key in a configuration that is not the name of an option.
 
     Args:
         sources: sources of the options, the weakest first.
-        roots: options of the command: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
-        trainer: options of the trainer.
+        roots: names of the command's options: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
+        trainer: names of the trainer's options.
 
     Returns:
         A message with the source, the line and a suggestion; None if all keys are valid.
@@ -48,11 +48,11 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
             if key not in roots:
                 problem: str | None = _message(source.origin, key, roots, "")
             elif key == "config":  # an existing file was moved to a source of its own before
-                problem = f"{source.origin}: config takes the name of a file, and there is no file {str(value)[:100]}"
+                problem = f"{source.origin}: config must be the path of a file; there is no file {str(value)[:100]}"
             elif (key in ("model", "data") and isinstance(value, list | int | float)) or (
                 key == "trainer" and not isinstance(value, dict)
             ):
-                problem = f"{source.origin}: {key} is not a value, got {value}; it needs options (KEY: VALUE) below it"
+                problem = f"{source.origin}: {key} must contain options (KEY: VALUE), got {value}"
             elif key == "trainer" and isinstance(value, dict):
                 problem = _check_trainer(source, value, trainer)
             elif key in ("model", "data"):
@@ -65,13 +65,21 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
 
 
 def _line_named_by(problem: str, source: Source) -> str:
-    """Return the line number of the key in a message as a suffix; empty for a source without lines."""
+    """Return the line number of the key that an error message starts with, as a suffix for the source's name.
+
+    Args:
+        problem: error message that starts with a key.
+        source: source of the key.
+
+    Returns:
+        Text such as ``:12``; empty if the source is not a file.
+    """
     line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
     return f" (line {line})" if line else ""
 
 
 def find_repeated_option(line: CommandLine) -> str | None:
-    """Return a message for the first data option with several values, or None.
+    """Return an error message for the first data option that is given several times; None if there is none.
 
     A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` passes the option three times. Only the last
     value would be used, and two thirds of the data would be lost.
@@ -89,13 +97,19 @@ def find_repeated_option(line: CommandLine) -> str | None:
 
 
 def find_options_of_another_command(sources: Sequence[Source], command: str, commands: Collection[str]) -> str | None:
-    """Return a message for the first file with options of a different command, or None."""
+    """Return an error message for the first file with options of a different command; None if there is none.
+
+    Args:
+        sources: sources of the options, the weakest first.
+        command: command that is run.
+        commands: names of all commands.
+    """
     for source in sources:
-        others = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
-        if others and not source.typed:
+        other_commands = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
+        if other_commands and not source.typed:
             return (
-                f"{source.origin} holds options of `lightning {others[0]}`, and this is `lightning {command}`; run that "
-                f"command, or take the options out from under `{others[0]}:`"
+                f"{source.origin} contains options of `lightning {other_commands[0]}`, but this is `lightning {command}`; "
+                f"run that command, or move the options out of `{other_commands[0]}:`"
             )
     return None
 
@@ -131,23 +145,21 @@ def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str
 def _check_class(
     source: Source, path: str, value: Any, classes: dict[str, type], module: str | None = None
 ) -> str | None:
-    """Check the class and the options of one value.
+    """Check that a value of a configuration names a known class, and that the class has the given options.
 
     Args:
         source: source of the value.
         path: key of the value, for messages.
-        value: a class path, or a mapping with ``class_path`` and ``init_args``, or options of a class of a weaker source.
+        value: class path, mapping with ``class_path`` and ``init_args``, or options of a class that a weaker source names.
         classes: classes of weaker sources by key; updated in place.
-        module: module of classes that are named without one.
+        module: module of classes that may be named without one; None if there is none.
 
     Returns:
-        A message; None if there is no problem.
+        An error message; None if there is no problem.
     """
     origin = source.origin
     if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # an existing one was replaced before
-        return (
-            f"{origin}: {path}: there is no file {value}; a file in a configuration is looked for in the folder of that"
-        )
+        return f"{origin}: {path}: there is no file {value}; paths in a configuration are relative to its own folder"
     if isinstance(value, str):
         value = {"class_path": value}
     if not isinstance(value, dict):
@@ -166,14 +178,22 @@ def _check_class(
     if path not in classes:
         return None
     if value.get("dict_kwargs") and option_names(classes[path]) is not None:
-        return f"{origin}: {path}.dict_kwargs: {classes[path].__name__} takes its own options alone; write them under init_args"
+        kind = classes[path].__name__
+        return f"{origin}: {path}.dict_kwargs: {kind} accepts only its own options; write them under init_args"
     arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_OPTIONS}
     prefix = f"{path}.init_args" if "init_args" in value else path
     return next(_unknown(origin, prefix, arguments, classes[path]), None)
 
 
 def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
-    """Yield messages for options that a class does not accept, including the options of its dataclasses."""
+    """Yield error messages for options that a class does not accept, including options of its dataclass parameters.
+
+    Args:
+        origin: name of the source, for messages.
+        path: key of the class, for messages.
+        options: options of the class by name.
+        kind: the class.
+    """
     valid = option_names(kind)
     if valid is None or not isinstance(options, dict):
         return
@@ -193,7 +213,7 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     """Reduce an error message of jsonargparse to the key, the problem, and the source and line of the value.
 
     Args:
-        message: message of jsonargparse, of many lines.
+        message: error message of jsonargparse, which has many lines.
         sources: sources of the options, the weakest first.
     """
     lines = [line.strip() for line in message.splitlines()]
@@ -219,8 +239,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     places = [
         (source, path) for source in reversed(sources) for path in _located(source.values, keys[-1].split("."), ())
     ]
-    got = re.search(r", got (.*)$", text)
-    wrong = [(source, path) for source, path in places if got and got[1] in _spellings(_value_at(source.values, path))]
+    rejected_value = re.search(r", got (.*)$", text)
+    wrong = [
+        (source, path)
+        for source, path in places
+        if rejected_value and rejected_value[1] in _spellings(_value_at(source.values, path))
+    ]
     if unfit:  # the message quotes no value; the wrong one is most likely a text
         wrong = [(source, path) for source, path in places if isinstance(_value_at(source.values, path), str)]
     for source, path in wrong or places:  # a stronger source may have the same key with a valid value
@@ -230,7 +254,13 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths in nested options and lists that end in the keys ``tail``."""
+    """Yield the paths in nested options and lists that end in given keys.
+
+    Args:
+        values: nested options and lists.
+        tail: last keys of the paths.
+        path: path of ``values`` itself.
+    """
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):
         items = values.items()
@@ -250,7 +280,7 @@ def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the texts with which an error message may quote a value."""
+    """Return the forms in which an error message may quote a value."""
     return str(value), repr(value), str(value).lower()
 
 

@@ -25,9 +25,9 @@ LIGHTNING = {
     "fit": "Train and validate; --run_dir=FOLDER resumes, --sweep KEY=VALUE,VALUE trains several runs.",
     "validate": "Evaluate weights on the validation data.",
     "test": "Evaluate weights on the test data.",
-    "predict": "Write what a model makes: samples, classes, clips, text.",
+    "predict": "Write the outputs of a model: samples, classes, clips, text.",
 }
-"""Lightning's own commands, with the summaries in the list of commands."""
+"""Lightning's own commands, each with its summary in the list of commands."""
 
 TOOLS: dict[str, dict[str, str]] = {
     "data": {
@@ -62,17 +62,17 @@ TOOLS: dict[str, dict[str, str]] = {
         "completion": "machine:completion",
     },
 }
-"""Module and function of each tool, by group and name."""
+"""Tools by group and name, each as ``module:function``."""
 
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
-    """Mark a tool that receives the arguments after its name unparsed, because it has its own parser."""
+    """Mark a tool that has its own parser and receives its arguments unparsed. A decorator."""
     function.passes_on = True  # type: ignore[attr-defined]
     return function
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with errors of two lines, which accepts dashes in place of underscores in the names of options."""
+    """Argument parser that reports errors in two lines, and accepts dashes for underscores in the names of options."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and exit with status 2."""
@@ -93,25 +93,25 @@ def _with_underscores(word: str) -> str:
 
 
 def tool_named(words: Sequence[str]) -> str | None:
-    """Return the tool that the first one or two arguments name; None if they do not name a tool."""
+    """Return the name of the tool in the first one or two arguments; None if they do not name a tool."""
     names = {name for tools in TOOLS.values() for name in tools}
     return next((name for count in (2, 1) if (name := " ".join(words[:count])) in names), None)
 
 
 def families() -> set[str]:
-    """Return the first words of tools whose names have two words, such as ``prepare``."""
+    """Return the first words of all tools with names of two words, such as ``prepare`` of ``prepare images``."""
     return {name.partition(" ")[0] for tools in TOOLS.values() for name in tools if " " in name}
 
 
 def function_of(name: str) -> Callable[..., object]:
     """Import and return the function of a tool."""
-    (place,) = (tools[name] for tools in TOOLS.values() if name in tools)
-    module, _, function = place.partition(":")
+    (location,) = (tools[name] for tools in TOOLS.values() if name in tools)
+    module, _, function = location.partition(":")
     return getattr(import_module(f"mhla_tasks.tools.{module}"), function)
 
 
 def parser_of(name: str) -> tuple[Parser, Run]:
-    """Create the parser of a tool.
+    """Create the argument parser of a tool.
 
     Returns:
         The parser, and the function that runs the tool with the parsed options.
@@ -127,7 +127,7 @@ def parser_of(name: str) -> tuple[Parser, Run]:
 
 
 def run(name: str, words: Sequence[str]) -> int | None:
-    """Run a tool.
+    """Run a tool of the command line.
 
     Args:
         name: name of the tool.
@@ -150,7 +150,11 @@ def run(name: str, words: Sequence[str]) -> int | None:
 
 
 def listing(start: str = "") -> str:
-    """Format the list of all commands and tools by group, or of the tools whose names start with ``start``."""
+    """Format the list of all commands and tools by group.
+
+    Args:
+        start: beginning of the names of the tools to list; empty for all commands and tools.
+    """
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():
         summaries = {name: help_text(function_of(name)).partition("\n")[0] for name in tools if name.startswith(start)}
@@ -164,7 +168,7 @@ def listing(start: str = "") -> str:
 
 
 def nearest(word: str) -> str:
-    """Return a suggestion for a mistyped command; an empty text if no command is similar."""
+    """Return a suggestion for a mistyped command, as the end of an error message; empty if no command is similar."""
     names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
     matches = difflib.get_close_matches(word, names, 1)
     return f"; did you mean {matches[0]}?" if matches else ""

@@ -1,4 +1,4 @@
-"""Configurations that are part of the package, named as in ``mhla://classification/mnist.yaml``."""
+"""Configurations that are part of the package, with names such as ``mhla://classification/mnist.yaml``."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ PREFIX = "mhla://"
 
 
 def folder() -> Path:
-    """Return the folder of the configurations, in the installed package or in the checkout it was installed from."""
+    """Return the folder of the shipped configurations: in the installed package, or in the checkout it was installed from."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
 
 def names() -> list[str]:
-    """List the names of all configurations without the prefix ``mhla://``, sorted."""
+    """List the names of all shipped configurations, sorted and without the prefix ``mhla://``."""
     return sorted(str(path.relative_to(folder())) for path in folder().rglob("*.yaml"))
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """Replace names of configurations (``mhla://NAME``) in a command line by their paths.
+    """Replace names of shipped configurations (``mhla://NAME``) in a command line by their paths.
 
     Args:
         words: arguments after the name of the program. ``mhla://`` without a name lists all configurations and exits.
 
     Raises:
-        FileNotFoundError: for an unknown name; the message suggests a similar one.
+        FileNotFoundError: if a name is unknown. The message suggests a similar one.
     """
     resolved = []
     for word in words:

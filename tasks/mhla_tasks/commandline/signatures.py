@@ -1,4 +1,4 @@
-"""Type hints and names of the parameters of classes that configurations set."""
+"""Names and type hints of class parameters, which are the options of a configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from importlib import import_module
 from typing import Any
 
 PLAIN = ("builtins", "pathlib", "datetime", "os")
-"""Modules whose classes are written as plain values in a configuration."""
+"""Modules whose classes, such as ``Path``, are written as plain values in a configuration."""
 
 
 @cache
 def parameter_hints(kind: type) -> dict[str, Any]:
-    """Return the type hints of a class's parameters by name, including those of its bases if it passes ``**kwargs`` on."""
+    """Return the type hints of a class's parameters by name.
+
+    If a constructor has ``**kwargs``, the parameters of its base classes are included.
+    """
     hints: dict[str, Any] = {}
     passes_on = True
     for base in kind.__mro__:
@@ -43,13 +46,16 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, by parameter name, the classes of the instances that a parameter accepts, directly or in a container."""
+    """Return the classes whose instances each parameter of a class accepts, directly or in a container, by parameter name."""
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, by parameter name, the classes whose options may appear below it, including classes of list items."""
+    """Return the classes whose options may be nested below each parameter of a class, by parameter name.
+
+    These include classes of list items.
+    """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 
 
@@ -63,22 +69,39 @@ def option_names(kind: type) -> frozenset[str] | None:
 
 
 def option_dataclasses(kind: type, name: str) -> list[type]:
-    """Return the dataclasses whose options may appear below a parameter."""
+    """Return the dataclasses whose options may be nested below a parameter.
+
+    Args:
+        kind: class with the parameter.
+        name: name of the parameter.
+    """
     return [
         option_class for option_class in option_classes(kind).get(name, ()) if dataclasses.is_dataclass(option_class)
     ]
 
 
 def takes_options_alone(kind: type, name: str) -> bool:
-    """Whether a parameter accepts only dataclasses and None, and no plain values."""
+    """Return whether a parameter accepts only dataclasses and None, and no plain values.
+
+    Args:
+        kind: class with the parameter.
+        name: name of the parameter.
+    """
     hint = parameter_hints(kind).get(name)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    others = [member for member in kinds if member is not types.NoneType]
-    return bool(others) and all(isinstance(member, type) and dataclasses.is_dataclass(member) for member in others)
+    option_kinds = [member for member in kinds if member is not types.NoneType]
+    return bool(option_kinds) and all(
+        isinstance(member, type) and dataclasses.is_dataclass(member) for member in option_kinds
+    )
 
 
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
-    """Yield the classes in a type hint, including those in unions and containers, without plain types and functions."""
+    """Yield the classes in a type hint, including those in unions and containers, without plain types and functions.
+
+    Args:
+        hint: type hint of a parameter.
+        inside_mappings: whether to include the classes of a mapping's values.
+    """
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and not origin:
         if hint is not Any and hint.__module__ not in PLAIN:

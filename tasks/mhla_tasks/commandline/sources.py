@@ -15,10 +15,10 @@ from mhla_tasks.commandline.arguments import CommandLine, Option
 from mhla_tasks.commandline.shipped import PREFIX, names
 
 INCLUDES = ("model", "data", "trainer", "init_args", "config")
-"""Keys whose value may be any existing file with the options; values of other keys are files only if they end in .yaml."""
+"""Keys whose value may be the path of any file with options; values of other keys are paths only if they end in .yaml."""
 
 DEPTH = 5
-"""Maximum depth of files that include one another."""
+"""Maximum nesting depth of files that include one another."""
 
 NUMBER = re.compile(
     r"""^( [-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)? | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
@@ -44,12 +44,12 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+01234567
 
 @dataclass(frozen=True)
 class Source:
-    """One source of options: a file, or an option on the command line.
+    """Source of options: a file, or an option on the command line.
 
     Attributes:
         origin: file name or typed option, for messages.
-        values: nested options, without those in files that they name, which are separate sources.
-        lines: line number of each key in the file, by its path; integers in a path are list indices.
+        values: nested options. Options in files that they name are not included; these files are separate sources.
+        lines: line number in the file by the path of a key; integers in a path are list indices.
         problem: error message if the file cannot be read, otherwise empty.
         typed: whether the source is on the command line.
         option: the option on the command line; None for files, and for a mapping given in place of a file.
@@ -97,7 +97,7 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """Return a source with the options of a command at the top level, if its file has them below the command's name."""
+    """Move options that a file nests below the name of a command (``fit: ...``) to the top level of the source."""
     options = source.values.get(command)
     if set(source.values) != {command} or not isinstance(options, dict):
         return source
@@ -111,11 +111,11 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> Source:
-    """Read the options in a file.
+    """Read the options in a YAML file as a source.
 
     Args:
-        path: the file.
-        keys: path of the option that named the file, under which its options belong.
+        path: path of the file.
+        keys: keys of the option that named the file; the file's options are nested below them.
     """
     try:
         if not path.exists():
@@ -131,7 +131,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> Source:
         return Source(str(path), {}, problem=f"{path}: {reason(error)}")
     for key in reversed(keys):
         values = {key: values}
-    return Source(str(path), values, {(*keys, *place): line for place, line in lines.items()})
+    return Source(str(path), values, {(*keys, *key_path): line for key_path, line in lines.items()})
 
 
 def _missing(path: str) -> str:
@@ -144,8 +144,8 @@ def _inline(origin: str, text: str) -> Source:
     """Parse a YAML mapping that is given on the command line in place of a file name.
 
     Args:
-        origin: the option as typed, for messages.
-        text: the mapping.
+        origin: option as typed on the command line, for messages.
+        text: YAML text of the mapping.
     """
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:
@@ -189,26 +189,29 @@ def _note_lines(node: yaml.Node, path: tuple[str | int, ...], lines: dict[tuple[
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
-        place, line = (*path, str(key.value)), key.start_mark.line + 1
-        if lines.setdefault(place, line) != line and key.value != "<<":
+        key_path, line = (*path, str(key.value)), key.start_mark.line + 1
+        if lines.setdefault(key_path, line) != line and key.value != "<<":
             raise ValueError(
-                f"{'.'.join(map(str, place))} is given twice, in line {lines[place]} and in line {line}; remove one"
+                f"{'.'.join(map(str, key_path))} is given twice, in line {lines[key_path]} and in line {line}; remove one"
             )
-        _note_lines(value, place, lines)
+        _note_lines(value, key_path, lines)
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """Describe a YAML error with its line and column."""
+    """Describe a YAML error in one line, with its line and column in the file."""
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or reason(error)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or reason(error)
     if mark is None:
-        return f"is not YAML ({what})"
+        return f"is not YAML ({problem})"
     context = getattr(error, "context", None)
-    return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}: ' if context else ''}{what}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}: ' if context else ''}{problem}"
 
 
 def _tab_hint(path: Path) -> str:
-    """Return a hint on the first line that is indented by a tab, a frequent and invisible cause of YAML errors."""
+    """Return a hint about the first line of a file that is indented by a tab, a frequent and invisible cause of YAML errors.
+
+    The hint is empty if no line is indented by a tab.
+    """
     lines = path.read_bytes().splitlines()
     number = next((number for number, line in enumerate(lines, 1) if b"\t" in line[: -len(line.lstrip()) or None]), 0)
     return f"; line {number} is indented by a tab: YAML accepts only spaces" if number else ""
@@ -222,7 +225,7 @@ def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Sou
     Args:
         source: the source.
         folder: folder to which relative file names refer.
-        depth: number of files that led to this one.
+        depth: number of files on the way from the command line to this one.
     """
     values, named_files = _split(source.values, folder, ())
     bases = [path for keys, path in named_files if keys == ("config",)]
@@ -241,18 +244,18 @@ def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Sou
 def _split(
     values: dict[str, Any], folder: Path, keys: tuple[str, ...]
 ) -> tuple[dict[str, Any], list[tuple[tuple[str, ...], Path]]]:
-    rest: dict[str, Any] = {}
+    plain_values: dict[str, Any] = {}
     named_files: list[tuple[tuple[str, ...], Path]] = []
     for name, value in values.items():
         key = str(name)
         if isinstance(value, dict):
-            rest[name], inner = _split(value, folder, (*keys, key))
+            plain_values[name], inner = _split(value, folder, (*keys, key))
             named_files += inner
         elif isinstance(value, str) and _names_a_file(key, value, folder):
             named_files.append(((*keys, key), folder / value))
         else:
-            rest[name] = value
-    return rest, named_files
+            plain_values[name] = value
+    return plain_values, named_files
 
 
 def _names_a_file(key: str, value: str, folder: Path) -> bool:

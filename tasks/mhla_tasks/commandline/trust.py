@@ -37,20 +37,20 @@ DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 BUILT_IN = ("lightning.pytorch.loggers.TensorBoardLogger", "lightning.pytorch.loggers.tensorboard.TensorBoardLogger")
-"""Classes that the suite itself adds to a configuration."""
+"""Import paths of classes that the suite itself adds to a configuration."""
 
 CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a source that names a class which it may not name."""
+    """Error for a configuration or a checkpoint that names a class which it may not name."""
 
 
 _trusted: list[str] = []
-"""Packages that ``--allow`` names for the current command."""
+"""Packages that the current command allows by ``--allow``."""
 
 _classes: list[str] = list(BUILT_IN)
-"""Every import path of the classes that sources name for a parameter that accepts them."""
+"""Import paths of the classes that the parser may import for the current command."""
 
 
 def allow_imports(sources: Sequence[Source]) -> None:
@@ -78,8 +78,8 @@ def allow_classes(sources: Sequence[Source]) -> None:
         sources: options from a checkpoint, from files and from the command line.
 
     Raises:
-        AllowError: for any other class, for a function, and for a class at a parameter that accepts none; the message names the
-            source, the key and the class.
+        AllowError: if a source names a function, a class that the parameter does not accept, or a class for a parameter that
+            accepts none. The message names the source, the key and the class.
     """
     from lightning import LightningDataModule, LightningModule, Trainer
 
@@ -94,19 +94,19 @@ def allow_classes(sources: Sequence[Source]) -> None:
     # The list of the parser is global: a class permitted for one parameter must not be named by a file for any other one.
     for source, path, text in check.plain:
         if any(text == name or text.startswith(f"{name}.") for name in check.found) and not source.typed:
-            raise AllowError(f"{source.origin}: {path} takes no class or function, got {text}")
+            raise AllowError(f"{source.origin}: {path} accepts no class or function, got {text}")
     _classes.extend(sorted(check.found))
     _tell_parser()
 
 
 def allow_model_config(values: object) -> None:
-    """Permit the parser to import the model configuration (:data:`MODEL_CONFIG`) that ``class_path`` in plain values names.
+    """Permit the parser to import the transformers configuration that ``class_path`` in a checkpoint's options names.
 
     Args:
         values: options of the network from a checkpoint.
 
     Raises:
-        AllowError: if the values name any other class.
+        AllowError: if ``class_path`` does not match :data:`MODEL_CONFIG`.
     """
     check = _Check()
     check.value(Source("the checkpoint", {}), "model.network", values, ())
@@ -120,7 +120,7 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
     Args:
         class_path: module and name, such as ``lightning.pytorch.callbacks.Timer``.
         bases: classes of which it must be a subclass.
-        typed: whether it is named on the command line, where any installed package may be used.
+        typed: whether the class is named on the command line, where any installed package is trusted.
 
     Raises:
         AllowError: if the package is not allowed, or the name is private, not a class, or not a subclass of the bases.
@@ -134,7 +134,9 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
     except ImportError as error:
         raise AllowError(f"cannot import {module} ({error})") from error
     if kind is None:
-        close = get_close_matches(name, [other for other, item in names.items() if isinstance(item, type)], 1, 0.5)
+        close = get_close_matches(
+            name, [item_name for item_name, item in names.items() if isinstance(item, type)], 1, 0.5
+        )
         raise AllowError(f"there is no such class{f'; did you mean {close[0]}?' if close else ''}")
     if not isinstance(kind, type):
         raise AllowError("is not a class")
@@ -163,7 +165,7 @@ def refusal(class_path: str) -> str | None:
 
 
 class _Check:
-    """Traversal of the values of sources that compares named classes with the classes each parameter accepts.
+    """Check of all values of sources: which classes they name, and whether the parameters accept them.
 
     Attributes:
         found: import paths of the permitted classes, both as named and as defined.
@@ -176,7 +178,7 @@ class _Check:
         self._named: dict[str, list[type]] = {}
 
     def value(self, source: Source, path: str, value: Any, bases: tuple[type, ...]) -> None:
-        """Check a value of a source, and all values inside it.
+        """Check a value of a source, and all values nested in it, for classes that the parameters do not accept.
 
         Args:
             source: source of the value.
@@ -196,10 +198,10 @@ class _Check:
                 if key in value and (key == "class_path" or bases):
                     self._named_class(source, path, value[key], bases)
             if "class_path" not in value:  # the parser then uses the base itself as the class
-                named = [
+                named_classes = [
                     base for base in bases if dataclasses.is_dataclass(base) and refusal(next(_paths(base))) is None
                 ]
-                self.found |= {name for base in named for name in _paths(base)}
+                self.found |= {name for base in named_classes for name in _paths(base)}
             kinds = self._named.get(path) or list(bases)
             inner = value.get("init_args") if "class_path" in value or "init_args" in value else None
             self.arguments(source, path, inner, kinds)
@@ -207,13 +209,13 @@ class _Check:
             self.arguments(source, path, value.get("dict_kwargs"), [])
 
     def arguments(self, source: Source, path: str, values: Any, kinds: Sequence[type]) -> None:
-        """Check the arguments of a class.
+        """Check the arguments of a class for values that name classes which the parameters do not accept.
 
         Args:
             source: source of the arguments.
             path: key of the class, for messages.
-            values: arguments by name; any other value is checked as a plain one.
-            kinds: classes that the arguments may belong to.
+            values: arguments by name; a value that is not a mapping is checked as a plain value.
+            kinds: possible classes that the arguments belong to.
         """
         if not isinstance(values, dict):
             self.value(source, path, values, ())
@@ -260,7 +262,7 @@ class _Check:
         self._add(path, kind, name)
 
     def _add_options(self, kind: type) -> None:
-        """Permit the dataclasses that a class accepts as groups of options, which the parser imports without being asked."""
+        """Permit the dataclasses that a class accepts as parameters, which the parser imports although no source names them."""
         for base in {base for bases in parameter_bases(kind).values() for base in bases}:
             paths = set(_paths(base))
             if dataclasses.is_dataclass(base) and not paths <= self.found and refusal(next(_paths(base))) is None:
@@ -273,7 +275,12 @@ class _Check:
 
 
 def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
-    """Return the imported subclass of one of ``bases`` that has a name, with or without its module; None if there is none."""
+    """Return the class with a given name among base classes and their imported subclasses; None if there is none.
+
+    Args:
+        name: name of the class, with or without its module.
+        bases: the base classes.
+    """
     if not isinstance(name, str):
         return None
     if "." not in name:
@@ -284,7 +291,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
 
 
 def _called(name: str, bases: tuple[type, ...]) -> Iterator[type]:
-    """Yield the classes with a name among the bases and their imported subclasses, if they may be named."""
+    """Yield the classes with a given name among base classes and their imported subclasses that sources may name."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind
@@ -292,7 +299,7 @@ def _called(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 
 
 def _paths(kind: type) -> Iterator[str]:
-    """Yield the import paths of a class: that of its definition, and those of enclosing packages that import it.
+    """Yield the import paths of a class: that of its definition, and those of enclosing packages that export it.
 
     The parser uses the shortest one, so all of them have to be permitted.
     """
@@ -314,15 +321,17 @@ def _model_config(path: str) -> type:
 
 
 def _is_installed(class_path: str) -> bool:
-    """Whether the package of a class is installed outside the working folder, whose modules require ``--allow``."""
+    """Return whether the package of a class is installed. Modules in the working folder do not count; they need ``--allow``."""
     if not DOTTED.fullmatch(class_path):
         return False
     try:
         spec = find_spec(class_path.split(".")[0])
     except (ImportError, ValueError):
         return False
-    places = [Path(place) for place in (spec.submodule_search_locations or [spec.origin or ""] if spec else [])]
-    return spec is not None and all(place.parent.resolve() != Path.cwd().resolve() for place in places)
+    locations = [
+        Path(location) for location in (spec.submodule_search_locations or [spec.origin or ""] if spec else [])
+    ]
+    return spec is not None and all(location.parent.resolve() != Path.cwd().resolve() for location in locations)
 
 
 def _is_file(text: str) -> bool:

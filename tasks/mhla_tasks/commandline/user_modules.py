@@ -1,4 +1,4 @@
-"""Import of the user's own modules, which ``--allow`` permits, for every command."""
+"""Import of the user's own modules, which every command permits by ``--allow``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 allowed: list[str] = []
-"""Modules that ``--allow`` of a tool names."""
+"""Modules that the command line of a tool names by ``--allow``."""
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--allow`` to a parser, which imports the user's own modules, such as those of attention kinds."""
+    """Add the option ``--allow`` to a parser. It imports the user's own modules, for example with attention kinds."""
     parser.add_argument(
         "--allow",
         action=_Import,
@@ -24,7 +24,7 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
 
 
 class UnknownModuleError(ValueError):
-    """Error for a module that ``--allow`` names and that does not exist."""
+    """Error for a module that ``--allow`` names but that does not exist."""
 
 
 def find_in_working_folder(names: Iterable[str]) -> None:
@@ -42,7 +42,7 @@ def import_own(names: Iterable[str]) -> None:
         names: names of modules or packages, installed or in the working folder.
 
     Raises:
-        UnknownModuleError: for a name that is not a module. Errors inside the module are not caught.
+        UnknownModuleError: if there is no module with one of the names. Errors inside a module are not caught.
     """
     names = list(names)
     find_in_working_folder(names)

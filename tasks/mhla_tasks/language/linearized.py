@@ -41,7 +41,7 @@ WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential"
 OWN = (
     "transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", SAVED
 )  # fmt: skip
-"""Entries of a saved configuration that describe how it was saved. So do entries that begin with an underscore."""
+"""Entries of a saved configuration that describe how it was saved, as do entries that begin with an underscore."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that name special tokens."""

@@ -1,1 +1,1 @@
-"""Tools of the command line that complement Lightning's commands: for data, models, measurements and the machine."""
+"""Command-line tools in addition to Lightning's commands: for data, models, measurements and the machine."""

@@ -24,7 +24,7 @@ MARK = "<!-- lightning export "
 
 
 def is_own(text: str) -> bool:
-    """Whether a card was written by :func:`write_card` and not edited since."""
+    """Return whether the text of a model card was written by :func:`write_card` and not edited since."""
     content, mark, digest = text.rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
 
@@ -36,18 +36,18 @@ def _digest(text: str) -> str:
 def write_card(
     module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
 ) -> None:
-    """Write a model card: the kind of model, how to load it, data, metrics, configuration, versions and licence.
+    """Write a model card: the kind of model, how to load it, data, metrics, configuration, versions and license.
 
     Secrets and the folders of local paths are removed from options. Text from the checkpoint is escaped, so that it is never
     interpreted as Markdown or HTML.
 
     Args:
         module: the exported module.
-        content: entries of its checkpoint except the tensors.
+        content: entries of the model's checkpoint, without tensors.
         path: path of the card.
-        folder: name of the folder of the export.
-        loading: Python code that loads the export, with ``FOLDER`` in place of its path.
-        license_name: identifier of the model's licence; None if it is not known.
+        folder: name of the exported folder.
+        loading: Python code that loads the exported folder, with ``FOLDER`` in place of its path.
+        license_name: identifier of the model's license; None if it is not known.
     """
     memory, data = (_options(content.get(key)) for key in ("hyper_parameters", "datamodule_hyper_parameters"))
     name = type(module).__name__
@@ -81,7 +81,7 @@ def write_card(
 
 
 def _options(memory: Any) -> dict[str, Any]:
-    """Return the options stored in a checkpoint, with the class that they belong to if it is stored."""
+    """Return the options of model or data stored in a checkpoint, with ``class_path`` if the checkpoint stores it."""
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")
     return {"class_path": class_path, "init_args": arguments} if class_path else arguments
@@ -91,8 +91,8 @@ def _attention(memory: Mapping[str, Any]) -> str:
     options = memory.get("init_args", memory)
     kind = (options.get("attention") or {}).get("kind")
     kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
-    named = ", ".join(_code(kind) for kind in kinds if kind)
-    return f"; attention: {named}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if named else ""
+    kind_list = ", ".join(_code(kind) for kind in kinds if kind)
+    return f"; attention: {kind_list}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if kind_list else ""
 
 
 def _report(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,19 +123,19 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Escape a text as one line that Markdown and HTML show literally."""
+    """Convert a text to one line that Markdown and HTML show literally."""
     line = " ".join(harmless(str(text)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
 
 def _code(text: Any) -> str:
-    """Format a text as inline code, or escape it if it contains a character that would end the code or the table cell."""
+    """Format a text as inline code of Markdown, or escape it if a character in it would end the code or the table cell."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML dumper that writes objects without a YAML form as text."""
+    """YAML dumper that writes the text of objects that YAML cannot represent."""
 
 
 _Plain.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))

@@ -1,4 +1,4 @@
-"""Comparison of runs: the differences of their configurations, metrics, time and parameters."""
+"""Comparison of runs: differences between their configurations, metrics, times and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mhla_tasks.commandline.sources import Source, mapping
 
 CONFIG = "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
-"""Keys of a configuration that set the location of a run, which do not count as differences."""
+"""Configuration keys with the location of a run. They do not count as differences between runs."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Run:
     options: dict[str, Any]
 
     def final(self, metric: str) -> float | None:
-        """Return the last value of a metric; None if the run does not have it."""
+        """Return the last recorded value of a metric; None if the run does not have the metric."""
         points = self.record["metrics"].get(metric)
         return points[-1][1] if points else None
 
@@ -47,11 +47,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read all runs in and below the given folders.
 
     Args:
-        folders: folders of runs; a run that is found twice is returned once.
+        folders: folders of runs, or folders that contain them at any depth. Duplicates are removed.
 
     Raises:
-        FileNotFoundError: for a folder without runs.
-        ValueError: for a record that cannot be read.
+        FileNotFoundError: if a folder does not contain any run.
+        ValueError: if the record of a run cannot be read.
     """
     runs: dict[Path, Run] = {}
     for folder in folders:
@@ -82,11 +82,13 @@ def _read(path: Path) -> Run:
 
 
 def flat(values: Any, before: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one with dotted keys; items of a list of classes are named by their classes.
+    """Flatten a nested configuration to one mapping with dotted keys.
+
+    Items of a list of objects are named by their classes.
 
     Args:
         values: nested mappings, lists and plain values.
-        before: key of ``values`` itself.
+        before: dotted key of ``values`` itself, with which all keys of the result begin.
     """
     if isinstance(values, Mapping) and values:
         parts = (flat(value, f"{before}.{key}" if before else str(key)) for key, value in values.items())
@@ -108,7 +110,7 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """List the keys whose values differ between runs, except loggers and the keys in :data:`PLACES`."""
+    """List the configuration keys whose values differ between runs, except loggers and the keys in :data:`PLACES`."""
     configured = [run for run in runs if run.options]
     keys = list(dict.fromkeys(key for run in configured for key in run.options))
     candidates = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
@@ -116,7 +118,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Map each key to the shortest sequence of its last parts that is unique among the keys."""
+    """Map each dotted key to the shortest sequence of its last parts that is unique among the keys."""
     names = {}
     for key in keys:
         parts = key.replace(".init_args", "").split(".")
@@ -129,7 +131,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def common_metrics(runs: Sequence[Run]) -> list[str]:
-    """List the metrics that all runs have, those with different values first.
+    """List the names of the metrics that all runs have, those with different values first.
 
     The number of validation samples is omitted if it is the same in all runs.
     """
@@ -139,7 +141,7 @@ def common_metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Return the header of the comparison, and a row of text for each run."""
+    """Return the comparison of runs as a table: the header, and a row of text for each run."""
     names = short_names(differences(runs))
     metrics = common_metrics(runs)
     best = list(dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]))
@@ -150,22 +152,22 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     for run, folder in zip(runs, _folders(runs), strict=True):
         cells = [folder, *(_text(run.options.get(key)) for key in names)]
         cells += [_figure(run.final(name)) for name in metrics]
-        chosen = run.record["best"]
-        cells += [_figure(chosen["value"] if chosen.get("metric") == metric else None) for metric in best]
+        best_point = run.record["best"]
+        cells += [_figure(best_point["value"] if best_point.get("metric") == metric else None) for metric in best]
         steps = f"{run.record['steps']:,}" + ("" if run.record["finished"] else ", unfinished")
         rows.append([*cells, steps, duration(run.record["seconds"]), f"{run.record['parameters']:,}"])
     return header, rows
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the folder of each run, relative to the common parent of all."""
+    """Return the folder of each run, relative to the common parent folder of all runs."""
     paths = [str(run.folder) for run in runs]
     common = os.path.commonpath(paths) if len(set(paths)) > 1 else ""
     return [os.path.relpath(path, common) if common else path for path in paths]
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Print the comparison as a table; without a terminal, it is as wide as its content."""
+    """Print the comparison of runs as a table. If the output is not a terminal, the table is as wide as its content."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -185,7 +187,7 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a label for each run with the options that differ between runs, or its folder if there are none."""
+    """Return a label for each run: its options that differ between the runs, or its folder if none differ."""
     names = short_names(differences(runs))
     return [
         ", ".join(f"{name}={_text(run.options.get(key))}" for key, name in names.items()) or str(run.folder)
@@ -194,11 +196,11 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw all common metrics by optimiser step, with a curve for each run.
+    """Plot all common metrics over optimizer steps, with a curve for each run.
 
     Args:
-        runs: the runs.
-        path: file of the picture.
+        runs: runs to plot.
+        path: file to write the picture to.
 
     Raises:
         ValueError: if the runs have no metric in common.
@@ -221,7 +223,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the comparison as plain data: for each run its folder, its differing options and its record with the curves."""
+    """Return the comparison as data for JSON: folder, differing options and record with curves of each run."""
     keys = differences(runs)
     return [
         {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}

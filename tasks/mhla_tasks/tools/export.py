@@ -26,19 +26,22 @@ DOMAINS = {
     "text_to_image": "TextToImage",
     "video": "VideoDiffusion",
 }
-"""Module class of each domain. The module ``export`` of a domain defines ``write``, the names of its ``OPTIONS``, and
-``LOADING``, or the function ``loading`` if the code depends on the model. It may define ``REPLACED``, the names of files of an
-earlier export that are not carried over."""
+"""Name of the training module of each domain, by the name of the domain.
+
+The module ``export`` of a domain defines ``write``, ``OPTIONS`` (the names of its options), and ``LOADING`` (code that loads an
+export) or the function ``loading`` if this code depends on the model. It may define ``REPLACED``, the names of files of an
+earlier export that are not kept.
+"""
 
 WEIGHTS = re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Names of weight files that the domains write; weight files with other names in the folder of an export are the user's."""
+"""Pattern of the names of weight files that exports write. Weight files with different names are the user's, and stay."""
 
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
-"""Files of tokenizers whose texts may look like paths but are not, and stay unchanged."""
+"""Files of tokenizers that :func:`remove_private` does not change, since texts in them only look like paths."""
 
 LABELS = ("added_tokens_decoder", "chat_template", "class_names", "label_names", "id2label", "label2id")
-"""Entries of configurations whose texts may look like paths but are not, and stay unchanged."""
+"""Entries of configurations that :func:`remove_private` does not change, since texts in them only look like paths."""
 
 
 def write_export(
@@ -47,15 +50,15 @@ def write_export(
     """Write the model of a checkpoint in the format of its domain's library, with a model card.
 
     Args:
-        checkpoint: file, or folder of a run or of a sharded checkpoint.
+        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
         folder: folder to write the model to.
         live: whether to export the trained weights instead of their moving average, if the checkpoint has both.
         options: options of the domain, by name.
-        license_name: licence of the model, for the card.
+        license_name: license of the model, for the card; None if it is not known.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint does not contain a module of a domain, or for options of a different domain.
+        ValueError: if the checkpoint does not contain a module of a domain, or if an option belongs to a different domain.
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
@@ -101,20 +104,20 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Whether a file of an earlier export must not be carried over, because libraries would load it with the new files.
+    """Return whether to drop a file of an earlier export, because libraries would load it together with the new files.
 
     Args:
-        names: names of files and folders of the domain.
+        names: names of files and folders that exports of the domain write.
         path: path of the file relative to the folder.
     """
     return WEIGHTS.fullmatch(str(path)) is not None or path.parts[0] in names
 
 
 def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
-    """Load the module of a checkpoint of any domain, without running code from it.
+    """Load the trained module of any domain from a checkpoint, without running code from it.
 
     Args:
-        checkpoint: file, or folder of a run or of a sharded checkpoint.
+        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
         live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
 
     Raises:

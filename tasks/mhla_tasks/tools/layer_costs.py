@@ -1,4 +1,4 @@
-"""Measurement of the loss that each replaced layer of a linearised model costs on held-out data."""
+"""Measurement of how much replacing each layer of a linearized model adds to the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mhla_tasks.tools.export import load_trained
 
 
 def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
-    """Measure the loss with each replaced layer, and choose the layers that a hybrid model keeps.
+    """Measure the loss with one replaced layer at a time, and choose the layers in which a hybrid model keeps softmax.
 
     Args:
-        path: checkpoint or run of a LinearizedModel or a TimmClassifier.
-        keep: share of the model's layers that the hybrid keeps as softmax, from 0 to below 1.
-        batches: number of batches of the run's validation data.
+        path: checkpoint or run folder of a LinearizedModel or a TimmClassifier.
+        keep: share of the model's layers that keep softmax attention in the hybrid, at least 0 and below 1.
+        batches: number of batches of the run's validation data to measure on.
         accelerator: accelerator of Lightning's Trainer.
 
     Returns:
@@ -35,7 +35,8 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         number; ``unit``: ``token`` or ``image``; ``kept``: numbers of the kept layers; ``layer_kinds``: kind of each layer.
 
     Raises:
-        ValueError: for any other model, a ``keep`` or ``batches`` outside its range, and data without validation samples.
+        ValueError: if the model is of a different class, ``keep`` or ``batches`` is out of range, or the data have no
+            validation samples.
     """
     if not 0 <= keep < 1:
         raise ValueError(f"keep={keep} must be a share of the layers, from 0 to below 1")
@@ -64,7 +65,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
             units.append("token")
             return math.log(metrics["val/perplexity"])
         if "val/loss" not in metrics:
-            raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation to measure a loss on")
+            raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation data to measure a loss on")
         units.append("image")
         return float(metrics["val/loss"])
 
@@ -85,7 +86,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
 
 
 def table(found: dict[str, Any]) -> str:
-    """Format the result of :func:`measure` as text."""
+    """Format the result of :func:`measure` as a table for the terminal."""
     losses = LayerCosts(found["original"], found["replaced"], found["alone"])
     lines = [f"nats per {found['unit']:<10} against the original"]
     rows: Sequence[tuple[str, float]] = [
@@ -99,7 +100,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _data(path: Path) -> LightningDataModule:
-    """Create the data module that a run was trained on from the options in its checkpoint."""
+    """Create the data module of a run from the options stored in its checkpoint."""
     memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
     class_path = str(memory.get("_class_path", ""))
     if not class_path:

@@ -1,4 +1,4 @@
-"""Tools for the machine and the shell."""
+"""Command-line tools that check the machine and set up the shell."""
 
 from __future__ import annotations
 

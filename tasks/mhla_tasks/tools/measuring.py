@@ -12,7 +12,7 @@ from runpy import run_module
 from mhla_tasks.commandline.registry import Run, passes_on
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-"""Root of the repository if the package is installed from a checkout; otherwise a folder without benchmarks."""
+"""Root of the repository, if the package is installed from a checkout. Otherwise a folder without benchmarks."""
 
 
 @passes_on
@@ -91,8 +91,8 @@ def compare(parser: ArgumentParser) -> Run:
 
         lightning compare runs/mnist runs/digits/version_3 --picture compared.png
 
-    All runs in the given folders are compared that have a ``run.json``, which the callback ``RunReport`` writes. Metrics are
-    those of the last validation. The best value is that of the metric by which checkpoints were chosen.
+    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes.
+    Metrics are those of the last validation. The best value is that of the metric by which checkpoints were chosen.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     parser.add_argument("--picture", type=Path, help="file for the curves (default: no picture)")
@@ -114,12 +114,12 @@ def compare(parser: ArgumentParser) -> Run:
 
 
 def layers(parser: ArgumentParser) -> Run:
-    """Measure the loss that each replaced layer of a linearised model costs, and propose a hybrid.
+    """Measure how much each replaced layer of a linearized model adds to the loss, and propose a hybrid.
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 
-    For each layer, the loss on held-out samples of the run's data is measured with this layer replaced and all others
-    original. The command proposes ``layer_kinds`` with the given share of layers kept. Run it after the layer-wise steps of
+    For each layer, the command measures the loss on held-out samples of the run's data with this layer replaced and all others
+    original. It proposes ``layer_kinds`` with the given share of layers kept. Run it after the layer-wise steps of
     distillation.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel or a TimmClassifier")
@@ -162,11 +162,11 @@ def paper(words: Sequence[str]) -> int | None:
 def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
     """Run a module of the repository like ``python -m``.
 
-    Benchmarks import this package, and not the other way round, so they are run by name.
+    This package must not import the benchmarks, which import it, so they are run by name.
 
     Args:
         program: name of the module.
-        words: its arguments.
+        words: arguments of the module.
 
     Returns:
         None, or 2 after an error message if the package is not installed from a checkout.

@@ -24,7 +24,7 @@ def export(parser: ArgumentParser) -> Run:
     ``lightning_mhla.load_swapped`` or, if no layer was replaced, by diffusers' own ``from_pretrained``, and a language model by
     ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts a training
     run from it. Its model card, ``README.md``, states data, configuration, metrics, versions, how to load the model, and the
-    licence. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they
+    license. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they
     adapt.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint file, or folder of a run")
@@ -32,7 +32,7 @@ def export(parser: ArgumentParser) -> Run:
     parser.add_argument("--live", action="store_true", help="export the trained weights, not their moving average")
     add_allow(parser)
     parser.add_argument(
-        "--license", metavar="IDENTIFIER", help="licence of the model for its card: apache-2.0, mit, ..."
+        "--license", metavar="IDENTIFIER", help="license of the model for its card: apache-2.0, mit, ..."
     )
     language = parser.add_argument_group("language models")
     language.add_argument("--tokenizer", help="folder or hub name of a tokenizer that replaces that of the checkpoint")

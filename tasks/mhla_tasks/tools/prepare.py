@@ -1,6 +1,6 @@
-"""Tools that convert data to shards: the commands of ``lightning prepare``.
+"""Command-line tools that convert data to shards: ``lightning prepare images``, ``text`` and others.
 
-The module is long because it contains all of these commands, each a function with its options.
+Longer than other modules: it contains all of these commands, each a function with its options.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from lightning_mhla.data.pack import Packing
 
 
-def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
+def _shards(parser: ArgumentParser, samples: str, per_shard: int) -> None:
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
-    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} per shard (default: {per_shard})")
+    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{samples} per shard (default: {per_shard})")
     _forced(parser)
 
 
@@ -31,14 +31,14 @@ def _forced(parser: ArgumentParser) -> None:
     )
 
 
-def _shuffled(parser: ArgumentParser, what: str) -> None:
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of the order of the {what} (default: 0)")
-    _skipping(parser, what)
+def _shuffled(parser: ArgumentParser, samples: str) -> None:
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the order of the {samples} (default: 0)")
+    _skipping(parser, samples)
 
 
-def _skipping(parser: ArgumentParser, what: str) -> None:
+def _skipping(parser: ArgumentParser, samples: str) -> None:
     parser.add_argument(
-        "--max_skipped", type=int, default=100, help=f"broken {what} to skip before the command fails (default: 100)"
+        "--max_skipped", type=int, default=100, help=f"broken {samples} to skip before the command fails (default: 100)"
     )
 
 
@@ -50,13 +50,19 @@ def _caption_key(parser: ArgumentParser) -> None:
     )
 
 
-def _captioned_folder(parser: ArgumentParser, what: str, per_shard: int) -> None:
-    """Options of a command that packs a folder of files with captions."""
-    parser.add_argument("source", type=Path, help=f"folder of {what} and captions")
+def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> None:
+    """Add the options of a command that packs a folder of files with captions to a parser.
+
+    Args:
+        parser: parser of the command.
+        samples: plural name of the files, for the help.
+        per_shard: default number of samples in a shard.
+    """
+    parser.add_argument("source", type=Path, help=f"folder of {samples} and captions")
     parser.add_argument("target", type=Path, help="folder for the shards")
-    _shards(parser, what, per_shard)
+    _shards(parser, samples, per_shard)
     _caption_key(parser)
-    _shuffled(parser, what)
+    _shuffled(parser, samples)
 
 
 def _packing(args: Namespace) -> Packing:
@@ -65,12 +71,12 @@ def _packing(args: Namespace) -> Packing:
     return Packing(args.target, args.prefix, args.per_shard, args.seed, args.max_skipped, args.force)
 
 
-def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
-    """Print the number of samples in the shards that exist.
+def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
+    """Print the number of samples in the shards that are complete.
 
     Args:
-        paths: all shards, including those of other processes.
-        what: plural name of the samples.
+        paths: paths of all shards, including those of other processes.
+        samples: plural name of the samples.
         skipped: number of samples that this process skipped.
         share: rank and number of the processes that share the shards.
     """
@@ -79,8 +85,8 @@ def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, in
     rank, world = share
     written = [path for path in paths if path.exists()]
     part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
-    left_out = f"; {skipped} {what} skipped (to add them once repaired: --force)" if skipped else ""
-    _say(f"{len(ShardReader(written))} {what} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
+    left_out = f"; {skipped} {samples} skipped (to add them once repaired: --force)" if skipped else ""
+    _say(f"{len(ShardReader(written))} {samples} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
 
 
 def _say(text: str) -> None:
@@ -196,7 +202,7 @@ def tokenizer(parser: ArgumentParser) -> Run:
 
 
 def text(parser: ArgumentParser) -> Run:
-    """Tokenise text once into shards for training with any sequence length.
+    """Tokenize text once into shards for training with any sequence length.
 
         lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
         lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
@@ -205,7 +211,7 @@ def text(parser: ArgumentParser) -> Run:
     column --column), any of these compressed (.gz, .bz2, .xz, .zst), folders of them, or hub:NAME[:CONFIG[:SPLIT]], which is
     streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line of output reports what is skipped: rows
     without a text and, in folders, hidden and binary files, tables without the column, and files in a different encoding. All
-    cores tokenise. A shard receives its name when it is complete, so the same command resumes after a stop. The tokenizer is
+    cores tokenize. A shard receives its name when it is complete, so the same command resumes after a stop. The tokenizer is
     saved in the folder tokenizer/ below the target.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")

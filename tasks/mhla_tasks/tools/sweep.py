@@ -48,13 +48,13 @@ from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import common_metrics, draw, print_table, read_runs, short_names
 
 KEPT = "sweep.json"
-"""File in the folder of a run with the arguments and configurations that it was trained with."""
+"""Name of the file in a run's folder that stores its arguments and hashes of its configurations."""
 
 JOB = "slurm-job.txt"
-"""File in the folder of a run with the number of its SLURM job."""
+"""Name of the file in a run's folder that stores the number of its SLURM job."""
 
 OUTPUT = "output.txt"
-"""File in the folder of a run with its output."""
+"""Name of the file in a run's folder to which the output of the run is written."""
 
 DEFAULT, PICTURE = "runs/sweep", "compared.png"
 LONGEST = 150
@@ -63,7 +63,7 @@ LONGEST = 150
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as described by the command line.
+    """Sweep as described by the command line: one run for each combination of values.
 
     Attributes:
         line: options that all runs share.
@@ -78,20 +78,20 @@ class Sweep:
     sbatch: list[str] | None
 
     def runs(self) -> list[tuple[Path, CommandLine]]:
-        """Return the folder and the options of each combination of values."""
+        """Return the folder and the command line of each run, one run for each combination of values."""
         combinations = []
-        for chosen in itertools.product(*self.values.values()):
+        for combination in itertools.product(*self.values.values()):
             options = [
-                Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, chosen, strict=True)
+                Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, combination, strict=True)
             ]
-            folder = self.folder / name_of(dict(zip(self.values, chosen, strict=True)))
+            folder = self.folder / name_of(dict(zip(self.values, combination, strict=True)))
             combinations.append((folder, replace(self.line, options=(*self.line.options, *options))))
         return combinations
 
 
 @dataclass
 class SweepProgress:
-    """Progress report of a sweep with one line per run; a terminal also shows the current run and the remaining time.
+    """Progress report of a sweep: a line for each run, and on a terminal the current run and the remaining time.
 
     Attributes:
         count: number of runs.
@@ -107,7 +107,7 @@ class SweepProgress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Show the current run, and measure its duration, inside a ``with`` block."""
+        """Show a run as the current one, and measure its duration, while the ``with`` block is executed."""
         start = time.monotonic()
         text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
         with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):
@@ -115,24 +115,24 @@ class SweepProgress:
         self.seconds.append(time.monotonic() - start)
 
     def left(self) -> str:
-        """Return the number of remaining runs and their estimated time, as text; empty if there is no estimate."""
+        """Return the number of remaining runs and their estimated duration as text; empty before there is an estimate."""
         remaining = self.count - self.done
         if not self.seconds or not remaining:
             return ""
         return f"; {remaining} left, about {duration(remaining * sum(self.seconds) / len(self.seconds))}"
 
     def end(self, folder: Path, what: str) -> None:
-        """Print the line of a run that has ended.
+        """Print a line about a run that has ended.
 
         Args:
             folder: folder of the run.
-            what: its result.
+            what: result of the run, in words.
         """
         self.done += 1
         self.say(f"[{self.done}/{self.count}] {folder}: {what}{self.left()}")
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line above the progress display."""
         self.console.print(Text(harmless(text)), soft_wrap=True)
 
 
@@ -156,7 +156,7 @@ def split_values(text: str) -> list[str]:
 
 
 def read_sweep(line: CommandLine) -> Sweep:
-    """Read the sweep from a command line.
+    """Read the values to combine and other options of a sweep from a command line.
 
     Raises:
         UsageError: if the command is not ``fit``, a sweep has no values, or a key or a value occurs twice.
@@ -175,17 +175,19 @@ def read_sweep(line: CommandLine) -> Sweep:
         if len(set(several)) < len(several):
             raise UsageError(f"--sweep {key} has a value twice")
     sbatch = line.last("sweep_sbatch")
-    rest = line.without("sweep", "sweep_sbatch", "run_dir")
-    return Sweep(rest, values, Path(line.last("run_dir") or DEFAULT), None if sbatch is None else shlex.split(sbatch))
+    shared_options = line.without("sweep", "sweep_sbatch", "run_dir")
+    return Sweep(
+        shared_options, values, Path(line.last("run_dir") or DEFAULT), None if sbatch is None else shlex.split(sbatch)
+    )
 
 
 def name_of(chosen: dict[str, str]) -> str:
-    """Return the folder name for a combination of values.
+    """Return the name of the folder for the run with a combination of values.
 
     A hash is appended if the values cannot be part of a folder name literally, so that different values have different names.
 
     Args:
-        chosen: value of each swept option.
+        chosen: value of each swept option, by the option's name.
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
@@ -194,7 +196,7 @@ def name_of(chosen: dict[str, str]) -> str:
 
 
 def run(words: Sequence[str]) -> int:
-    """Train all runs of a sweep, and compare them.
+    """Train all runs of a sweep, or submit them to SLURM, and compare them.
 
     Args:
         words: arguments after the name of the program.
@@ -258,20 +260,20 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
     return f"{duration(seconds)}{metric}"
 
 
-def _state(own: Path, line: CommandLine, queues: bool) -> str:
-    """Return the reason not to start a run; empty if it has to be started.
+def _state(folder: Path, line: CommandLine, queues: bool) -> str:
+    """Return the reason why a run need not be started now, such as that it has finished; empty if it has to be started.
 
     Args:
-        own: folder of the run.
+        folder: folder of the run.
         line: options of the run.
         queues: whether runs are submitted to SLURM.
     """
-    if _finished(own, line):
+    if _finished(folder, line):
         return "finished before"
-    if in_use(own):
+    if in_use(folder):
         return "in use by another process"
-    if queues and (own / JOB).exists():
-        number = (own / JOB).read_text().strip()
+    if queues and (folder / JOB).exists():
+        number = (folder / JOB).read_text().strip()
         query = subprocess.run(
             ["squeue", "--noheader", f"--jobs={number}", "--format=%T"], capture_output=True, text=True
         )
@@ -280,33 +282,33 @@ def _state(own: Path, line: CommandLine, queues: bool) -> str:
     return ""
 
 
-def _submit(own: Path, words: Sequence[str], progress: SweepProgress) -> int:
+def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
     """Submit a run to SLURM, and store the number of its job.
 
     Args:
-        own: folder of the run.
+        folder: folder of the run.
         words: arguments for ``sbatch``: its options, the script and the options of the run.
-        progress: receives the line of the run.
+        progress: progress report of the sweep.
 
     Returns:
         The exit status of ``sbatch``.
     """
     # The script reads RUN_DIR from the environment, which SBATCH_EXPORT=NONE would drop without --export=ALL.
-    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={own.name}", *words]
+    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={folder.name}", *words]
     try:
-        done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(own)}, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(folder)}, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        sys.stderr.write("error: there is no program sbatch here\n")
+        sys.stderr.write("error: the program sbatch is not installed\n")
         return 2
     if done.returncode == 0:
         number = done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
-        write_whole(own / JOB, f"{number}\n")
-        progress.end(own, f"submitted as job {number}")
+        write_whole(folder / JOB, f"{number}\n")
+        progress.end(folder, f"submitted as job {number}")
     return done.returncode
 
 
 def _compare(folder: Path, runs: Sequence[Path]) -> None:
-    """Print the comparison of the runs that have a record, and draw their curves."""
+    """Print the comparison of the runs that have a ``run.json``, and plot their curves."""
     trained = [run_folder for run_folder in runs if (run_folder / RECORD).exists()]
     if unrecorded := [run_folder.name for run_folder in runs if run_folder not in trained]:
         sys.stderr.write(
@@ -322,7 +324,7 @@ def _compare(folder: Path, runs: Sequence[Path]) -> None:
 
 
 def _kept(line: CommandLine) -> dict[str, Any]:
-    """Return the arguments of a run without secrets, and hashes of the configurations that they name."""
+    """Return the arguments of a run without secrets, and hashes of the configuration files that they name."""
     files = {
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
     }
@@ -349,7 +351,7 @@ def _begin(folder: Path, line: CommandLine) -> None:
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:
-    """Whether a run with the same arguments and configurations has finished in a folder."""
+    """Return whether a run with the same arguments and configurations has finished in a folder."""
     try:
         record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What several test files of the diffusion domain start from."""
+"""Fixtures of several test files of the diffusion domain."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def data(place: Path, **options: object) -> LatentShards:
 
 
 def photo_of(number: int) -> int:
-    """Which photo sample ``number`` of the shards is: those of a folder are shuffled."""
+    """Return the number of the photo in sample ``number`` of the shards, which shuffle the photos of a folder."""
     return [*range(0, 10, 2), *range(1, 10, 2)][np.random.default_rng(0).permutation(10)[number]]
 
 
@@ -180,7 +180,7 @@ def test_batches_that_do_not_fit_the_model(place: Path) -> None:
             model._clean({"latent": torch.zeros(1, 4, 8, 8), "label": torch.tensor([label])})
     with pytest.raises(ValueError, match="samples of 4 channels are latents; name the VAE"):
         model.check_drawable()
-    with pytest.raises(FileNotFoundError, match="vae nowhere is no folder"):
+    with pytest.raises(FileNotFoundError, match="vae nowhere is neither a folder"):
         LatentCodec("nowhere").model(torch.device("cpu"))
 
 
@@ -251,7 +251,7 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
 
 
 def test_images_of_twice_the_size_are_halved_by_boxes() -> None:
-    """As guided-diffusion's center_crop_arr does."""
+    """Images are reduced in the same way as by guided-diffusion's center_crop_arr."""
     from mhla_tasks.diffusion.sources import shrink
 
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

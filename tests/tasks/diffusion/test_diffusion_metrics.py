@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights in the layout of torch-fidelity's Inception-v3, its activations normalised."""
+    """Random weights in the layout of torch-fidelity's Inception-v3, its activations normalized."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     path = tmp_path_factory.mktemp("inception") / "weights.pth"
@@ -317,5 +317,5 @@ def test_random_features_are_a_function_of_their_seed() -> None:
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "/tmp/x", "a\0b"])
 def test_a_name_of_samples_leads_out_of_no_folder(name: str) -> None:
     for kind in (SampleGrid, GenerationMetrics):
-        with pytest.raises(ValueError, match="cannot have a slash or begin with a dot"):
+        with pytest.raises(ValueError, match="must not contain a slash or begin with a dot"):
             kind(name=name)

@@ -152,7 +152,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_pretrained(deeper, str(tmp_path / "dit"))
     with pytest.raises(ValueError, match="not the weights of a DiT"):
         convert_state({"something.else": torch.zeros(1)})
-    with pytest.raises(FileNotFoundError, match=r"nowhere is no file"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is neither a file"):
         read_state(str(tmp_path / "nowhere"))
     torch.save(
         {"ema": original_layout(published()), "args": argparse.Namespace(model="DiT-S/2")}, tmp_path / "train.pt"

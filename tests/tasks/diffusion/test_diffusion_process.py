@@ -82,7 +82,7 @@ class Gaussian(nn.Module):
 
 @pytest.mark.parametrize(("config", "sampler"), ALL_SAMPLERS)
 def test_samplers_draw_from_the_distribution_that_the_network_knows(config: ProcessConfig, sampler: Any) -> None:
-    """Which finds steps of the wrong length: the deviation would be wrong."""
+    """The standard deviation of the samples would be wrong if a step had the wrong length."""
     network: Any = Gaussian(config)
     steps = 50 if sampler == "dpm-solver++" else 250
     drawn = draw_samples(
@@ -151,7 +151,7 @@ def test_the_flow_loss_is_the_velocitys() -> None:
 
 
 def test_ddpm_250_visits_dits_timesteps() -> None:
-    """Those of respacing in DiT's code: 250 strides over 0 .. 999."""
+    """Timesteps are those of respacing in DiT's code: 250 strides over 0 .. 999."""
     scheduler = make_process(ProcessConfig()).scheduler("ddpm")
     scheduler.set_timesteps(250)
     assert scheduler.timesteps.tolist() == [round(i * 999 / 249) for i in reversed(range(250))]

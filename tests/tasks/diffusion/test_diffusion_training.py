@@ -32,7 +32,7 @@ def losses(folder: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps, over an epoch's end, that was never stopped."""
+    """Undisturbed run of eight steps, over the end of an epoch."""
     folder = tmp_path_factory.mktemp("whole")
     parser.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
     return folder
@@ -213,7 +213,7 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
             "model.num_classes=5 does not fit the data, which has num_classes=10; give --model.num_classes=10",
         ),
         (["--model.sampling.sampler=ddim"], "sampler='ddim' does not support objective 'flow'"),
-        (["--model.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
+        (["--model.pretrained=nowhere"], "pretrained nowhere is neither a file, nor a folder of a DiT"),
         (["--model.attention.block_grid=[9,4]"], "9"),
         (["--data.batch_size=2000"], "do not fill one batch of batch_size=2000"),
     ],

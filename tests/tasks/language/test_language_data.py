@@ -203,7 +203,7 @@ def test_a_stream_is_the_same_on_any_number_of_processes_and_after_a_stop(tokeni
 
 
 class Tokens(Callback):
-    """What a run trained on."""
+    """Callback that records the tokens of every training batch."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Models of transformers in the place of ours: trained, resumed, continued and exported by the same commands."""
+"""Models of transformers in place of our model: trained, resumed, continued and exported by the same commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through the command line: metrics, resume, continuations, and what is refused."""
+"""Training through the command line: metrics, resume, continuations, and rejected options."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_training_refuses(stdlib: SimpleNamespace, tokenizer: Any, capsys: pytes
 
 @torch.no_grad()
 def test_windows_that_fill_up_a_batch_are_not_scored() -> None:
-    """As the last batch is on several processes."""
+    """The last batch of several processes is filled up with windows that must not count."""
     model = small_model()
     tokens = torch.randint(2, 320, (3, 33))
     valid, size = torch.tensor([True, False, True]), torch.tensor([10, 20, 40])

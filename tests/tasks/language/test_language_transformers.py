@@ -1,4 +1,4 @@
-"""What users of transformers and peft do with an exported model, each loading in a process of its own."""
+"""Use of an exported model with transformers and peft, each time loaded in a separate process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trainer(model: Any, folder: Path, **options: Any) -> Trainer:
 
 
 def test_a_model_that_transformers_saved_again_loads_in_a_new_process(exported: Path, tmp_path: Path) -> None:
-    """As bfloat16, with other tokens, with a longer context, by Trainer, and one that was never exported."""
+    """Models are saved in bfloat16, with a different vocabulary, with a longer context, by Trainer, and without an export."""
     bf16 = loaded(exported, dtype=torch.bfloat16)
     resized, longer = loaded(exported), loaded(exported)
     resized.resize_token_embeddings(333)
@@ -184,7 +184,7 @@ def test_hidden_states_are_what_goes_into_each_layer_and_the_head(kind: str) -> 
     "kind", sorted(set(KINDS) - {"gla", "gated_deltanet", "mamba2", "gated_conv"})
 )  # these have no positions
 def test_positions_count(kind: str) -> None:
-    """Those of the tokens change nothing, others do (a common shift does not), and a restart is a new document."""
+    """Default positions change nothing, different ones do (a common shift does not), and a restart is a new document."""
     model = small_model(kind).network
     plain = model(IDS).logits
     torch.testing.assert_close(model(IDS, position_ids=torch.arange(20)[None]).logits, plain)

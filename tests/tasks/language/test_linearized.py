@@ -1,4 +1,4 @@
-"""Linearised language models: the stages, what each trains, where weights come from, and what is left of it on disk."""
+"""Linearized language models: the stages, what each trains, where weights come from, and what is left of it on disk."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_recomputed_layers_are_matched_alike(train: Any, source: Path) -> None:
 
 def test_a_run_with_adapters_is_not_mistaken(source: Path, tmp_path: Path) -> None:
     path = fit(linearized(source, train="lora", lora=LoraOptions(2, 2)), 1, tmp_path)
-    with pytest.raises(ValueError, match=r"holds LoRA adapters beside the weights; .* lightning export .* FOLDER"):
+    with pytest.raises(ValueError, match=r"contains LoRA adapters; .* lightning export .* FOLDER"):
         load_source(linearized(path).network, str(path))
     content = torch.load(path, weights_only=True)
     with pytest.raises(ValueError, match="was trained with LoRA adapters, this run is without"):
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
         TransferOptions(layer_steps=-1)
     other = build_network({**NETWORK, "init_args": {**NETWORK["init_args"], "hidden_size": 64}}, 40)
     other.save_pretrained(tmp_path / "wide")
-    with pytest.raises(ValueError, match="wide is of another model or other attention: "):
+    with pytest.raises(ValueError, match="wide does not match the model or its attention: "):
         load_source(linearized(source).network, str(tmp_path / "wide"))
     linear = AttentionConfig(kind="linear")
     idle = LinearizedModel(str(source), linear, context=48, distillation=TransferOptions(layer_steps=2))

@@ -1,4 +1,4 @@
-"""Linearised models keep what lies beside the original's weights: end tokens, sampling, and entries that no class knows."""
+"""Linearized models keep what lies beside the original's weights: end tokens, sampling, and entries that no class knows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print(json.dumps([settings.to_diff_dict(), made.shape[1], type(model).__name__])
 
 
 def test_from_the_original_to_generation_in_another_process(tmp_path: Path) -> None:
-    """Linearise, train, save, linearise again from the checkpoint, export by the command line, generate."""
+    """Linearize, train, save, linearize again from the checkpoint, export by the command line, generate."""
     source = original(tmp_path / "chat", CHAT, chat_note="kept")
     first = trained(linearized(source), tmp_path / "first.ckpt")
     second = linearized(source, layer_kinds=["keep", "replace"])

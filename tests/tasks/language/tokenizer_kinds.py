@@ -56,7 +56,7 @@ def fallback() -> Any:
 
 
 def fallback_prefixed() -> Any:
-    """As the first files of Llama 2: a ▁ in front of every text."""
+    """Build a tokenizer like the first files of Llama 2, with a ▁ before every text."""
     return _fallback([*LETTERS, "▁"], normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]))
 
 
@@ -68,7 +68,7 @@ def llama(add_eos_token: bool = True) -> Any:
 
 
 def unigram() -> Any:
-    """As T5: the end token is a piece of the vocabulary like any other, unknown characters are lost."""
+    """Build a tokenizer like that of T5: the end token is an ordinary entry, and unknown characters are lost."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" {2,}", " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -83,7 +83,7 @@ def unigram() -> Any:
 
 
 def wordpiece() -> Any:
-    """As BERT: [CLS] in front, [SEP] after, small letters, no spaces, no accents."""
+    """Build a tokenizer like that of BERT: [CLS] before, [SEP] after, lower case, no spaces, no accents."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -31,7 +31,7 @@ from lightning_mhla.training.strategies import FullyShardedStrategy
 STEPS, SAVED, DECAY = 10, 5, 0.8
 DOMAINS = ("classification", "language", "diffusion", "video")
 SHARED = ("language", "hybrid")
-"""What trains with sequence parallelism."""
+"""Cases that train with sequence parallelism."""
 
 
 def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:

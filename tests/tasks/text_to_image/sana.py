@@ -29,7 +29,7 @@ TINY = TransformerConfig(**SHAPE)
 
 
 def shaken(model: Any, seed: int = 1) -> Any:
-    """The model with all weights moved, so that nothing is zero, one or alike by its initialisation."""
+    """The model with all weights moved, so that nothing is zero, one or alike by its initialization."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

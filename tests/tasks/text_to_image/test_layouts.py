@@ -160,7 +160,7 @@ def save_clip(folder: Path) -> Path:
 
 
 def test_clip_score(tmp_path: Path) -> None:
-    """As by the model's own logits, whose scale is known."""
+    """Scores agree with the model's own logits, whose scale is known."""
     callback = ClipScore(str(save_clip(tmp_path / "clip")), list(PROMPTS.values()))
     pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     model, processor = CLIPModel.from_pretrained(callback.model), CLIPProcessor.from_pretrained(callback.model)

@@ -1,4 +1,4 @@
-"""Scenes of digits with their captions, the program that looks at them, captioned images from files; and what is refused."""
+"""Scenes of digits with captions, the program that scores them, captioned images from files, and rejected options."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_is_wrong_with_captioned_images(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vae": "nowhere"}, "vae nowhere is no folder and no name on the hub"),
+        ({"vae": "nowhere"}, "vae nowhere is neither a folder nor a model on the hub"),
         (
             {"text": {"encoder": "nowhere", "length": 4}, "sampling": {"height": 8}},
             "text.encoder nowhere is not a folder or hub name",
@@ -157,7 +157,7 @@ def test_what_is_wrong_with_captioned_images(tmp_path: Path, caplog: pytest.LogC
         ({"sampling": {"height": 30, "width": 32}}, "images of 4 channels are latents; name the autoencoder"),
         (
             {"vae": "own", "sampling": {"height": 31, "width": 32}},
-            "the autoencoder wants multiples of 2, such as 32 x 32",
+            "the autoencoder requires multiples of 2, such as 32 x 32",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What several test files of the video domain start from."""
+"""Fixtures of several test files of the video domain."""
 
 from __future__ import annotations
 

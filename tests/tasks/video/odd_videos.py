@@ -42,7 +42,7 @@ def written(container: str, muxer: dict[str, str] | None) -> Iterator[tuple[Any,
 
 
 def picture(height: int = 64, width: int = 96, seed: int = 0) -> np.ndarray:
-    """Coloured squares ``[H, W, 3]`` without any symmetry."""
+    """Colored squares ``[H, W, 3]`` without any symmetry."""
     colours = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3))
     return np.kron(colours, np.ones((8, 8, 1)))[:height, :width].astype(np.uint8)
 
@@ -89,7 +89,7 @@ def encode(
 
 
 def moving(count: int = 10, height: int = 64, width: int = 96, **options: Any) -> bytes:
-    """A video of coloured squares that move to the right; ``options`` as for :func:`encode`."""
+    """A video of colored squares that move to the right; ``options`` as for :func:`encode`."""
     return encode([np.roll(picture(height, width), number, 1) for number in range(count)], **options)
 
 

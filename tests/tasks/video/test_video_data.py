@@ -91,7 +91,7 @@ def test_the_command_makes_shards_of_a_folder(
 
 
 def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
-    """Trimmed without encoding anew (an edit list), and with a last frame that stays for long; garbage inside is not."""
+    """Videos trimmed by an edit list, or with a long last frame, are complete; a video with garbage inside is not."""
     for name, earlier, last in (("trimmed", 6, 1), ("held", 0, 40)):
         with av.open(io.BytesIO(ramp)) as given, av.open(str(tmp_path / f"{name}.mp4"), "w") as out:
             copy = out.add_stream_from_template(given.streams.video[0])
@@ -180,7 +180,7 @@ def test_prediction_needs_prompts(videos: list[bytes], tmp_path: Path) -> None:
 
 
 def test_codec_is_the_pipelines(pipeline: Path) -> None:
-    """Encoding gives what the pipeline decodes again: the mean of the posterior, normalised channel by channel."""
+    """Encoding gives what the pipeline decodes again: the mean of the posterior, normalized channel by channel."""
     codec = ClipCodec(str(pipeline))
     clips = torch.rand(2, 3, 5, 16, 24) * 2 - 1
     latents = codec.encode(clips)
@@ -194,7 +194,7 @@ def test_codec_is_the_pipelines(pipeline: Path) -> None:
     for size in ((4, 16, 24), (5, 12, 24)):
         with pytest.raises(ValueError, match="1 frame more than a multiple of 4, and sides that are multiples of 8"):
             codec.encode(torch.zeros(1, 3, *size))
-    with pytest.raises(FileNotFoundError, match="no folder and no name on the hub"):
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a model on the hub"):
         ClipCodec(str(pipeline / "none")).encode(clips)
 
 
@@ -285,7 +285,7 @@ def test_encode_refuses_to_mix_and_to_skip_too_much(
     encode_command(folder, tmp_path / "latents", pipeline)
     with pytest.raises(SystemExit, match=r"made from something else \(frames was \d+ and is 9\)"):
         encode_command(folder, tmp_path / "latents", pipeline, "--frames", "9")
-    with pytest.raises(SystemExit, match="the VAE wants 1 frame more than a multiple of 4"):
+    with pytest.raises(SystemExit, match="the VAE requires 1 frame more than a multiple of 4"):
         encode_command(folder, tmp_path / "odd", pipeline, "--frames", "6")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"is not a folder with \.mp4 files in it"):

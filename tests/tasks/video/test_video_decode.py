@@ -309,7 +309,7 @@ def test_frames_without_times_are_errors() -> None:
     ],
 )
 def test_colours_come_back(pix_fmt: str, options: dict[str, object]) -> None:
-    """Of limited and full range, 8 and 10 bits, with and without transparency."""
+    """Colors survive in limited and full range, with 8 and 10 bits, with and without transparency."""
     image = picture()
     if options.get("grey"):
         image = np.repeat(image[..., :1], 3, 2)

@@ -62,7 +62,7 @@ def test_fixed_coefficients_stay_fixed() -> None:
 
 
 def test_training_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="train='new' trains replaced attention, and no layer is replaced"):
+    with pytest.raises(ValueError, match="train='new' trains replaced attention, but no layer is replaced"):
         choose_trained(tiny_wan(), "new", LoraOptions())
     with pytest.raises(ValueError, match="train='new' leaves nothing to train"):
         choose_trained(build_transformer(WAN, TINY, AttentionConfig(kind="softmax"), None), "new", LoraOptions())
@@ -249,13 +249,15 @@ def test_weights_to_start_from(original: WanTransformer3DModel, pipeline: Path, 
 
 def test_wrong_weights(original: WanTransformer3DModel, tmp_path: Path) -> None:
     model = build_transformer(WAN, TINY, PAPER, HYBRID)
-    with pytest.raises(FileNotFoundError, match="no file, no folder of a Wan transformer, no name on the hub"):
+    with pytest.raises(
+        FileNotFoundError, match="neither a file, nor a folder of a Wan transformer, nor a model on the hub"
+    ):
         load_weights(model, str(tmp_path / "nowhere"), WAN)
     (tmp_path / "text.pth").write_text("no weights")
     with pytest.raises(ValueError, match="cannot be read safely"):
         load_weights(model, str(tmp_path / "text.pth"), WAN)
     torch.save([torch.ones(2)], tmp_path / "list.pth")
-    with pytest.raises(ValueError, match="holds a list, no weights by name"):
+    with pytest.raises(ValueError, match="contains a list instead of weights by name"):
         load_weights(model, str(tmp_path / "list.pth"), WAN)
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded/meta.pt").touch()

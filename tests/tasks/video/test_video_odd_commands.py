@@ -149,7 +149,7 @@ def test_prepare_clip_latents_encodes_the_good_and_names_the_bad(
 
 
 def test_shards_of_a_hidden_file_are_not_shards(tmp_path: Path) -> None:
-    """What macOS writes beside each file of another disk."""
+    """macOS writes a hidden file next to each file on a foreign disk, which must be ignored."""
     place = tmp_path / "shards"
     place.mkdir()
     make_shard(place / "train-0000.tar", [{"mp4": moving(9), "txt": b"a"}])

@@ -79,7 +79,7 @@ def test_swapping_nothing_changes_nothing(name: str, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("name", "kind"), [("wan", "softmax"), ("dit", "softmax"), ("sana", "linear")]
-)  # SANA's own attention is linear: normalised, of relu
+)  # SANA's own attention is linear: normalized, of relu
 def test_our_module_of_the_same_kind_gives_the_same_output(name: str, kind: str) -> None:
     model, given = MODELS[name]()
     before = run(model, given)
@@ -154,7 +154,7 @@ def test_one_size_after_another() -> None:
 
 
 def test_a_copy_is_independent() -> None:
-    """As the weight average copies the model: sizes seen by one do not reach the other."""
+    """The weight average copies the model; input sizes of one model must not change the other."""
     model = tiny_wan()
     swap_attention(model, PAPER)
     twin = copy.deepcopy(model)
@@ -241,7 +241,7 @@ def test_coefficients_go_to_other_blocks_and_are_saved_so(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(load_swapped(tmp_path)(*given).sample, model(*given).sample)
-    with pytest.raises(ValueError, match="no blocks of a swapped attention can become"):
+    with pytest.raises(ValueError, match="blocks cannot be resized to"):
         resize_blocks(model, [3, 4])
 
 
@@ -281,16 +281,16 @@ def test_calls_of_other_models_are_refused() -> None:
     model, given = tiny_dit()
     swap_attention(model, AttentionConfig(block_grid=[2, 2]))
     layer = model.transformer_blocks[0].attn1
-    with pytest.raises(ValueError, match=r"image_rotary_emb.* have a form that swapped attention does not know"):
+    with pytest.raises(ValueError, match=r"image_rotary_emb.* have a form that swapped attention does not support"):
         layer(torch.randn(1, 16, 16), image_rotary_emb=(torch.ones(16, 8), torch.ones(16, 8)))
     with pytest.raises(ValueError, match="self-attention without a mask"):
         layer(torch.randn(1, 16, 16), attention_mask=torch.ones(1, 16))
-    with pytest.raises(ValueError, match="wants batch, channels and the 2 axes of its patches"):
+    with pytest.raises(ValueError, match="requires batch, channels and the 2 axes of its patches"):
         model(given["hidden_states"].flatten(2), **{k: v for k, v in given.items() if k != "hidden_states"})
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Linear is no model of diffusers, timm or transformers"):
+    with pytest.raises(ValueError, match="Linear is not a model of diffusers, timm or transformers"):
         swap_attention(nn.Linear(2, 2), PAPER)
     unet = UNet2DConditionModel(
         block_out_channels=(8, 8),
@@ -300,7 +300,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         norm_num_groups=4,
         cross_attention_dim=8,
     )
-    with pytest.raises(ValueError, match="UNet2DConditionModel is no diffusers transformer"):
+    with pytest.raises(ValueError, match="UNet2DConditionModel is not a diffusers transformer"):
         swap_attention(unet, PAPER)
     model = tiny_wan()
     model.blocks[1].attn1.fuse_projections()
@@ -308,14 +308,14 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         swap_attention(model, PAPER)
     model = tiny_wan()
     swap_attention(model, PAPER)
-    with pytest.raises(ValueError, match="swapped already"):
+    with pytest.raises(ValueError, match="already swapped"):
         swap_attention(model, PAPER)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_swapped(tmp_path)
     tiny_wan().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="was never swapped"):
         load_swapped(tmp_path)
-    with pytest.raises(AssertionError, match="call the whole model"):
+    with pytest.raises(AssertionError, match="call the complete model"):
         model.blocks[0].attn1(torch.randn(1, 75, 48))
 
 
@@ -354,7 +354,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def unchanged(model: Any, attention: AttentionConfig, message: str, **options: Any) -> None:
-    """Refused, and the model is as it was."""
+    """The swap is rejected, and the model does not change."""
     before, processors = (
         dict(model.state_dict()),
         [type(m.processor) for m in model.modules() if hasattr(m, "processor")],

@@ -47,7 +47,7 @@ def column(folder: Path, name: str = "train/loss") -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretraining of eight steps, over an epoch's end (5 batches), that was never stopped."""
+    """Undisturbed pretraining of eight steps, over the end of an epoch (5 batches)."""
     folder = tmp_path_factory.mktemp("whole")
     parser.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
     return folder
@@ -209,7 +209,7 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"distillation": {"layer_steps": 3}}, "distillation.layer_steps=3 needs distillation.teacher"),
-        ({"distillation": {"teacher": "nowhere"}}, "nowhere is no file, no folder of a Wan transformer"),
+        ({"distillation": {"teacher": "nowhere"}}, "nowhere is neither a file, nor a folder of a Wan transformer"),
         ({"flow": {"caption_dropout": 0.0}}, "guidance=3.0 needs training without captions: flow.caption_dropout"),
         ({"flow": {"caption_dropout": 1.0}}, "caption_dropout=1.0 must be at least 0 and below 1"),
         ({"flow": {"shift": 0}}, "flow.shift=0.0 must be positive"),
@@ -217,11 +217,11 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
         ({"sampling": {"guidance": 0.5}}, "sampling.guidance=0.5 must be at least 1"),
         ({"layer_kinds": ["keep", "mhla", "mhla"]}, "its length must divide the 2 layers"),
         ({"train": "new", "layer_kinds": ["keep"]}, "no layer is replaced; set train: all"),
-        ({"pretrained": "nowhere.ckpt"}, "nowhere.ckpt is no file, no folder of a Wan transformer"),
+        ({"pretrained": "nowhere.ckpt"}, "nowhere.ckpt is neither a file, nor a folder of a Wan transformer"),
         ({"transformer": {"in_channels": 3}}, "clips of 1 channels for a transformer of 3"),
         ({"transformer": {"patch_size": [2, 2, 2]}}, "do not divide into patches of [2, 2, 2]"),
         ({"transformer": {"num_layer": 2}}, "num_layer"),
-        ({"vae": "nowhere"}, "vae nowhere is no folder and no name on the hub"),
+        ({"vae": "nowhere"}, "vae nowhere is neither a folder nor a model on the hub"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_short_errors(
@@ -308,7 +308,7 @@ def test_sizes_that_patches_or_the_vae_do_not_divide(pipeline: Path) -> None:
     made = module(text=TextConfig(length=4), vae=str(pipeline))
     with pytest.raises(ValueError, match=r"latents of \[2, 2, 3\] frames, rows and columns do not divide into patches"):
         latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24), "clips")
-    with pytest.raises(ValueError, match="the VAE wants 1 frame more than a multiple of 4"):
+    with pytest.raises(ValueError, match="the VAE requires 1 frame more than a multiple of 4"):
         latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32), "clips")
 
 
@@ -407,7 +407,7 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
 
 
 def test_predict_from_weights_without_a_checkpoint(whole: Path, tmp_path: Path) -> None:
-    """As the authors' weights are sampled: the same clip as from the checkpoint that has these weights."""
+    """Weights without a checkpoint, such as the authors', give the same clip as the checkpoint with these weights."""
     start = whole / "checkpoints/step=8.ckpt"
     config = digits_config(tmp_path / "config")
     for name, source in (("a", f"--ckpt_path={start}"), ("b", f"--model.pretrained={start}")):

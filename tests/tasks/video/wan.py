@@ -36,7 +36,7 @@ PAPER = AttentionConfig(block_grid=[2, 2, 3], normalize=False, gate=True)
 
 
 def shaken(model: Any, seed: int = 1) -> Any:
-    """The model with all weights moved, so that nothing is zero, one or alike by its initialisation."""
+    """The model with all weights moved, so that nothing is zero, one or alike by its initialization."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

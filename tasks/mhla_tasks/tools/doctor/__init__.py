@@ -43,7 +43,7 @@ PARTS: dict[str, Examination] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the requested parts of the examination, and print the findings.
+    """Run the requested checks of this machine, and print their findings.
 
     Args:
         words: arguments after ``lightning doctor``.

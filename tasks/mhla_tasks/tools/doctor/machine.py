@@ -18,10 +18,10 @@ from mhla_tasks.tools.doctor.report import Finding, Status
 PROJECT = "lightning-mhla"
 GIB = 2**30
 PROBE_MIB = 64
-"""Amount of data written to measure the speed of a disk."""
+"""Amount of data, in MiB, to write when the speed of a disk is measured."""
 LEAST_DISK_GIB = 2.0
 LEAST_SHARED_MIB = 256
-"""Minimum free shared memory, which worker processes use for batches; with less they are killed by a bus error."""
+"""Minimum free shared memory in MiB. Worker processes use it for batches, and are killed by a bus error if it is full."""
 SLOW_DISK_MIB_S = 50
 PICTURES = 48
 
@@ -137,7 +137,7 @@ def _write_speed(folder: Path) -> float:
 
 
 def pictures() -> Iterator[Finding]:
-    """Measure how fast one core decodes and resizes photographs, the work of a loader process in ImageNet training."""
+    """Measure how fast one core decodes and resizes photographs, as worker processes do in ImageNet training."""
     import numpy as np
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Checks of the operator: all forms against float64, repeatability of the bits, and speed against softmax attention."""
+"""Checks of the operator: errors of all forms, bit-identical repetition, and speed compared with softmax attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mhla_tasks.tools.doctor.report import Finding, Status
 BOUNDS = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
 """Maximum errors of outputs and of gradients relative to their norms, for values with zero mean, by dtype."""
 WIDTHS = ((16, 16), (64, 64), (72, 72), (128, 256))
-"""Widths of keys and values, one pair for each class of widths that kernels are compiled for."""
+"""Widths of keys and values to check, one pair for each class of widths for which kernels are compiled."""
 SHAPES = {
     "cpu": {"1,024 tokens": (1, 6, 1024, 64, 64, 64, False), "4,096 tokens, causal": (1, 6, 4096, 64, 64, 64, True)},
     "cuda": {
@@ -32,9 +32,12 @@ SHAPES = {
         "LM 340M, 2,048 tokens": (16, 4, 2048, 64, 128, 256, True),
     },
 }
-"""Batch size, heads, tokens, tokens per block, widths of keys and values, and whether attention is causal, by model."""
+"""Shapes of models to measure: batch size, heads, tokens, tokens per block, key width, value width, and causality."""
 NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
-"""Models that divide outputs by the normaliser and map features inside the kernels; the others use rotary embedding."""
+"""Names of the shapes that are measured with a normalizer and with the feature map inside the kernels.
+
+The others are measured with a rotary embedding.
+"""
 
 
 def forms() -> Iterator[Finding]:
@@ -46,19 +49,19 @@ def forms() -> Iterator[Finding]:
         for widths in WIDTHS:
             try:
                 problem = _problem(widths, device, form == "spanning")
-                want = _run(problem, torch.float64, causal, form="reference", backend="torch")
-                got, again = (_run(problem, dtype, causal, form=form, backend=backend) for _ in range(2))
+                expected = _run(problem, torch.float64, causal, form="reference", backend="torch")
+                actual, again = (_run(problem, dtype, causal, form=form, backend=backend) for _ in range(2))
             except Exception as error:  # for example a kernel that does not compile
                 wrong.append(f"{widths[0]} x {widths[1]}: {type(error).__name__}: {str(error).strip()[:200]}")
                 continue
-            pair_errors = [max(_error(a, b) for a, b in zip(got[i], want[i], strict=True)) for i in (0, 1)]
+            pair_errors = [max(_error(a, b) for a, b in zip(actual[i], expected[i], strict=True)) for i in (0, 1)]
             errors = [max(pair) for pair in zip(errors, pair_errors, strict=True)]
             # `not error <= bound` instead of `error > bound`, so that NaN counts as wrong.
             if any(not error <= bound for error, bound in zip(pair_errors, BOUNDS[dtype], strict=True)):
                 wrong.append(
                     f"{widths[0]} x {widths[1]}: off by {pair_errors[0]:.1e} (outputs), {pair_errors[1]:.1e} (gradients)"
                 )
-            if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(got[i], again[i], strict=True)):
+            if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(actual[i], again[i], strict=True)):
                 wrong.append(f"{widths[0]} x {widths[1]}: two runs differ")
         name = f"{backend} {form}, {str(dtype)[6:]}, {'causal' if causal else 'bidirectional'}"
         text = "; ".join(wrong) or f"errors {errors[0]:.1e} (outputs), {errors[1]:.1e} (gradients), equal bits"
@@ -76,7 +79,7 @@ def forms() -> Iterator[Finding]:
 
 
 def kernels(device: torch.device) -> Iterator[Finding]:
-    """Test the kinds of kernels that models of the domains use, and replace all stored verdicts."""
+    """Test the kernels that models of the domains use, and store new verdicts on whether ``backend="auto"`` may use them."""
     forget_kept(f"cuda:{device.index or 0}")
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
@@ -96,7 +99,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def speed() -> Iterator[Finding]:
-    """Measure forward and backward passes at the shapes of models, against scaled_dot_product_attention."""
+    """Measure a forward and backward pass of the operator at shapes of models, compared with torch's softmax attention."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, (batch, heads, tokens, block, key, value, causal) in SHAPES[device.type].items():
@@ -118,13 +121,13 @@ def speed() -> Iterator[Finding]:
 
 
 def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list[Tensor]:
-    """Create random queries, keys, values and mixing coefficients.
+    """Create random queries, keys, values and mixing coefficients for blocks of 32 tokens.
 
     Args:
         widths: width of keys and of values.
         device: device of the tensors.
-        spans: whether the sequence spans more than one chunk, with exponential coefficients, or is three blocks of 32 tokens
-            with dense coefficients.
+        spans: whether to create 300 tokens and exponential coefficients, for the spanning form. If false, there are 83
+            tokens, which are three blocks, and dense coefficients.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -137,9 +140,9 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
     return [*rounded, *((rand(2, 3), rand(2, 3)) if spans else (rand(2, 3, 3),))]
 
 
-def _run(given: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _run(tensors: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -> tuple[list[Tensor], list[Tensor]]:
     learned = torch.float64 if dtype is torch.float64 else torch.float32
-    leaves = [x.to(dtype if i < 3 else learned).requires_grad_() for i, x in enumerate(given)]
+    leaves = [x.to(dtype if i < 3 else learned).requires_grad_() for i, x in enumerate(tensors)]
     q, k, v, *coefficients = leaves
     mixing: MixingLike = (
         coefficients[0] if len(coefficients) == 1 else ExponentialMixing(coefficients[0], coefficients[1])
@@ -150,8 +153,8 @@ def _run(given: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -
     return [out.detach()], list(torch.autograd.grad(out, leaves, cotangent))
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    error = float((got.double() - want).norm() / want.norm())
+def _error(actual: Tensor, expected: Tensor) -> float:
+    error = float((actual.double() - expected).norm() / expected.norm())
     return error if error == error else float("inf")
 
 

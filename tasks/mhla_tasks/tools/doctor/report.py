@@ -1,4 +1,4 @@
-"""Findings of ``lightning doctor``, one for each item that is checked, and their output as a table or as JSON."""
+"""Findings of ``lightning doctor``, one for each checked item, and their output as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SIGNS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wr
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Result of one check of ``lightning doctor``.
 
     Attributes:
-        part: part of the examination.
+        part: group of checks that this one belongs to.
         name: name of the checked item.
         status: ``"ok"``; ``"note"`` for a problem that does not prevent training; ``"wrong"`` for one that does.
         found: short description of the result.
@@ -38,7 +38,12 @@ Examination = Callable[[], Iterator[Finding]]
 
 
 def examine(part: str, examination: Examination) -> Iterator[Finding]:
-    """Yield the findings of a part, a finding for an error that ends it, and one for its duration."""
+    """Run a group of checks, and yield its findings, its duration, and the error that ended it, if any.
+
+    Args:
+        part: name of the group.
+        examination: function that runs the checks.
+    """
     start = time.perf_counter()
     try:
         yield from examination()
@@ -49,12 +54,12 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Return all findings as plain data, with the worst status as ``verdict``."""
+    """Return all findings as data for JSON, with the worst status under ``verdict``."""
     return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity by None, because JSON cannot represent them."""
+    """Replace NaN and infinity in nested data by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -63,13 +68,13 @@ def _without_nan(value: Any) -> Any:
 
 
 def verdict(findings: list[Finding]) -> Status:
-    """Return the worst status of the findings."""
+    """Return the worst status among findings: ``wrong``, ``note`` or ``ok``."""
     statuses = {finding.status for finding in findings}
     return "wrong" if "wrong" in statuses else "note" if "note" in statuses else "ok"
 
 
 def print_table(part: str, findings: list[Finding]) -> None:
-    """Print the findings of one part as a table with name, status, result and advice."""
+    """Print the findings of one group of checks as a table with name, status, result and advice."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape

@@ -19,7 +19,7 @@ from mhla_tasks.tools.doctor.report import Finding
 
 STEPS = 20
 LIMIT = 180.0
-"""Time limit of the process in seconds."""
+"""Time limit of the training process in seconds."""
 OPTIONS = (
     "--seed_everything=0",
     "--model=mhla_tasks.classification.ImageClassifier",
@@ -46,7 +46,7 @@ OPTIONS = (
 
 
 def fit() -> Iterator[Finding]:
-    """Run a fit by the command line, and check that the loss falls."""
+    """Train a small model by ``lightning fit`` in a separate process, and check that its loss falls."""
     if find_spec("sklearn") is None:
         advice = "pip install 'lightning-mhla[classification]'"
         yield Finding("training", "fit", "note", "not tried: the digits come with scikit-learn", advice)
