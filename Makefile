@@ -1,5 +1,5 @@
-# Everything runs in .venv, made here on the first call: with the versions of constraints.txt, or, where they are not to be had,
-# with the newest ones.
+# Everything runs in .venv, which the first call creates with the versions in constraints.txt, or with the newest versions if those
+# cannot be installed.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -20,19 +20,19 @@ help:  ## list the targets
 	$(PIP) -c constraints.txt -e '.[all,test]' || { echo 'constraints.txt cannot be installed here; taking the newest versions'; $(PIP) -e '.[all,test]'; }
 	@touch $@
 
-demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, say where the results are
+demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, and print where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
 test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): 25 minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers; as long again
+thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers; takes as long again
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
-check: lint  ## lint, and the tests that start no process of their own and take no minute: for between two edits
+check: lint  ## lint, and the tests that start no process and take less than a minute: for use between two edits
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow and not long"
 
-mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time: the tests must notice (resumes)
+mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time, and check that the tests notice (resumes)
 	$(BIN)/python tests/mutate.py
 
 mutants: .venv/test-installed  ## break the product in 150 random places; nine in ten must be noticed (hours; resumes)
@@ -42,7 +42,7 @@ mutants: .venv/test-installed  ## break the product in 150 random places; nine i
 hosts: .venv/test-installed  ## run the test suites of transformers, peft, timm and diffusers on our models (ARGS=...)
 	$(BIN)/python tests/hosts/run.py $(ARGS)
 
-fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, others in every run
+fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, different ones in every run
 	FUZZ=50 $(BIN)/python -m pytest -n 2 --timeout 0 -m fuzz
 
 lint: .venv/test-installed  ## ruff, the word list for prose, mypy, and the import contracts
@@ -52,7 +52,7 @@ lint: .venv/test-installed  ## ruff, the word list for prose, mypy, and the impo
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: .venv/test-installed  ## build the documentation into site/, strictly and without network; then: python3 -m http.server -d site
+docs: .venv/test-installed  ## build the documentation into site/, strictly and without network; view it with: python3 -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 constraints: .venv/test-installed  ## install the newest versions, run all tests, record the versions if they pass
@@ -62,13 +62,13 @@ constraints: .venv/test-installed  ## install the newest versions, run all tests
 	mv constraints.new constraints.txt
 	@touch .venv/demo-installed .venv/test-installed
 
-resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
+resources: .venv/test-installed  ## compile all Triton kernels ahead of time, and print registers, spills and shared memory
 	$(BIN)/lightning bench resources
 
-gpu: .venv/test-installed  ## all programs that need a GPU: checks, benchmarks, models; an hour, resumable (ARGS=...)
+gpu: .venv/test-installed  ## run everything that needs a GPU: checks, benchmarks, models; takes an hour, resumes (ARGS=...)
 	$(BIN)/lightning bench gpu $(ARGS)
 
-image:  ## build docker/Dockerfile with docker, podman or buildah, and try the image (BUILDER=..., BASE=..., IMAGE=...)
+image:  ## build docker/Dockerfile with docker, podman or buildah, and test the image (BUILDER=..., BASE=..., IMAGE=...)
 	bash docker/image.sh
 
 clean:  ## remove the environment and all runs

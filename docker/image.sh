@@ -1,7 +1,7 @@
 #!/bin/bash
-# Build the image of docker/Dockerfile and try it: `make image`.
+# Build the image of docker/Dockerfile and test it: `make image`.
 #
-#   BUILDER=podman           docker, podman or buildah; by default the first that works
+#   BUILDER=podman           docker, podman or buildah; by default the first one that works
 #   BASE=docker.io/library/python:3.12-slim    image to build on: Python with venv and headers, Debian's apt-get
 #   IMAGE=lightning-mhla     name of the result
 set -euo pipefail
@@ -15,7 +15,7 @@ for builder in ${BUILDER:-docker podman buildah} ''; do
     exit 2
   elif ! command -v "$builder" >/dev/null; then
     missing+="${missing:+; }$builder is not installed"
-  elif ! problem=$("$builder" info 2>&1 >/dev/null); then # docker may have no daemon
+  elif ! problem=$("$builder" info 2>&1 >/dev/null); then # the docker daemon may not run
     missing+="${missing:+; }$builder does not work: $(tail -n 1 <<<"$problem")"
   else
     break
@@ -25,7 +25,7 @@ done
 echo "building $image with $builder"
 "$builder" build ${BASE:+--build-arg "BASE=$BASE"} --file docker/Dockerfile --tag "$image" .
 
-if [ "$builder" = buildah ]; then # which runs containers, not images
+if [ "$builder" = buildah ]; then # buildah runs containers, not images
   container=$(buildah from "$image")
   trap 'buildah rm "$container" >/dev/null' EXIT
 fi
@@ -41,5 +41,5 @@ fit=(lightning fit --config configs/classification/digits.yaml --trainer.acceler
 try mhla sh -c '[ "$(id -u)" -ne 0 ]'
 try mhla lightning doctor
 try mhla "${fit[@]}" --run_dir runs/own-user
-try 4321:4321 "${fit[@]}" --run_dir runs/unknown-user # what --user "$(id -u)" is inside
+try 4321:4321 "${fit[@]}" --run_dir runs/unknown-user # as with --user "$(id -u)"
 echo "$image works: $("$builder" images --format '{{.Size}}' "$image"), built with $("$builder" --version)"

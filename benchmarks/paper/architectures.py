@@ -62,7 +62,7 @@ VLT_PRINTED = """\
 | T (2.4 to 2.5 GFLOP) | 82.3 | 82.4 | 82.6 |
 | S (4.6 GFLOP) | | 84.3 | 84.6 |
 
-RAVLT and MAViT are the paper's own runs; their repositories print 82.8 (RAVLT-T), 84.4 (RAVLT-S) and 84.7 (MAViT-S)."""
+RAVLT and MAViT are from the paper's own runs; their repositories report 82.8 (RAVLT-T), 84.4 (RAVLT-S) and 84.7 (MAViT-S)."""
 
 DIG_PRINTED = """\
 | DiG-S/2, ImageNet 256, FID without guidance | causal only | two directions | four directions | MHLA |
@@ -80,13 +80,15 @@ STUDIES = (
         measure_vlt,
         vlt_section,
         setting=(
-            "A small VLT: stages of width 32 and 64 with two blocks each, 16 features a head, rotary, `lepe` 5 x 5 and gate "
-            "in all; MHLA has 7 x 7 and 4 x 4 blocks (uneven ones in the second stage). 6 epochs of 4,000 digits."
+            "The model is a small VLT with stages of width 32 and 64, two blocks each, and with 16 features per head, "
+            "rotary positions, `lepe` of 5 x 5 and gate for all kinds. MHLA has 7 x 7 and 4 x 4 blocks (uneven ones in "
+            "the second stage). Training takes 6 epochs of 4,000 digits."
         ),
         reading=(
-            "**What the figures say.** All five kinds are within about one point of each other: with convolutions in each "
-            "block and rotary positions, the digits do not need the attention that tells the kinds apart at 196 tokens above. "
-            "**What they do not say.** Anything about ImageNet, where the paper's own runs differ by 0.3 points."
+            "**What the figures say.** All five kinds are within about one point of each other: with convolutions in "
+            "each block and rotary positions, the digits do not need what distinguishes the kinds at 196 tokens above. "
+            "**What they do not say.** They say nothing about ImageNet, where the paper's own runs differ by 0.3 "
+            "points."
         ),
         printed=VLT_PRINTED,
         full=(
@@ -97,7 +99,7 @@ STUDIES = (
     ),
     Study(
         "mnist-dig",
-        "DiG: directions of reading, MNIST's pixels in 196 tokens",
+        "DiG: scan directions, MNIST's pixels in 196 tokens",
         "configs/diffusion/mnist_dig.yaml",
         {
             "gla, one direction, no convolution": dig(directions="one", local="false"),
@@ -112,16 +114,18 @@ STUDIES = (
         images.section,
         ("--trainer.max_epochs=4",),
         setting=(
-            "A DiG of 4 layers of width 64 with 4 heads, keys of 8 and values of 16 features, 500 steps of 32 images; FID of "
-            "1,000 samples without guidance against the training images, in features of a classifier of these digits; the last "
-            "column is of 500 samples with guidance 2. The last two have the convolution behind each block."
+            "A DiG with 4 layers of width 64, 4 heads, keys of 8 and values of 16 features trains for 500 steps of 32 "
+            "images. FID compares 1,000 samples without guidance with the training images, in features of a classifier "
+            "of these digits. The last column is measured on 500 samples with guidance 2. The last two variants have "
+            "the convolution after each block."
         ),
         reading=(
-            "**What the figures say.** The order is the paper's: one direction is worst, two are better, and four with the "
-            "convolution halve the FID of one. MHLA, which sees all tokens at once and needs no turning, is ahead of four "
-            "directions with every seed, by 7 points on average, and no recurrence runs in it.\n\n"
-            "**What they do not say.** How much of the last step is the convolution's, which the first two variants lack, as "
-            "in the paper's ablation. And 500 steps compare what is learned early."
+            "**What the figures say.** The order is that of the paper: one direction is worst, two are better, and "
+            "four with the convolution halve the FID of one. MHLA, which attends to all tokens at once and needs no "
+            "change of direction, is ahead of four directions with every seed, by 7 points on average, and it has no "
+            "recurrence.\n\n"
+            "**What they do not say.** They do not show how much of the last step is due to the convolution, which the "
+            "first two variants lack, as in the paper's ablation. Also, 500 steps compare only what is learned early."
         ),
         printed=DIG_PRINTED,
         full=("configs/diffusion/dig_s2_256.yaml", "configs/diffusion/dig_s2_256_mhla.yaml"),

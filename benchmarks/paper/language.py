@@ -121,8 +121,8 @@ def generated(folder: Path) -> str:
     generation.draw(content["rows"], folder / "pictures" / "results-generation.png")
     table = markdown(["attention", *(f"{n:,} tokens" for n in shown)], lines)
     return (
-        f"### Generation\n\nTime per token and size of the state, a model of {content['model']['depth']} layers of width "
-        f"{content['model']['dim']}:\n\n{table}\n\n"
+        "### Generation\n\nThe table shows the time per token and the size of the state of a model with "
+        f"{content['model']['depth']} layers of width {content['model']['dim']}:\n\n{table}\n\n"
         f"![Time per token and size of the state by context](pictures/results-generation.png)\n\n"
         f"`lightning bench generation --out benchmarks/results`; {machine['device']}, torch {machine['torch']}, "
         f"{machine['date']}."
@@ -169,19 +169,21 @@ STUDIES = (
         section,
         ("--trainer.max_steps=300", "--trainer.val_check_interval=300"),
         setting=(
-            "Models of width 128, 4 layers, 4 heads and 2,048 tokens of vocabulary, 300 steps of 8 x 512 tokens of "
-            "the standard library; scored on files that were held out, and on windows of 4,096 tokens of them, dense "
-            "coefficients continued by `extend_mixing`."
+            "The models have width 128, 4 layers, 4 heads and a vocabulary of 2,048 tokens, and train for 300 steps of "
+            "8 x 512 tokens of the standard library. They are scored on held-out files, and on windows of 4,096 tokens "
+            "of these files, for which `extend_mixing` extends dense coefficients."
         ),
         reading=(
             "**What the figures say.** Within the trained length softmax is best, Gated DeltaNet second, and MHLA with "
-            "exponential coefficients third, level with Mamba-2; linear attention, retention and GLA are a tenth of a bit "
-            "behind. Far beyond it the order is another: at tokens 3,073 to 4,096 softmax has 1.7 times the perplexity of its "
-            "first 512, and MHLA, Gated DeltaNet and Mamba-2 no more than in theirs. Exponential coefficients, whose state is "
-            "constant, are no worse than dense ones, and coefficients of each head's own no better.\n\n"
-            "**What they do not say.** Which is best after long training: 300 steps are 1.2 million tokens. Nor how softmax "
-            "does with its rotary positions scaled to the longer text, which was not tried. Gated DeltaNet and Mamba-2 have a "
-            "short convolution of their own; MHLA and the others have none here."
+            "exponential coefficients third, level with Mamba-2; linear attention, retention and GLA are a tenth of a "
+            "bit behind. Far beyond it, the order changes: at tokens 3,073 to 4,096, the perplexity of softmax is 1.7 "
+            "times that of its first 512 tokens, while that of MHLA, Gated DeltaNet and Mamba-2 does not exceed that "
+            "of their first 512. Exponential coefficients, whose state has constant size, are no worse than dense "
+            "ones, and coefficients per head are no better.\n\n"
+            "**What they do not say.** They do not show which kind is best after long training: 300 steps are 1.2 "
+            "million tokens. Nor do they show how softmax performs with its rotary positions scaled to the longer "
+            "text, which was not tried. Gated DeltaNet and Mamba-2 have their own short convolution; MHLA and the "
+            "others have none here."
         ),
         printed=PRINTED,
         full=tuple(

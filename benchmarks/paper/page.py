@@ -8,14 +8,14 @@ from pathlib import Path
 from benchmarks.paper.study import Study
 from lightning_mhla.system.files import write_whole
 
-HEAD = """# Results in small
+HEAD = """# Small-scale results
 
-Comparisons of attention on data that ship with Python packages, trained on CPU cores. Figures are means and standard
-deviations over the seeds named below each table; one seed has no deviation. `lightning paper` trains, scores and
-writes all of it, and resumes where it was stopped.
+This page compares kinds of attention on data that ship with Python packages, trained on CPU cores. Figures are means and
+standard deviations over the seeds named below each table; a figure of one seed has no deviation. `lightning paper` trains
+and scores all models, writes this page, and resumes after a stop.
 
 A model is scored after its last step. The rows of classification, VLT, associative recall, the needle and the standard
-library are older: they are of the validation that was best on the held-out data, where that was not the last.
+library are older: they show the best validation on the held-out data, if that was not the last one.
 """
 
 
@@ -38,8 +38,8 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     hours = sum(row["seconds"] for study in studies for row in study.rows(results)) / 3600
     parts.append(
-        f"All rows below took {hours:.1f} hours of one core, so `lightning paper --jobs 2` takes about {hours / 2:.0f} hours "
-        "on two from nothing.\n"
+        f"All rows below took {hours:.1f} hours on one core, so `lightning paper --jobs 2` takes about {hours / 2:.0f} hours "
+        "on two cores.\n"
     )
     done = sum(len(study.rows(results)) for study in studies)
     expected = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)

@@ -122,18 +122,19 @@ STUDIES = (
         mqar_section,
         (*STEPS, "--trainer.val_check_interval=1400"),
         setting=(
-            "Two layers, a gated short convolution and the attention, one head (`mamba2`: 4), 256 ids, up to 16 pairs"
-            " in 128 tokens; 1,400 steps of 64 sequences."
+            "The models have two layers, a gated short convolution and the attention, with one head (`mamba2`: 4) and "
+            "256 ids. The sequences have up to 16 pairs in 128 tokens. Training takes 1,400 steps of 64 sequences."
         ),
         reading=(
-            "**What the figures say.** Softmax recalls at width 32 with every seed. Of the kinds with a state, only Gated "
-            "DeltaNet comes near it, with one seed of three; it writes by the delta rule, so that a new pair replaces what its "
-            "key had. MHLA with dense coefficients is above linear attention on average (by 9 points at width 32) with a state "
-            "three times as large, and its seeds differ by as much; with exponential coefficients it is level with linear "
-            "attention. Its definition lets one expect that: the coefficients depend on the position of a block and "
-            "not on its content, so MHLA cannot choose the block that holds a pair.\n\n"
-            "**What they do not say.** Who would win with more training: softmax at width 16 has not "
-            "converged either (46% on average, 30 points between seeds)."
+            "**What the figures say.** Softmax recalls at width 32 with every seed. Of the kinds with a state, only "
+            "Gated DeltaNet comes near it, with one seed of three; it writes by the delta rule, so that a new pair "
+            "replaces the value stored under its key. MHLA with dense coefficients is above linear attention on "
+            "average (by 9 points at width 32) with a state three times as large, and its seeds differ by as much; "
+            "with exponential coefficients it is level with linear attention. This follows from its definition: the "
+            "coefficients depend on the position of a block and not on its content, so MHLA cannot choose the block "
+            "that holds a pair.\n\n"
+            "**What they do not say.** They do not show which kind would be best with more training: softmax at width "
+            "16 has not converged either (46% on average, 30 points between seeds)."
         ),
     ),
     Study(
@@ -145,15 +146,16 @@ STUDIES = (
         needle_section,
         (*STEPS, "--trainer.val_check_interval=1400"),
         setting=(
-            "One pair in a haystack of random ids, asked for at the end; trained on 256 tokens, scored on up to 2,048; "
-            "1,400 steps. Guessing gives 3%."
+            "One pair is hidden among random ids and asked for at the end. The models train for 1,400 steps on 256 "
+            "tokens and are scored on up to 2,048 tokens. Guessing gives 3%."
         ),
         reading=(
-            "**What the figures say.** A run either finds the needle or it does not, so the deviations are wide: softmax finds "
-            "it with two seeds of three (94% and 96%), MHLA with exponential coefficients with one (86%), the others "
-            "with none (at most 5%). Those that find it do so at eight times the trained length as well as at the trained "
-            "one; MHLA's state is then as small as at the start.\n\n"
-            "**What they do not say.** That the other kinds cannot find a needle: with 1,400 steps they have not begun to."
+            "**What the figures say.** A run either finds the needle or it does not, so the deviations are wide: "
+            "softmax finds it with two seeds of three (94% and 96%), MHLA with exponential coefficients with one "
+            "(86%), the others with none (at most 5%). Those that find it do so at eight times the trained length as "
+            "well as at the trained one; MHLA's state is then as small as at the start.\n\n"
+            "**What they do not say.** They do not show that the other kinds cannot find a needle: after 1,400 steps "
+            "they have not begun to."
         ),
     ),
 )

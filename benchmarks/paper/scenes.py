@@ -93,8 +93,8 @@ PRETRAIN = Study(
     measure,
     section,
     setting=(
-        "With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work "
-        "beside."
+        "The model trains from scratch with its own linear attention. There is one run, as there is one SANA. Its time "
+        "is wall-clock time, with other work on the machine."
     ),
     seeds=(0,),
 )
@@ -121,18 +121,18 @@ STUDIES = (
         ("--model.init_args.pretrained={pretrained}",),
         (PRETRAIN, "original"),
         setting=(
-            "The model above, its attention replaced and all of it fine-tuned for 750 steps, each kind in the same way; "
-            "256 tokens, 4 heads of 16 features. MHLA starts from uniform coefficients, so that its first step is the "
-            "original's. Images for 400 held-out captions, with guidance 3; FID in features of a random network, against "
-            "4,000 real scenes."
+            "The attention of the model above is replaced, and all weights are fine-tuned for 750 steps, in the same "
+            "way for each kind; 256 tokens, 4 heads of 16 features. MHLA starts from uniform coefficients, so that its "
+            "first step is that of the original. Images are drawn for 400 held-out captions, with guidance 3. FID "
+            "compares them with 4,000 real scenes, in features of a random network."
         ),
         reading=(
-            "**What the figures say.** MHLA loses nothing and gains nothing: it differs from linear attention by less than the "
-            "seeds do. Softmax ends at a loss that is higher by 0.0003, three times the spread, and scores that are not. 750 "
-            "steps improve digits by a few points whatever the attention. MHLA's images stay close to those of linear "
-            "attention, from which its uniform coefficients have hardly moved. The paper's gain (GenEval 0.64 to 0.68) took "
-            "40,000 steps; this model, whose convolutions see the neighborhood and whose scenes have few objects, does "
-            "not show it."
+            "**What the figures say.** MHLA neither loses nor gains: it differs from linear attention by less than the "
+            "seeds differ. Softmax ends with a loss that is higher by 0.0003, three times the spread, while its scores "
+            "are within the spread. Training for 750 steps improves digits by a few points with every attention. "
+            "MHLA's images stay close to those of linear attention, because its coefficients have hardly moved from "
+            "their uniform start. The paper's gain (GenEval 0.64 to 0.68) took 40,000 steps. This model, whose "
+            "convolutions cover the neighborhood and whose scenes have few objects, does not show it."
         ),
         printed=PRINTED,
         full=("configs/text_to_image/sana_600m_512.yaml",),

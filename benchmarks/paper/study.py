@@ -148,7 +148,8 @@ class Study:
         if self.printed:
             runs = ", ".join(f"`lightning fit --config {config}`" for config in self.full)
             parts.append(
-                f"**In the paper** (arXiv 2601.07832):\n\n{self.printed}\n\nIn that size, not run here: {runs}."
+                f"**In the paper** (arXiv 2601.07832):\n\n{self.printed}\n\nThese commands train models of that size. They "
+                f"were not run here: {runs}."
             )
         if self.after is not None:
             parts.append(self.after(folder))
@@ -157,10 +158,10 @@ class Study:
     def _command(self) -> str:
         name, options = next(iter(self.variants.items()))
         words = "".join(f" {word}" for word in [*self.options, *options]).replace("{pretrained}", "CHECKPOINT")
-        origin = "" if self.needs is None else f"; CHECKPOINT is of `{self.needs[0].name}`"
+        origin = "" if self.needs is None else f"; CHECKPOINT is a checkpoint of `{self.needs[0].name}`"
         return (
-            f"`lightning paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
-            f"{self.config}{words}` (here {name}) with `--seed_everything`{origin}."
+            f"`lightning paper --only {self.name}` trains and scores these rows. One row (here {name}) is `lightning fit "
+            f"--config {self.config}{words}` with `--seed_everything`{origin}."
         )
 
 
@@ -253,4 +254,5 @@ def conditions(rows: Sequence[Row]) -> str:
     )
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     hours = sum(row["seconds"] for row in rows) / 3600
-    return f"Seeds {', '.join(map(str, seeds))}; {len(rows)} runs, {hours:.1f} processor hours; {where}; {when}."
+    runs = f"{len(rows)} run{'s' * (len(rows) > 1)}"
+    return f"Seeds {', '.join(map(str, seeds))}; {runs}, {hours:.1f} processor hours; {where}; {when}."

@@ -152,9 +152,9 @@ def section(rows: list[Row], folder: Path) -> str:
     header = [
         "attention",
         "held-out loss",
-        "clips that move as said, %",
+        "clips that move as captioned, %",
         "that show their digit, %",
-        "frames alike",
+        "frame similarity",
         "steps",
     ]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
@@ -185,7 +185,7 @@ PRETRAIN = Study(
     measure,
     section,
     NARROW,
-    setting="One run, as Wan is one; a clip for each caption.",
+    setting="There is one run, as there is one Wan, and one clip for each caption.",
     seeds=(0,),
 )
 
@@ -228,21 +228,22 @@ STUDIES = (
         ),
         (PRETRAIN, "softmax"),
         setting=(
-            "The softmax model above, its attention replaced and all of it fine-tuned for 150 steps, 6% of what it "
-            "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. "
-            "A clip for each of the 40 captions, drawn with guidance 3, is looked at by program: its middle frame by a "
-            "classifier of real digits, and each frame beside the next, shifted to where it fits best (cosine; 1 for real "
-            "clips)."
+            "The attention of the softmax model above is replaced, and all weights are fine-tuned for 150 steps, 6% of "
+            "the original training, in the same way for each kind; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of "
+            "8 features. A program examines one clip for each of the 40 captions, drawn with guidance 3: a classifier "
+            "of real digits reads the middle frame, and each frame is compared with the next one, shifted to where it "
+            "fits best (cosine; 1 for real clips)."
         ),
         reading=(
-            "**What the figures say.** Our softmax attention in place of diffusers' loses nothing. No kind of linear cost "
-            "has recovered after 150 steps, but their order is clear in the held-out loss, in which seeds differ by less than "
-            "0.01: linear attention is last, MHLA with 16 blocks is ahead of it with every seed, and 72 blocks gain as much "
-            "again. So the number of blocks is what holds 16 blocks back. Of four changes to them, coefficients per head help "
-            "most, and ten times their learning rate helps a little; a uniform start and the normalizer cost a "
-            "little. The shipped configuration has coefficients per head.\n\n"
-            "**What they do not say.** Where each kind ends: 150 steps are few. And the column of digits says little, since "
-            "the pretrained model's own clips show their digit in 18 of 40 cases."
+            "**What the figures say.** Our softmax attention in place of diffusers' loses nothing. No kind of linear "
+            "cost has recovered after 150 steps, but their order is clear in the held-out loss, in which seeds differ "
+            "by less than 0.01: linear attention is last, MHLA with 16 blocks is ahead of it with every seed, and 72 "
+            "blocks gain as much again. So the number of blocks limits the variant with 16 blocks. Of four changes to "
+            "this variant, coefficients per head help most, and a learning rate of the coefficients that is ten times "
+            "as high helps a little; a uniform start and the normalizer cost a little. The shipped configuration has "
+            "coefficients per head.\n\n"
+            "**What they do not say.** They do not show where each kind ends: 150 steps are few. Also, the column of "
+            "digits says little, because the pretrained model's own clips show their digit in only 18 of 40 cases."
         ),
         printed=PRINTED,
         full=("configs/video/wan_1_3b.yaml", "configs/video/wan_1_3b_hybrid.yaml"),

@@ -175,7 +175,7 @@ def test_a_list_of_classes_can_be_given(world: Path, tmp_path: Path) -> None:
         registry.run(
             "prepare images", [str(world / "val"), str(tmp_path / "b"), "--classes", str(tmp_path / "few.txt")]
         )
-    with pytest.raises(SystemExit, match="is not a file; --classes takes one"):
+    with pytest.raises(SystemExit, match="is not a file; --classes takes a file"):
         registry.run(
             "prepare images", [str(world / "val"), str(tmp_path / "b"), "--classes", str(tmp_path / "none.txt")]
         )

@@ -396,7 +396,7 @@ def test_code_in_the_folder_of_a_text_encoder_is_neither_run_nor_asked_about(
         (folder / "config.json").write_text(json.dumps(mapped))
         (folder / "tokenizer_config.json").write_text(json.dumps(mapped))
     encoder = make_encoder(TextConfig(str(tmp_path), 12), 8)
-    with pytest.raises(FileNotFoundError, match="is no folder and no hub name of a pipeline"):
+    with pytest.raises(FileNotFoundError, match="is not a folder or hub name of a pipeline"):
         encoder.encode(["a"], torch.device("cpu"))
     assert not (tmp_path / "ran").exists()
 

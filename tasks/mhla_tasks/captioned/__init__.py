@@ -1,1 +1,1 @@
-"""Shared by the domains of captioned images and videos: swapped transformers of diffusers, trained by flow matching."""
+"""Code shared by text-to-image and video: diffusers transformers with replaced attention, trained by flow matching."""

@@ -1,4 +1,4 @@
-"""Callbacks that draw samples during training."""
+"""Base class of callbacks that draw samples for prompts during training."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 
 class DrawnSamples(PeriodicEvaluation):
-    """Draw a sample for each of a few prompts with the weights that validation uses, with the same noise each time.
+    """Base class of callbacks that draw a sample for each prompt, with the weights that validation uses.
+
+    Each sample starts from the same noise every time. A subclass writes or scores the samples in :meth:`keep`.
 
     Args:
-        prompts: a sample is drawn for each.
-        every_n_steps: optimizer steps between two evaluations; None for none on the way.
-        at_end: whether the last weights draw.
-        at_start: whether the first weights draw: right after replacing, of a pretrained model.
+        prompts: prompts to draw a sample for.
+        every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
+        at_end: whether to draw with the final weights.
+        at_start: whether to draw with the initial weights (of a pretrained model, right after its attention was replaced).
         seed: seed of the noise.
     """
 
@@ -44,24 +46,29 @@ class DrawnSamples(PeriodicEvaluation):
 
     @abstractmethod
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write or score samples. Called on the first process only, so that it must not call a collective.
+        """Write or score samples. It is called on the first process only, so it must not use collectives.
 
         Args:
-            trainer: trainer of the run.
+            trainer: Trainer of the run.
             module: module that drew the samples.
-            samples: sample of each prompt, uint8 on the CPU.
+            samples: samples, one for each prompt, uint8 on the CPU.
             folder: folder of the run.
         """
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load everything that drawing needs; raise ValueError or FileNotFoundError if something is missing or does not fit."""
+        """Load everything that drawing needs.
+
+        Raises:
+            ValueError: if the options of the module do not allow drawing.
+            FileNotFoundError: if a file or model is missing.
+        """
         module.check_drawable()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that samples can be drawn, on the processes that draw.
 
         Raises:
-            ValueError: on every process, for what does not fit together.
+            ValueError: on every process, if drawing is not possible; the message gives the reason.
         """
         module, failed = self._checked(pl_module), ""
         if trainer.is_global_zero or shards_weights(trainer):
@@ -81,9 +88,12 @@ class DrawnSamples(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on the first process, or on all if weights are sharded; keep the samples on the first."""
+        """Draw the samples, and pass them to :meth:`keep` on the first process.
+
+        Drawing runs on the first process only, or on all processes if the weights are sharded.
+        """
         module, samples = self._checked(pl_module), None
-        folder = run_folder(trainer)  # a collective: every process has to call it
+        folder = run_folder(trainer)  # a collective, so every process must call it
         if trainer.is_global_zero or shards_weights(trainer):
             with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
                 samples = module.draw_prompts(self.prompts, self.seed)
@@ -101,7 +111,7 @@ class DrawnSamples(PeriodicEvaluation):
 
 
 def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
-    """Add a picture to the TensorBoard loggers of a run."""
+    """Add a figure to the TensorBoard loggers of a run, under ``name`` and the current step."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_figure(name, figure, trainer.global_step)

@@ -1,4 +1,4 @@
-"""Shards of latents and caption embeddings, written once and read in training."""
+"""Shards of latents and embedded captions: encoding once, and reading in training."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from lightning_mhla.system.untrusted import check_size, parse_array, read_json
 from mhla_tasks.captioned.text import CaptionEncoder
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
-"""Members of an encoded sample: its latent, and the embeddings of the tokens of its caption.
+"""Names of the members of an encoded sample: its latent, and the embedded tokens of its caption.
 
-In a set of several sizes, the latent's rows and columns stand before its name: ``16x12.latent.npy``. Further captions of a
-sample are ``1.text.npy`` and so on.
+If a set has latents of several sizes, their names begin with rows and columns: ``16x12.latent.npy``. Additional captions of a
+sample are named ``1.text.npy`` and so on.
 """
 
 TRIED = 100
-"""Number of samples that are read to determine the sizes of latents."""
+"""Maximum number of samples that are read to find one that determines the shape of the latents."""
 
 AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
 def empty_caption_file(shard: Path) -> Path:
-    """Path of the empty caption that belongs to a shard."""
+    """Return the path of the embedded empty caption beside a shard."""
     return beside_shard(shard, "empty-caption.npy")
 
 
@@ -48,16 +48,24 @@ def read_manifest(sets: ShardSets) -> dict[str, Any]:
 
 
 def encoded_length(sets: ShardSets, default: int) -> int:
-    """Return the number of tokens of a caption from the manifest of the training shards, or a default."""
+    """Return the number of tokens in a caption from the manifest of the training shards; ``default`` if it is missing."""
     length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
 
 
 def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
-    """Read the embeddings ``[l, D]`` of the empty caption beside the training shards.
+    """Read the embedded empty caption beside the training shards.
+
+    Args:
+        sets: shards of the data set.
+        command: command that writes the file, for the message.
+
+    Returns:
+        Embedded tokens ``[l, D]`` float32.
 
     Raises:
-        FileNotFoundError: when it is not there; ``command`` is what writes it.
+        FileNotFoundError: if the file is missing.
+        ValueError: if the file is not an array.
     """
     path = empty_caption_file(sets.find("train")[0])
     if not path.is_file():
@@ -74,19 +82,19 @@ def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
 
 
 class EncodedSamples:
-    """Source of encoded samples in shards.
-
-    Attributes:
-        groups: ``[samples]`` int64, number of the size of each latent; None where there is one.
+    """Sample source of latents and embedded captions in shards.
 
     Args:
-        reader: the shards.
-        text_length: tokens that a caption is filled up to.
-        axes: axes of a latent, channels included.
-        command: command that writes such shards, for errors.
+        reader: reader of the shards.
+        text_length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
+        axes: number of axes of a latent, including channels: 3 for images, 4 for videos.
+        command: command that writes such shards, for messages.
+
+    Attributes:
+        groups: index of the size of each latent, ``[samples]`` int64; None if there is one size.
 
     Raises:
-        ValueError: when none of the first samples is encoded so.
+        ValueError: if none of the first samples holds a latent with this number of axes.
     """
 
     def __init__(self, reader: ShardReader, text_length: int, axes: int, command: str) -> None:
@@ -103,29 +111,29 @@ class EncodedSamples:
                 break
             except BrokenSampleError as error:
                 if index + 1 == min(len(reader), TRIED):
-                    raise ValueError(f"{error}; these are no shards of {command}") from error
+                    raise ValueError(f"{error}; these are not shards of {command}") from error
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Read ``latent`` ``[C, ...]`` float32, ``text`` ``[text_length, D]`` float32 and ``index``."""
+        """Return ``latent`` ``[C, ...]`` float32, ``text`` ``[text_length, D]`` float32 and ``index`` of one sample."""
         latent, tokens = self._latent(index), self.reader.array(index, self._embedding(index))
         end = self._ends[self._group(index)]
         size = self.size if end is None else (*self.size[: -len(end)], *end)
         if latent.shape != size or tokens.ndim != 2:
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: latent {latent.shape} among those of {size}, or text {tokens.shape} "
-                "that is not [tokens, width]"
+                f"{self.reader.describe(index)}: the latent has shape {latent.shape}, others {size}, or the text "
+                f"{tokens.shape} is not [tokens, width]"
             )
         text = torch.zeros(self.text_length, tokens.shape[1])
-        kept = torch.from_numpy(tokens[: self.text_length]).float()
-        text[: len(kept)] = kept
+        embeddings = torch.from_numpy(tokens[: self.text_length]).float()
+        text[: len(embeddings)] = embeddings
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
 
     def _embedding(self, index: int) -> str:
-        """Name the member of the sample's caption, chosen at random if there are several."""
+        """Return the name of the member of a sample's caption, chosen at random if there are several captions."""
         count = self._captions[index] + 1
         return EMBEDDING if count == 1 else embedding_names(count)[int(torch.randint(count, ()))]
 
@@ -142,26 +150,27 @@ class EncodedSamples:
 
 
 def _side(name: str) -> tuple[int, int]:
-    """Parse rows and columns from the name of a latent."""
+    """Parse rows and columns from the name of a latent, such as ``16x12.latent.npy``."""
     rows, _, columns = name.partition(".")[0].partition("x")
     return int(rows), int(columns)
 
 
 def embedding_names(count: int) -> list[str]:
-    """Name the members of a sample's captions: ``text.npy``, ``1.text.npy`` and so on."""
+    """Return the member names of ``count`` captions of a sample: ``text.npy``, ``1.text.npy`` and so on."""
     return [EMBEDDING if number == 0 else f"{number}.{EMBEDDING}" for number in range(count)]
 
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Samples to encode, and their origins.
+    """Captioned samples to encode, and the files that they come from.
 
     Attributes:
-        samples: give a sample ``[3, ...]`` in -1 .. 1 under ``key``; of several sizes where they have ``groups``.
-        key: entry of the sample.
-        files: give the captions of each sample.
-        origins: of each sample, or of the shards that hold them.
-        per_sample: whether each sample has an origin of its own.
+        samples: sample source; each sample has a tensor ``[3, ...]`` in -1 .. 1 under ``key``. A source with an attribute
+            ``groups`` has samples of several sizes.
+        key: name of the entry that is encoded: ``image`` or ``video``.
+        files: files with the captions of each sample.
+        origins: source file of each sample, or of each shard that holds samples, to detect changes.
+        per_sample: whether ``origins`` has one entry for each sample instead of each shard.
     """
 
     samples: SampleSource
@@ -181,11 +190,14 @@ def open_source(
     """Open the captioned samples of a folder or of shards for encoding.
 
     Args:
-        name: folder of files, or shards in any of the forms that data modules take.
-        kind: entry of a sample that is encoded.
-        extensions: of the files that are samples, without dots.
-        caption_key: entry of a JSON file that is the caption.
-        make_samples: samples of the files.
+        name: path of a folder of files, or location of shards in any form that data modules accept.
+        kind: name of the entry of a sample that is encoded: ``image`` or ``video``.
+        extensions: extensions of the files that are samples, without dots.
+        caption_key: name of the entry of a JSON file that holds the caption.
+        make_samples: function that builds the sample source from the files.
+
+    Returns:
+        The samples to encode, and the files that they come from.
     """
     files: CaptionedFiles
     if Path(name).is_dir() and not holds_shards(Path(name)):
@@ -209,27 +221,29 @@ def encode_samples(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Write the encoded samples to ``target/prefix-00000.tar`` and so on, each process its share of the shards.
+    """Encode samples and captions and write them to the shards ``target/prefix-00000.tar`` and so on.
+
+    Several processes can divide the shards among them; each calls this function with its own ``share``.
 
     Args:
-        source: the samples.
-        options: plain values that the samples depend on.
-        target: made if missing.
-        encode: latents of samples ``[B, 3, ...]``.
-        captions: encodes captions.
+        source: samples to encode.
+        options: options, as plain values, that the encoded samples depend on; recorded in the manifest.
+        target: path of the folder of shards, created if missing.
+        encode: function that encodes samples ``[B, 3, ...]`` as latents.
+        captions: encoder of the captions.
         prefix: prefix of the file names.
-        per_shard: samples for a shard; it holds fewer where some are broken.
+        per_shard: number of samples per shard, fewer if samples are broken.
         device: device of the encoders.
-        max_skipped: broken samples that this process skips before it stops.
-        share: index and number of the parts that the shards are divided into.
-        force: delete the shards of an earlier call first.
+        max_skipped: number of broken samples that this process skips before it fails.
+        share: index of this process, and number of processes that the shards are divided among.
+        force: whether to delete the shards of an earlier call first.
 
     Returns:
-        Paths of all shards, of every process, and how many samples this one skipped.
+        Paths of the shards of all processes, and the number of samples that this process skipped.
 
     Raises:
-        ValueError: when the folder holds shards of samples that have changed since, or made with other options.
-        BrokenSampleError: when more samples are broken than ``max_skipped``.
+        ValueError: if the folder holds shards that were made from samples that have changed since, or with different options.
+        BrokenSampleError: if more than ``max_skipped`` samples are broken.
     """
     made_with = {"per_shard": per_shard, **options}
     with Preparation(
@@ -242,8 +256,8 @@ def encode_samples(
                 aside.write_bytes(array_bytes(captions.tokens("", device).half()))
         sizes = sample_groups(source.samples)
 
-        def encoded(here: range) -> Iterator[dict[str, Any]]:
-            for number, sample in readable(source.samples, order, here, call.skipped):
+        def encoded(shard_range: range) -> Iterator[dict[str, Any]]:
+            for number, sample in readable(source.samples, order, shard_range, call.skipped):
                 index = order[number]
                 assert index is not None
                 texts = source.files.captions(index)

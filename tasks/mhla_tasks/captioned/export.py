@@ -1,4 +1,4 @@
-"""The trained transformer as a folder, and its LoRA adapters."""
+"""Export of a trained transformer to a folder, and of its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_mhla.swap import is_swapped
 
 load = load_swapped if is_swapped("FOLDER") else NETWORK.from_pretrained
 model = load("FOLDER")"""
-"""Python code that loads an export: FOLDER is its path, NETWORK the class of the transformer."""
+"""Python code that loads an export, where FOLDER is its path and NETWORK the class of the transformer."""
 
 
 def loading(module: CaptionedDiffusion) -> str:
-    """Return the Python code that loads the export of a module, FOLDER being its path."""
+    """Return Python code that loads the export of ``module``; FOLDER in the code stands for the path of the export."""
     return LOADING.replace("NETWORK", module.host.transformer.__name__)
 
 
 def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
-    """Write a folder for ``lightning_mhla.load_swapped``.
+    """Export the transformer of a trained module to a folder, which ``lightning_mhla.load_swapped`` loads.
 
     Args:
-        module: the trained module.
-        folder: folder of the transformer.
-        adapters: folder for LoRA adapters; None to add them to the weights.
+        module: trained module.
+        folder: path of the folder for the transformer.
+        adapters: path of a separate folder for LoRA adapters; None to merge the adapters into the weights.
     """
     if adapters is None:
         merge_adapters(module.network)

@@ -1,4 +1,4 @@
-"""Transformers of diffusers whose attention is swapped, and the weights that they start from."""
+"""diffusers transformers whose attention can be replaced, and the reading of pretrained weights for them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from lightning_mhla.system.untrusted import read_json
 log = logging.getLogger(__name__)
 
 ADDED = ".attn1.processor.attention."
-"""Part of the names of parameters that a swap adds."""
+"""Part of the names of the parameters that replaced attention adds."""
 
 CONTAINERS = ("state_dict", "model", "module")
-"""Entries of a training checkpoint that may hold the weights."""
+"""Names of the entries of a training checkpoint that may hold the weights."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Description of a transformer of diffusers whose attention is swapped.
+    """Description of a kind of diffusers transformer whose attention can be replaced.
 
     Args:
-        transformer: its class.
-        pipeline: class of diffusers' pipeline that draws with it.
-        name: description, for errors.
-        first_block: prefix of the names in its first block.
-        is_published: whether names are those of the publication.
-        published_names: weights with those names by diffusers' names.
-        schedulers: by the name of a sampler, makes a scheduler of diffusers for the shift that a model was trained with.
-        pipeline_options: arguments of every call of the pipeline, which is given latents and checks a size all the same.
+        transformer: class of the transformer.
+        pipeline: class of the diffusers pipeline that draws with the transformer.
+        name: name of this kind of transformer, for messages.
+        first_block: prefix of the names of the first block's weights.
+        is_published: function that tells from the weights whether they have the names of the original publication.
+        published_names: function that converts weights from the published names to diffusers' names.
+        schedulers: for each sampler, a function that builds its diffusers scheduler from the timestep shift of training.
+        pipeline_options: fixed arguments of the pipeline's calls. The pipeline validates them, although the latents that it is
+            given determine the size.
     """
 
     transformer: Any
@@ -54,18 +55,18 @@ class Host:
 
 
 def euler_scheduler(shift: float) -> FlowMatchEulerDiscreteScheduler:
-    """Create a scheduler for Euler's method with the shift of training."""
+    """Build the diffusers scheduler of Euler's method, for a model that was trained with the timestep shift ``shift``."""
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=shift)
 
 
 def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_kinds: Sequence[str] | None) -> Any:
-    """Build a transformer with swapped attention.
+    """Build a transformer with random weights and replace its attention.
 
     Args:
-        host: its class.
-        shape: dataclass of its options.
-        attention: the attention that replaces its own.
-        layer_kinds: as for :func:`lightning_mhla.swap_attention`.
+        host: kind of transformer.
+        shape: dataclass of the transformer's options.
+        attention: options of the new attention.
+        layer_kinds: attention kind of each layer, as for :func:`lightning_mhla.swap_attention`.
     """
     model = host.transformer(**asdict(shape))
     swap_attention(model, attention, layer_kinds=layer_kinds)
@@ -73,24 +74,37 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
 
 
 def read_transformer(path: str, host: Host, shape: Any) -> Any:
-    """Build the original transformer with the weights at ``path``; errors as of :func:`load_weights`."""
+    """Build a transformer with its original attention and load the weights at ``path``; see :func:`read_weights`.
+
+    Args:
+        path: source of the weights.
+        host: kind of transformer.
+        shape: dataclass of the transformer's options.
+
+    Raises:
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the weights do not fit the transformer.
+    """
     model = host.transformer(**asdict(shape))
     load_weights(model, path, host)
     return model
 
 
 def read_weights(path: str, host: Host) -> dict[str, Tensor]:
-    """Read the weights of a transformer, with diffusers' names, without running code from the files.
+    """Read the weights of a transformer without running code from the files.
 
     Args:
-        path: a checkpoint of training (its averaged weights, where it has them); a ``.pt``, ``.pth`` or ``.safetensors``
-            file with diffusers' or published names; a folder that ``save_pretrained`` wrote, of a transformer or a pipeline;
-            or a name on the hub.
-        host: class of the transformer.
+        path: path of a training checkpoint (its averaged weights, if it has them), of a ``.pt``, ``.pth`` or
+            ``.safetensors`` file with diffusers' or published names, or of a folder that ``save_pretrained`` of a transformer
+            or a pipeline wrote; or name on the hub.
+        host: kind of transformer.
+
+    Returns:
+        The weights by diffusers' names.
 
     Raises:
-        FileNotFoundError: when there is nothing at the path.
-        ValueError: when it cannot be read safely, or holds other weights.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the source cannot be read safely, or holds the weights of a different model.
     """
     local = Path(path)
     with read_safely(path):
@@ -105,7 +119,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(
-            f"{path} holds LoRA adapters beside the weights; put them together first: lightning export {path} FOLDER"
+            f"{path} holds LoRA adapters beside the weights; merge them first: lightning export {path} FOLDER"
         )
     if host.is_published(state):
         return host.published_names(state)
@@ -115,14 +129,19 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Load the weights at ``path`` into ``model``; see :func:`read_weights`. Mixing coefficients are resized if needed.
+    """Load the weights at ``path`` into ``model``. Mixing coefficients are resized if their block grid differs.
+
+    Args:
+        model: transformer, changed in place.
+        path: source of the weights, as for :func:`read_weights`.
+        host: kind of transformer.
 
     Raises:
-        FileNotFoundError: when there is nothing at the path.
-        ValueError: when they are of a model of another shape, or with other attention.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the weights are from a model with different sizes or attention.
     """
-    own, blocks = model.state_dict(), _blocks_of(path)
-    state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path, host).items()}
+    model_state, blocks = model.state_dict(), _blocks_of(path)
+    state = {_inside_adapter(name, model_state): tensor for name, tensor in read_weights(path, host).items()}
     mixing = {
         f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseCoefficients)
     }
@@ -130,30 +149,30 @@ def load_weights(model: Any, path: str, host: Host) -> None:
     for name in resized:
         carried = mixing[name].carried("weight", state[name], blocks)
         state[name] = state[name] if carried is None else carried
-    wrong = [
-        f"{n} {list(t.shape)} for {list(own[n].shape)}"
+    mismatched = [
+        f"{n} {list(t.shape)} for {list(model_state[n].shape)}"
         for n, t in state.items()
-        if n in own and t.shape != own[n].shape
+        if n in model_state and t.shape != model_state[n].shape
     ]
-    foreign = sorted(set(state) - set(own))
-    if wrong or foreign:
+    unexpected = sorted(set(state) - set(model_state))
+    if mismatched or unexpected:
         raise ValueError(
-            f"the weights of {path} are of another shape or attention: {'; '.join([*wrong, *foreign][:3])}; set "
-            "transformer, attention and layer_kinds as they were trained"
+            f"the weights of {path} have different shapes or attention: {'; '.join([*mismatched, *unexpected][:3])}; set "
+            "transformer, attention and layer_kinds as in their training"
         )
-    added = [name for name in own if name not in state]
+    added = [name for name in model_state if name not in state]
     missing = [name for name in added if ADDED not in name and ".lora_" not in name]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
     model.load_state_dict(state, strict=False)
-    taken = len(state) - len(resized)
+    loaded = len(state) - len(resized)
     log.info(
-        "started from %s: %d tensors taken, %d resized, %d newly initialised", path, taken, len(resized), len(added)
+        "started from %s: %d tensors taken, %d resized, %d newly initialized", path, loaded, len(resized), len(added)
     )
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Return the block grid of the mixing coefficients at ``path``; None if there are none, or it is unknown."""
+    """Return the block grid of the mixing coefficients at ``path``; None if there are none or the grid is unknown."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
@@ -161,8 +180,8 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
     return Pretrained({}, saved).block_grid
 
 
-def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:
-    """Return the name of a weight, inside of the adapter if LoRA adapts it."""
+def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
+    """Return the name that a weight has in the model with the weights ``state``, where LoRA may have wrapped its layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
-    return adapted if adapted in own else name
+    return adapted if adapted in state else name

@@ -1,4 +1,4 @@
-"""Samples that predict draws for prompts, and the folder that it writes them to."""
+"""Samples that predict draws for prompts, and the callback that writes them to a folder."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lightning_mhla.system.redaction import redacted
 from mhla_tasks.captioned.text import TextConfig, read_prompts
 
 SHOWN = 8
-"""Number of samples in the picture."""
+"""Maximum number of samples in the overview picture."""
 
 ORIGIN = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
-"""Options of the module that samples depend on."""
+"""Names of the module's options that the samples depend on."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Options of the samples that predict draws.
+    """Prompts, number and seed of the samples that predict draws.
 
     Args:
-        prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; the lists of
-            GenEval (.jsonl), MJHQ-30K (.json) and DPG-Bench (a folder of .txt); or a list of prompts; null for all captions
-            of the embedded data.
-        per_prompt: samples of each prompt; VBench wants 5, GenEval and DPG-Bench 4.
-        seed: seed of the noise; sample i always starts from the same.
+        prompts: path of a text file with a prompt, or name<TAB>prompt, on each line (files are named by the name); path of the
+            list of GenEval (.jsonl), MJHQ-30K (.json) or DPG-Bench (a folder of .txt files); or a list of prompts; null for
+            all captions of the built-in data.
+        per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
+        seed: seed of the noise; with the same seed, sample i always starts from the same noise.
     """
 
     prompts: str | list[str] | None = None
@@ -53,16 +53,16 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Source of the samples that predict draws, all samples of a prompt in a row.
+    """Sample source of the prompts that predict draws samples for; all samples of a prompt are consecutive.
 
     Args:
-        request: see :class:`PromptRequest`.
-        known: prompts to take where it names none.
-        extension: of the files.
+        request: prompts and number of samples.
+        known: prompts to use if ``request`` names none.
+        extension: extension of the files to write, without a dot.
 
     Raises:
-        FileNotFoundError: when there is no such file of prompts.
-        ValueError: for no prompts, or such as cannot be file names.
+        FileNotFoundError: if the file of prompts does not exist.
+        ValueError: if there are no prompts, two prompts have the same name, or a name is not a valid file name.
     """
 
     def __init__(self, request: PromptRequest, known: Sequence[str], extension: str) -> None:
@@ -75,7 +75,7 @@ class RequestedSamples:
         if not self.prompts:
             raise ValueError("there are no prompts; name a file of them: --data.prompts.prompts=FILE")
         if len({name for name, _ in self.prompts}) < len(self.prompts):
-            raise ValueError("two prompts have one name, so that their files would overwrite each other")
+            raise ValueError("two prompts have the same name, so their files would overwrite each other")
         self.extension = extension
         for name, _ in self.prompts:
             if not name or not is_file_name(self._file(name, request.per_prompt)):
@@ -91,7 +91,7 @@ class RequestedSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``index``, ``caption``, ``file`` (its name, ``PROMPT-NUMBER.EXTENSION``) and ``seed``."""
+        """Return ``index``, ``caption``, ``file`` (the file name, ``NAME-NUMBER.EXTENSION``) and ``seed`` of one sample."""
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)
         return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
@@ -101,17 +101,18 @@ class RequestedSamples:
 
 
 class SampleFolder(Callback):
-    """Write the samples of each process as they are drawn.
+    """Base class of callbacks that write samples to files as each process draws them.
 
-    ``KIND/PROMPT-0.EXTENSION`` and so on, nothing else in that folder: tools that score samples find them by these names.
-    ``KIND.jsonl`` has prompt, seed and number of each, and the seconds that it took; ``KIND.png`` shows the first.
+    Samples are written to ``KIND/NAME-0.EXTENSION`` and so on, where KIND is :attr:`kind`. The folder holds nothing else,
+    because tools that score samples find them by these names. ``KIND.jsonl`` has the prompt, the seed, the number and the time
+    in seconds of each sample, and ``KIND.png`` shows the first samples.
 
     Args:
-        folder: where; None for the folder of the run. Samples that are there already are not drawn again.
+        folder: path of the folder; None for the folder of the run. Samples that already exist there are not drawn again.
     """
 
     kind: ClassVar[str]
-    """Name of the folder: ``videos`` or ``images``."""
+    """Name of the folder, in the plural: ``videos`` or ``images``."""
 
     def __init__(self, folder: str | None) -> None:
         self._asked = folder
@@ -120,20 +121,26 @@ class SampleFolder(Callback):
 
     @abstractmethod
     def write(self, path: Path, pixels: Tensor, module: Any) -> None:
-        """Write one sample."""
+        """Write one sample to a file.
+
+        Args:
+            path: path of the file.
+            pixels: sample, uint8 on the CPU.
+            module: module that drew the sample.
+        """
 
     @abstractmethod
     def show(self, samples: Sequence[tuple[str, Tensor]], path: Path) -> None:
-        """Draw a picture of some samples with their prompts."""
+        """Write a picture of ``samples``, pairs of prompt and pixels, to the file ``path``."""
 
     def describe(self, pixels: Tensor) -> Row:
-        """Return the size of a sample, for its line."""
+        """Return the size of a sample in pixels, for its line in ``KIND.jsonl``."""
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Determine the folder, on every rank."""
-        own = run_folder(trainer)
-        self.folder = own if self._asked is None else Path(self._asked)
+        """Determine and create the folder, and check that its samples come from the same model and options."""
+        default_folder = run_folder(trainer)
+        self.folder = default_folder if self._asked is None else Path(self._asked)
         self._shown = []
         if trainer.is_global_zero:
             (self.folder / self.kind).mkdir(parents=True, exist_ok=True)
@@ -141,10 +148,10 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
 
     def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the weights and options that samples are drawn with, or compare them with an earlier record.
+        """Compare the weights and the options with those of samples that already exist, and record them.
 
         Raises:
-            ValueError: when they differ, so that samples of two models would be mixed.
+            ValueError: if they differ, because samples of two models would be mixed.
         """
         path = self.folder / f"{self.kind}-origin.json"
         weights = Path(str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)))
@@ -154,55 +161,60 @@ class SampleFolder(Callback):
             **{name: pl_module.hparams[name] for name in ORIGIN},
         }
         origin = redacted(json.loads(json.dumps(origin)))
-        before = json.loads(path.read_text()) if path.exists() else origin
+        recorded = json.loads(path.read_text()) if path.exists() else origin
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
-        for record in (origin, before):  # an earlier version knew fewer options
+        for record in (origin, recorded):  # records of earlier versions have fewer options
             record["attention"] = asdict(as_dataclass(AttentionConfig, record["attention"]))
             record["sampling"] = asdict(as_dataclass(sampling, record["sampling"]))
             record["text"] = asdict(as_dataclass(TextConfig, record["text"]))
-        differing = [name for name in origin if before.get(name) != origin[name]]
+        differing = [name for name in origin if recorded.get(name) != origin[name]]
         if differing:
             raise ValueError(
-                f"{self.folder / self.kind} holds samples of other {', '.join(differing)} (see {path.name}); choose another "
-                "--model.output"
+                f"{self.folder / self.kind} holds samples that were drawn with different {', '.join(differing)} (see "
+                f"{path.name}); choose a different --model.output"
             )
         if trainer.is_global_zero:
             write_whole(path, json.dumps(origin, indent=2) + "\n")
 
     def missing(self, rows: list[Row]) -> list[int]:
-        """Return the indices of samples that are not written yet.
+        """Find the samples that do not exist yet.
 
         Args:
-            rows: ``file``, ``prompt``, ``index`` and ``seed`` of each.
+            rows: ``file``, ``prompt``, ``index`` and ``seed`` of each sample.
+
+        Returns:
+            Positions of these samples in ``rows``.
 
         Raises:
-            ValueError: when a sample is there that was drawn for another prompt, or with other noise.
+            ValueError: if an existing sample was drawn for a different prompt or from different noise.
         """
-        known = {row["file"]: row for row in self._lines()}
+        recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:
-            before = known.get(row["file"], row)
-            if any(before[key] != row[key] for key in row):
+            recorded = recorded_rows.get(row["file"], row)
+            if any(recorded[key] != row[key] for key in row):
                 raise ValueError(
-                    f"{self.folder / self.kind / row['file']} was drawn for another prompt, number or seed (see "
-                    f"{self.kind}.jsonl); choose another --model.output"
+                    f"{self.folder / self.kind / row['file']} was drawn for a different prompt, number or seed (see "
+                    f"{self.kind}.jsonl); choose a different --model.output"
                 )
-        here = [(self.folder / self.kind / row["file"]).exists() for row in rows]
-        return [index for index, found in enumerate(here) if not found]
+        exists = [(self.folder / self.kind / row["file"]).exists() for row in rows]
+        return [index for index, is_written in enumerate(exists) if not is_written]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
     ) -> None:
-        """Write the samples of a batch."""
+        """Write the samples of a batch, and a line for each."""
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
-            with (self.folder / f"{self.kind}.jsonl").open("a") as stream:  # a line break first: the last may be torn
+            with (self.folder / f"{self.kind}.jsonl").open(
+                "a"
+            ) as stream:  # a line break first: a stop may have cut the last line
                 stream.write("\n" + json.dumps({**row, **self.describe(pixels)}) + "\n")
             self.write(self.folder / self.kind / row["file"], pixels, pl_module)
             if len(self._shown) < SHOWN:
                 self._shown.append((row["prompt"], pixels))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what was written and the time per sample, on the first process."""
+        """Write ``KIND.png``, sort ``KIND.jsonl``, and print the time per sample, on the first process."""
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return
@@ -227,6 +239,6 @@ class SampleFolder(Callback):
         for line in filter(None, lines):
             try:
                 rows.append(json.loads(line))
-            except ValueError:  # torn by a stop
+            except ValueError:  # cut by a stop
                 continue
         return rows

@@ -1,4 +1,4 @@
-"""Drawing samples from a transformer with diffusers' own pipeline."""
+"""Sampling from a transformer with the pipeline that diffusers has for it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mhla_tasks.captioned.host import Host
 
 
 class Sampling(Protocol):
-    """Sampler options that all hosts have."""
+    """Protocol of the sampling options that images and videos have in common."""
 
     @property
     def sampler(self) -> str:
-        """Key of the host's schedulers."""
+        """Name of the sampler, a key of ``Host.schedulers``."""
 
     @property
     def steps(self) -> int:
-        """Number of network evaluations for a sample; guidance doubles it."""
+        """Number of network evaluations per sample (twice as many with guidance)."""
 
     @property
     def guidance(self) -> float:
@@ -35,10 +35,10 @@ class Sampling(Protocol):
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check the options that all hosts have.
+    """Check the values of sampling options.
 
     Raises:
-        ValueError: naming the option and its value.
+        ValueError: if a value is out of range; the message names the option and its value.
     """
     for name, length in zip(("frames", "height", "width")[-len(sampling.size) :], sampling.size, strict=True):
         if length < 1:
@@ -50,16 +50,19 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def latent_shape(network: Any, codec: Any, sampling: Sampling, samples: str) -> tuple[int, ...]:
-    """Return channels, rows and columns of the denoised tensor, with frames before the rows for clips.
+    """Compute the shape of the tensor that the network denoises for one sample.
 
     Args:
-        network: the transformer.
-        codec: between samples and latents; None where the network denoises pixels.
-        sampling: sampler options.
-        samples: what the samples are, for errors.
+        network: transformer.
+        codec: autoencoder between pixels and latents; None if the network denoises pixels.
+        sampling: sampling options.
+        samples: samples in the plural, for messages: ``images``.
+
+    Returns:
+        Channels, frames (for clips only), rows and columns.
 
     Raises:
-        ValueError: for a size that the autoencoder or the patches do not divide.
+        ValueError: if the size of the samples is not a multiple of that of the autoencoder's blocks or of the patches.
     """
     grid = sampling.size if codec is None else codec.latent_size(*sampling.size)
     check_patches(grid, network.config.patch_size, samples if codec is None else "latents")
@@ -77,17 +80,20 @@ def denoise(
     indices: Sequence[int],
     seed: int,
 ) -> Tensor:
-    """Draw latents ``[B, *shape]`` float32, or samples in -1 .. 1. Each depends on weights, caption, seed and its index only.
+    """Draw samples, each of which depends only on the weights, its caption, the seed and its index.
 
     Args:
-        host: class of the transformer.
-        network: the transformer, in evaluation mode.
-        shape: of one sample, see :func:`latent_shape`.
-        sampling: sampler options.
-        shift: as the network was trained with.
-        captions: encoded captions and negative captions, by the pipeline's names for them.
-        indices: number of each sample, for its noise.
+        host: kind of transformer.
+        network: transformer in evaluation mode.
+        shape: shape of one sample, as :func:`latent_shape` returns it.
+        sampling: sampling options.
+        shift: timestep shift that the network was trained with.
+        captions: embedded captions and negative captions, by the pipeline's names for them.
+        indices: index of each sample, which determines its noise.
         seed: seed of all samples.
+
+    Returns:
+        Latents, or pixels in -1 .. 1 for a network without an autoencoder, ``[B, *shape]`` float32.
     """
     device = captions["prompt_embeds"].device
     generators = [sample_generator(seed, index) for index in indices]
@@ -108,12 +114,15 @@ def denoise(
 
 
 def check_patches(size: Sequence[int], patch: int | Sequence[int], what: str) -> None:
-    """Raise a ValueError unless patches divide the axes of a sample.
+    """Check that every side of a sample is a multiple of the patch size.
 
     Args:
         size: frames, rows and columns, or rows and columns.
         patch: side of a patch, or its size along each axis.
-        what: description of the samples, for the error.
+        what: samples in the plural, for the message: ``latents``.
+
+    Raises:
+        ValueError: if a side is not a multiple.
     """
     steps = [patch] * len(size) if isinstance(patch, int) else list(patch)
     if any(length % step for length, step in zip(size, steps, strict=True)):

@@ -1,4 +1,4 @@
-"""Encoders of captions into token embeddings for cross-attention."""
+"""Encoders of captions, which embed their tokens for cross-attention, and the reading of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_mhla.data.lines import json_lines, parse_object, read_lines, read
 from lightning_mhla.system.listing import is_visible
 
 WORD_BYTES = 8
-"""Number of hash bytes that seed a word's vector."""
+"""Number of hash bytes used to seed the vector of a word."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class TextConfig:
     """Options of the caption encoder.
 
     Args:
-        encoder: folder or hub name of a diffusers pipeline, whose tokenizer and text encoder are used (UMT5 of Wan, Gemma-2
-            of SANA, T5, mT5, or another model of transformers that is no encoder-decoder); null for a fixed random vector
-            for each word, which small models learn to read.
-        length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
-        instruction: text before each caption, except the empty one. The encoder reads it; the embeddings of its first and
-            its last token are kept. sana for SanaPipeline's own.
-        carry: without an encoder, share of a word's embedding that the next word's has added to it, below 1. With 0 the
-            transformer sees a bag of words, and cannot tell a red three and a green seven from a green three and a red seven.
+        encoder: folder, or name on the hub, of a diffusers pipeline whose tokenizer and text encoder are used: UMT5 (Wan),
+            Gemma-2 (SANA), T5, mT5, or another transformers model that is not an encoder-decoder; null for a fixed random
+            vector for each word, which suits small models.
+        length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
+        instruction: text to insert before each caption that is not empty; only the embeddings of its first and its last token
+            are kept. sana for the instruction of SanaPipeline.
+        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0
+            the order of the words is lost, so a red three and a green seven equals a green three and a red seven.
     """
 
     encoder: str | None = None
@@ -54,11 +54,11 @@ class TextConfig:
 
 
 class CaptionEncoder:
-    """Encoder of captions. It is not a module, and thus neither trained nor saved in checkpoints.
+    """Base class of caption encoders. An encoder is not a module, so it is neither trained nor saved in checkpoints.
 
     Args:
-        config: see :class:`TextConfig`.
-        width: width of an embedding; None for the encoder's own, whatever it is.
+        config: options of the encoder.
+        width: required width of the embeddings; None for the width that the text encoder has.
     """
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
@@ -71,18 +71,21 @@ class CaptionEncoder:
         return self._width
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CaptionEncoder:
-        return self  # the weight average copies the module
+        return self  # the moving average of the weights copies the module
 
     def rest(self) -> None:
-        """Move the encoder off the GPU."""
+        """Move the encoder to the CPU, to free the memory of the GPU."""
 
     def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
-        """Encode captions into ``[B, length, width]`` float32 on ``device``, padded with zeros.
+        """Embed the tokens of captions.
 
         Args:
-            captions: the texts.
-            device: where.
-            instructed: whether the instruction stands before them; pipelines leave it out of negative prompts.
+            captions: captions to encode.
+            device: device to compute on.
+            instructed: whether to insert the instruction before each caption; false for negative prompts, as in diffusers.
+
+        Returns:
+            Embeddings ``[B, length, width]`` float32, padded with zeros.
         """
         rows = [self.tokens(caption, device, instructed) for caption in captions]
         out = torch.zeros(len(rows), self.config.length, self.width, device=device)
@@ -91,14 +94,19 @@ class CaptionEncoder:
         return out
 
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Encode the tokens of one caption, at most ``length``: ``[l, width]`` float32. Arguments as for :meth:`encode`."""
+        """Embed the tokens of one caption without padding; arguments as for :meth:`encode`.
+
+        Returns:
+            Embeddings ``[l, width]`` float32 of the first ``length`` tokens.
+        """
         raise NotImplementedError
 
 
 class WordVectors(CaptionEncoder):
-    """Encoder that draws a standard normal vector for each word from its hash: any vocabulary, the same on every machine.
+    """Caption encoder that gives each word a standard normal vector, seeded by the hash of the word.
 
-    A word's embedding is its vector, and ``carry`` times the embedding of the word before.
+    It accepts any vocabulary and gives the same vectors on every machine. The embedding of a word is its vector plus ``carry``
+    times the embedding of the previous word.
     """
 
     @override
@@ -106,13 +114,13 @@ class WordVectors(CaptionEncoder):
         words = caption.lower().split()[: self.config.length]
         seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
         vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
-        for before, vector in pairwise(vectors):
-            vector += np.float32(self.config.carry) * before
+        for previous, vector in pairwise(vectors):
+            vector += np.float32(self.config.carry) * previous
         return torch.from_numpy(np.stack(vectors) if vectors else np.zeros((0, self.width), np.float32)).to(device)
 
 
 class TransformersText(CaptionEncoder):
-    """Text encoder of transformers with its tokenizer, from a pipeline of diffusers, loaded on first use."""
+    """Caption encoder that uses tokenizer and text encoder of a diffusers pipeline, both loaded on first use."""
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)
@@ -121,7 +129,7 @@ class TransformersText(CaptionEncoder):
     @torch.no_grad()
     @override
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Clean and tokenize the text like the encoder's pipeline in diffusers (Wan's for UMT5, else SANA's)."""
+        """Embed the tokens of a caption, after cleaning it as the diffusers pipeline does (Wan's for UMT5, else SANA's)."""
         tokenizer, model = self._load(device)
         if model.config.model_type == "umt5":
             from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -130,14 +138,14 @@ class TransformersText(CaptionEncoder):
         else:
             text = caption.lower().strip()
         instruction = self._instruction() if text and instructed else ""
-        before = len(tokenizer.encode(instruction)) if instruction else 0
-        length = before + self.config.length - 2 if before else self.config.length
+        instruction_length = len(tokenizer.encode(instruction)) if instruction else 0
+        length = instruction_length + self.config.length - 2 if instruction_length else self.config.length
         words = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
-        if not words.input_ids.shape[1]:  # the empty caption, where a tokenizer adds nothing
+        if not words.input_ids.shape[1]:  # the empty caption, if the tokenizer adds no tokens
             return torch.zeros(0, self.width, device=device)
         with torch.autocast(device.type, enabled=False):
             hidden = model(words.input_ids, attention_mask=words.attention_mask).last_hidden_state[0].float()
-        return torch.cat([hidden[:1], hidden[before - 1 :]]) if before else hidden
+        return torch.cat([hidden[:1], hidden[instruction_length - 1 :]]) if instruction_length else hidden
 
     @override
     def rest(self) -> None:
@@ -177,7 +185,7 @@ class TransformersText(CaptionEncoder):
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise FileNotFoundError(
-                    f"text.encoder {path} is no folder and no hub name of a pipeline with tokenizer and text_encoder "
+                    f"text.encoder {path} is not a folder or hub name of a pipeline with tokenizer and text_encoder "
                     f"({reason})"
                 ) from error
             check_tokenizer(tokenizer, path)
@@ -185,7 +193,7 @@ class TransformersText(CaptionEncoder):
             if self._width not in (None, width):
                 raise ValueError(
                     f"the text encoder {path} gives embeddings of width {width}, not {self._width}; set "
-                    "--model.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
+                    "--model.transformer.text_dim (caption_channels for SANA) in training, or --text_width of "
                     "lightning prepare clip-latents"
                 )
             self._width = width
@@ -195,10 +203,14 @@ class TransformersText(CaptionEncoder):
 
 
 def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
-    """Create the encoder of a configuration, for embeddings of ``width``, or of the encoder's own width if None.
+    """Build the caption encoder of a configuration.
+
+    Args:
+        config: options of the encoder.
+        width: required width of the embeddings; None for the width that the text encoder has.
 
     Raises:
-        ValueError: for fixed vectors without a width.
+        ValueError: if there is neither a text encoder nor a width.
     """
     if config.encoder is not None:
         return TransformersText(config, width)
@@ -208,21 +220,24 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """Read the name and the prompt of each sample.
+    """Read a list of prompts, each with a name for its files.
 
     Args:
-        path: a text file with a prompt on each line, ``name<TAB>prompt``, or the prompt, which is then its name too; a
-            ``.jsonl`` with a ``prompt`` on each line, named ``00000`` and so on (GenEval); a ``.json`` of names with a
-            ``prompt`` each (MJHQ-30K); or a folder of ``NAME.txt`` (DPG-Bench).
+        path: path of a text file with ``name<TAB>prompt``, or a prompt that is also its name, on each line; of a ``.jsonl``
+            file with a ``prompt`` on each line, named ``00000`` and so on (GenEval); of a ``.json`` file with an object of
+            names, each with a ``prompt`` (MJHQ-30K); or of a folder of ``NAME.txt`` files (DPG-Bench).
+
+    Returns:
+        Name and prompt of each entry.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: naming the file and the line, when it holds no prompt, or an entry without one.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is empty or an entry has no prompt; the message names the file and the line.
     """
     file = Path(path)
     if file.is_dir():
-        files = sorted(each for each in file.glob("*.txt") if is_visible(each.name))
-        pairs = [(each.stem, read_text(each).strip()) for each in files]
+        files = sorted(text_file for text_file in file.glob("*.txt") if is_visible(text_file.name))
+        pairs = [(text_file.stem, read_text(text_file).strip()) for text_file in files]
     elif not file.is_file():
         raise FileNotFoundError(f"prompts {file} is not a file; give a text file with a prompt on each line")
     elif file.suffix == ".jsonl":

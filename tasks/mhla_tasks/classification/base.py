@@ -25,13 +25,13 @@ Stage = Literal["val", "test"]
 
 @dataclass(frozen=True)
 class MixupConfig:
-    """Mixing of images and labels within a batch (timm).
+    """Options of timm's mixup and cutmix, which mix the images and the labels of a batch.
 
     Args:
-        mixup: alpha of mixup; 0 turns it off.
-        cutmix: alpha of cutmix; 0 turns it off.
+        mixup: parameter of the beta distribution that mixup draws its weights from; 0 disables mixup.
+        cutmix: parameter of the beta distribution that cutmix draws the areas from; 0 disables cutmix.
         prob: probability that a batch is mixed.
-        switch_prob: probability of cutmix instead of mixup if both are on.
+        switch_prob: probability of cutmix instead of mixup if both are enabled.
     """
 
     mixup: float = 0.0
@@ -41,11 +41,13 @@ class MixupConfig:
 
 
 class Classifier(NamesClasses):
-    """Training module of an image classifier. A subclass sets ``self.network`` at the end of its constructor.
+    """Base class of image classifiers: trains, validates and predicts with any network.
+
+    A subclass sets ``self.network`` at the end of its constructor.
 
     Args:
         num_classes: number of classes.
-        class_names: names of the classes in predictions; None for the names in the data, or numbers if it has none.
+        class_names: names of the classes in predictions; None for the names in the data, or label numbers if it has none.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
         ema_batch: images per step that ``ema_decay`` is meant for; None to use ``ema_decay`` unchanged at any batch size.
@@ -112,7 +114,7 @@ class Classifier(NamesClasses):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes in predictions: from the option, else from the data, else numbers."""
+        """Names of the classes in predictions: from the option ``class_names``, else from the data, else label numbers."""
         return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
 
     @override
@@ -146,29 +148,36 @@ class Classifier(NamesClasses):
         return self.network(images)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the cross-entropy of one batch."""
+        """Compute and log the cross-entropy of one batch."""
         images, labels = self.mixed(batch["image"], batch["label"])
         return self.log_loss(self.label_loss(self(images), labels), len(images))
 
     def mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply mixup and cutmix to a batch if they are on. Mixed labels are probabilities ``[B, num_classes]``.
+        """Apply mixup and cutmix to a batch if they are enabled.
+
+        Args:
+            images: images ``[B, channels, image_size, image_size]``.
+            labels: labels ``[B]``.
+
+        Returns:
+            The images, and the labels: probabilities ``[B, num_classes]`` if mixing is enabled, else ``[B]``.
 
         Raises:
-            ValueError: if mixing is on and the number of images is odd.
+            ValueError: if mixing is enabled and the number of images is odd.
         """
         if self.mixup is None:
             return images, labels
         if len(images) % 2:
             raise ValueError(
                 f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
-                "that is an even number for each process"
+                "that gives each process an even number"
             )
         images, labels = self.mixup(images, labels)
         return images, labels
 
     def label_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Compute the cross-entropy of scores ``[B, num_classes]`` and the labels that :meth:`mixed` returns."""
-        if self.mixup is not None:  # its labels are probabilities, which it has smoothed already
+        """Compute the mean cross-entropy of scores ``[B, num_classes]`` and the labels that :meth:`mixed` returns."""
+        if self.mixup is not None:  # mixed labels are probabilities that are smoothed already
             return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
 
@@ -181,10 +190,14 @@ class Classifier(NamesClasses):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Compute class probabilities and indices of the images in a batch, without padding and undecodable files."""
+        """Compute the class probabilities of the images in a batch, except padding and images that cannot be decoded.
+
+        Returns:
+            ``probability`` ``[n, num_classes]`` and ``index`` ``[n]`` of the n remaining images.
+        """
         probabilities = self(batch["image"]).softmax(-1)
-        kept = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
-        return {"probability": probabilities[kept], "index": batch["index"][kept]}
+        decoded = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
+        return {"probability": probabilities[decoded], "index": batch["index"][decoded]}
 
     def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> None:
         scores = self(batch["image"])
@@ -202,7 +215,7 @@ class Classifier(NamesClasses):
 
 
 def _metrics(num_classes: int) -> MetricCollection:
-    """Metrics of an evaluation: top-1 accuracy, top-5 if there are more than five classes, mean loss, number of samples."""
+    """Build the metrics of an evaluation: accuracy, top-5 accuracy for more than five classes, mean loss, number of samples."""
     metrics: dict[str, Metric | MetricCollection] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
         "loss": MeanMetric(),

@@ -45,7 +45,7 @@ def loading(module: Classifier) -> str:
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Convert preprocessing options to timm's names; None if timm has no equivalent."""
+    """Convert preprocessing options to timm's data configuration; return None if timm has no equivalent."""
     if preprocessing is None or preprocessing["crop_share"] is None:
         return None
     crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}
@@ -55,8 +55,8 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 def write(module: Classifier, folder: Path) -> None:
     """Write the network and the names of its classes to a folder.
 
-    ``from_pretrained`` of the network's class loads the folder, or ``timm.create_model`` for a timm model, or ``load_swapped``
-    for one whose attention was replaced.
+    The folder is loaded by ``from_pretrained`` of the network's class, by ``timm.create_model`` for a timm model, or by
+    ``load_swapped`` for a timm model whose attention was replaced.
 
     Args:
         module: trained classifier.

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 class PredictionTable(Callback):
     r"""Callback that writes ``predictions.csv`` into the log folder: path or index, predicted class, class probabilities.
 
-    Rows are in the order of the files, each once, on any number of processes. A file that is not an image has a row without a
-    class. The table is UTF-8; other bytes of a path are written as ``\xe9``, line breaks in names as ``\n``. A name that a
-    spreadsheet would take for a formula, such as ``=1+1.jpg``, is prefixed with an apostrophe.
+    There is one row for each file, in the order of the files, on any number of processes. A file that is not an image has a
+    row without a class. The table is UTF-8; other bytes of a path are written as ``\xe9``, line breaks in names as ``\n``. A
+    name that a spreadsheet would take for a formula, such as ``=1+1.jpg``, is prefixed with an apostrophe.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class PredictionTable(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Collect the rows of this process."""
+        """Collect the indices and the class probabilities of this process."""
         self._rows += zip(outputs["index"].tolist(), outputs["probability"].float().tolist(), strict=True)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,7 +67,7 @@ class PredictionTable(Callback):
 
 
 def _cell(name: str) -> str:
-    """Escape a name so that it takes one line and no spreadsheet evaluates it as a formula."""
+    """Escape a name for a CSV cell: it takes one line, and no spreadsheet evaluates it as a formula."""
     line = without_controls(name)
     number = re.fullmatch(r"[+-]?\d+(\.\d+)?", line)
     return f"'{line}" if line[:1] in tuple("=+-@") and line and not number else line

@@ -15,22 +15,22 @@ from lightning_mhla.system.listing import shown
 
 
 def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | None = None) -> tuple[list[Path], int]:
-    """Write a folder of images to shards; see ``lightning prepare images --help``.
+    """Convert a folder of images to shards, as ``lightning prepare images`` does.
 
     Args:
         source: folder that holds one folder of images for each class.
         packing: options of the shards.
-        classes: names of the classes in the order of their labels; None for the classes of shards with a different prefix in
-            the target folder, else the names of the image folders, in alphabetical order.
+        classes: names of the classes in the order of their labels. None takes the classes of shards with a different prefix
+            in the target folder or, without such shards, the names of the image folders in alphabetical order.
 
     Returns:
-        Paths of the shards, and the number of images that are not in them.
+        Paths of the shards, and the number of images that were skipped because they cannot be decoded.
 
     Raises:
         BrokenSampleError: if more images cannot be decoded than ``max_skipped``.
         FileNotFoundError: if ``source`` holds no class folders with images.
-        ValueError: if ``source`` has a class that is not among the classes, or if the target holds shards of images that
-            have changed since or shards made with different options.
+        ValueError: if ``source`` has a class that is not in ``classes``, or if the target holds shards that were made from
+            images that have changed since or with different options.
     """
     if classes is None:
         classes = data_set_classes(packing.target, packing.prefix)
@@ -54,7 +54,10 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
 
 
 def class_list(file: Path) -> list[str]:
-    """Read the names of classes from the file that ``--classes`` names, one on each line.
+    """Read class names from a text file with one name on each line.
+
+    Args:
+        file: path of the file, from the option ``--classes``.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -62,7 +65,7 @@ def class_list(file: Path) -> list[str]:
     """
     names = read_classes(file)
     if names is None:
-        raise FileNotFoundError(f"{file} is not a file; --classes takes one with the name of a class on each line")
+        raise FileNotFoundError(f"{file} is not a file; --classes takes a file with the name of a class on each line")
     if not names:
-        raise ValueError(f"{file} names no class")
+        raise ValueError(f"{file} has no class names")
     return names

@@ -17,11 +17,11 @@ class ClassSampleGrid(drawing.SampleGrid):
     """Callback that draws a grid of samples, balanced over the classes, with the weights that validation uses.
 
     Args:
-        samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
+        samples: number of samples; a grid shows at most 100, and at most 10 per class if there are 10 classes or fewer.
         sampling: sampler options; null for those of the model.
-        every_n_steps: optimizer steps between two grids; null for no grids during training.
-        at_end: whether the last weights draw a grid.
-        batch_size: samples that each process draws at once.
+        every_n_steps: number of optimizer steps between two grids; null for no grids during training.
+        at_end: whether to draw a grid with the final weights.
+        batch_size: number of samples that each process draws at once.
         seed: seed of the noise.
         name: name of the pictures, unique among the callbacks.
     """
@@ -50,13 +50,13 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
 
     Args:
         samples: number of samples; published results use 50,000.
-        reference: real images to compare with: train or validate for that part of the data (at most 50,000 images, evenly
-            spaced), a folder of images, or an .npz of ADM's evaluator.
+        reference: real images to compare with: train or validate for that split of the data (at most 50,000 images, evenly
+            spaced), the path of a folder of images, or the path of an .npz file of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options; null for those of the model.
-        every_n_steps: optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether the last weights are evaluated.
-        batch_size: samples that each process draws at once.
+        every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
+        at_end: whether to evaluate the final weights.
+        batch_size: number of samples that each process draws at once.
         seed: seed of the noise.
         name: name of the metrics, unique among the callbacks.
     """

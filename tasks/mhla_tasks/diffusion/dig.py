@@ -19,21 +19,22 @@ SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24
 """Width, depth and number of heads of each size (DiG, table 1; its code has 18 heads in XL)."""
 
 PROJECTION_GAIN = 2.0**-2.5
-"""Gain of the Xavier initialization of the mixer's projections, from flash-linear-attention's GLA, which DiG uses."""
+"""Gain of the Xavier initialization of the attention's projections, from flash-linear-attention's GLA, which DiG uses."""
 
 
 @dataclass(frozen=True)
 class DiGConfig:
-    """Options that make a DiT a DiG.
+    """Options of a DiG (arXiv 2405.18428), a DiT whose blocks scan the image in alternating directions.
 
     Args:
-        directions: scan directions of the blocks. four: the image is reversed after every block and transposed after every
-            second one, so that blocks scan rows forward and backward, then columns; two: it is reversed only; one: neither.
+        directions: number of scan directions. four: the image is reversed after every block and transposed after every
+            second block, so that the blocks scan rows forward and backward, then columns; two: the image is only reversed;
+            one: the image stays as it is.
         causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
             with block_grid.
         mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' width rounded up to a multiple of 256.
         key_ratio: width of a key divided by the width of a value.
-        local: whether a depthwise 3 x 3 convolution follows each block.
+        local: whether each block ends with a depthwise 3 x 3 convolution.
     """
 
     directions: Literal["four", "two", "one"] = "four"
@@ -84,15 +85,15 @@ class DiGBlock(Block):
 
 
 class TurningBackbone(nn.Module):
-    """Sequence of blocks between which the image is reversed and transposed, followed by a norm.
+    """Backbone of a DiG: blocks, with the image reversed and transposed between them, and a final norm.
 
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
         grid: rows and columns of the image.
         attention: attention configurations, one for each layer.
-        config: scan directions and widths of the DiG.
-        condition_dim: width of the condition.
+        config: options of the DiG.
+        condition_dim: width of the conditioning vector.
         mlp_norm_eps: epsilon of the norm before the MLP.
         checkpointing: whether to recompute each block in the backward pass.
     """
@@ -112,22 +113,24 @@ class TurningBackbone(nn.Module):
         super().__init__()
         self.grid, self.config, self.checkpointing = grid, config, checkpointing
         self.blocks = nn.ModuleList()
-        for index, each in enumerate(attention):
-            seen, own = grid, each
+        for index, layer_config in enumerate(attention):
+            layer_grid = grid
             if self.transposed(index):
                 # This layer gets the transposed image, so its grid and its blocks are transposed too.
-                seen = (grid[1], grid[0])
-                own = replace(each, block_grid=each.block_grid and each.block_grid[::-1])
+                layer_grid = (grid[1], grid[0])
+                layer_config = replace(
+                    layer_config, block_grid=layer_config.block_grid and layer_config.block_grid[::-1]
+                )
             # Causal attention treats the image as one sequence; other attention needs rows and columns.
-            layout = layout_for([own], (grid[0] * grid[1],) if config.causal else seen)
+            layout = layout_for([layer_config], (grid[0] * grid[1],) if config.causal else layer_grid)
             self.blocks.append(
                 DiGBlock(
-                    seen,
+                    layer_grid,
                     config.local,
                     dim,
                     heads,
                     layout,
-                    own.at_layer(index),
+                    layer_config.at_layer(index),
                     mlp_ratio=config.inner(dim) / dim,
                     mlp="swiglu",
                     mlp_norm_eps=mlp_norm_eps,
@@ -157,12 +160,12 @@ class TurningBackbone(nn.Module):
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order.
-            condition: condition of each sample, ``[B, condition_dim]``.
+            condition: conditioning vector of each sample, ``[B, condition_dim]``.
 
         Returns:
             Tokens ``[B, N, dim]`` in raster order.
         """
-        seen, four = self.grid, self.config.directions == "four"
+        current_grid, transposes = self.grid, self.config.directions == "four"
         for index, block in enumerate(self.blocks):
             if self.checkpointing and torch.is_grad_enabled():
                 x = cast(Tensor, checkpoint(block, x, condition, use_reentrant=False))
@@ -170,17 +173,20 @@ class TurningBackbone(nn.Module):
                 x = block(x, condition)
             if self.config.directions != "one":
                 x = x.flip(1)
-            if four and index % 2:
-                x, seen = _exchanged(x, seen), (seen[1], seen[0])
+            if transposes and index % 2:
+                x, current_grid = _exchanged(x, current_grid), (current_grid[1], current_grid[0])
         if len(self.blocks) % 2 and self.config.directions != "one":  # an even number of reversals cancels out
             x = x.flip(1)
         if self.transposed(len(self.blocks) // 2 * 2):
-            x = _exchanged(x, seen)
+            x = _exchanged(x, current_grid)
         return self.norm(x)
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialize the mixers' projections as DiG's code does: each by its own Xavier bound, times 2^-2.5."""
+        """Initialize the projections of all attention layers as DiG's code does.
+
+        Queries, keys, values and outputs each get the Xavier initialization of a separate matrix, with gain 2^-2.5.
+        """
         for block in self.blocks:
             attention = cast(DiGBlock, block).attn
             for layer in (module for module in attention.modules() if isinstance(module, nn.Linear)):
@@ -193,5 +199,5 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Transpose the image whose tokens ``[B, rows * columns, dim]`` are in raster order over ``grid``."""
+    """Transpose an image of tokens ``[B, rows * columns, dim]`` in raster order; ``grid`` holds its rows and columns."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

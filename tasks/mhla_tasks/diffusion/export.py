@@ -18,5 +18,5 @@ images = pipe(class_labels=[0, 1], seed=0).images"""
 
 
 def write(module: ClassToImage, folder: Path) -> None:
-    """Write the pipeline to a folder, which ``DiTPipeline.from_pretrained`` loads."""
+    """Export a trained module to a folder that ``DiTPipeline.from_pretrained`` loads."""
     DiTPipeline.of_module(module).save_pretrained(folder)

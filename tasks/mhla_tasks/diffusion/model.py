@@ -38,14 +38,14 @@ class DiT(ModelMixin, ConfigMixin):
         channels: number of channels of the sample.
         num_classes: number of classes. Labels are 0 to ``num_classes - 1``; the label ``num_classes`` stands for no class.
         attention: attention of all layers.
-        layer_kinds: kinds of the layers if they differ, repeated to the depth.
+        layer_kinds: attention kinds of the layers if they differ; the list is repeated to the depth.
         size: S, B, L or XL, which sets dim, depth and heads.
-        dim: width of the tokens, without ``size``.
-        depth: number of blocks, without ``size``.
-        heads: number of attention heads, without ``size``.
-        dig: options of a DiG, to which ``size`` then refers and for which mlp_ratio is left out; None for a DiT.
-        patch_size: side of a token, in pixels of the sample.
-        out_channels: number of output channels; None for ``channels``. A learned variance doubles them.
+        dim: width of the tokens, in place of ``size``.
+        depth: number of blocks, in place of ``size``.
+        heads: number of attention heads, in place of ``size``.
+        dig: options of a DiG; None for a DiT. With it, ``size`` is a size of DiG, and ``mlp_ratio`` must be left out.
+        patch_size: side of the square patch that becomes one token, in pixels of the sample.
+        out_channels: number of output channels, twice ``channels`` with a learned variance; None for ``channels``.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
             diffusers' DiT computes them.
@@ -53,7 +53,7 @@ class DiT(ModelMixin, ConfigMixin):
         checkpointing: whether to recompute blocks in the backward pass.
 
     Raises:
-        ValueError: if sizes do not fit together.
+        ValueError: if the sizes contradict each other.
     """
 
     position: Tensor
@@ -90,7 +90,7 @@ class DiT(ModelMixin, ConfigMixin):
         if any(side % patch_size for side in sides):
             raise ValueError(f"patch_size={patch_size} does not divide the sample's side of {sample_size} pixels")
         if width % 4:
-            raise ValueError(f"dim={width} must be a multiple of 4, a sine and a cosine for each of two axes")
+            raise ValueError(f"dim={width} must be a multiple of 4: a sine and a cosine for each of two axes")
         self.grid = (sides[0] // patch_size, sides[1] // patch_size)
         self.sides, self.channels, self.num_classes = sides, channels, num_classes
         self.patch_size, self.out_channels = patch_size, out_channels or channels
@@ -110,7 +110,7 @@ class DiT(ModelMixin, ConfigMixin):
                 width, layers, number, self.grid, kinds, mlp_ratio=mlp_ratio, mlp="gelu_tanh", **common
             )
         elif mlp_ratio != 4.0:
-            raise ValueError("a DiG's MLP has a width of its own: give dig.mlp_width instead of mlp_ratio")
+            raise ValueError("mlp_ratio does not apply to a DiG; set dig.mlp_width instead")
         else:
             self.backbone = TurningBackbone(width, number, self.grid, kinds, dig, **common)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
@@ -133,11 +133,11 @@ class DiT(ModelMixin, ConfigMixin):
             Prediction ``[B, out_channels, height, width]``.
 
         Raises:
-            ValueError: if the samples have a different size.
+            ValueError: if the shape of the samples is not that of the model.
         """
         expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
-            raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
+            raise ValueError(f"the samples have channels and sides {tuple(x.shape[1:])}, the model expects {expected}")
         frequencies = self.frequencies(times).to(self.patches.proj.weight.dtype)
         condition = self.time(frequencies) + self.label(labels)
         tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position.to(frequencies.dtype), condition)
@@ -146,7 +146,11 @@ class DiT(ModelMixin, ConfigMixin):
         return _join_patches(patches, self.grid, self.patch_size)
 
     def _initialize(self) -> None:
-        """Initialize as DiT's code does: Xavier for linear layers and patches, 0.02 for embeddings, zeros for the rest."""
+        """Initialize the weights as DiT's code does.
+
+        Linear layers and patches get the Xavier initialization, the embeddings of class and timestep a standard deviation of
+        0.02, and the head, its modulation and all biases zeros.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):
                 nn.init.xavier_uniform_(module.weight)

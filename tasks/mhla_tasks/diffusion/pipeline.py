@@ -23,12 +23,12 @@ from mhla_tasks.diffusion.sampling import check_labels, denoise
 
 
 class DiTPipeline(DiffusionPipeline):
-    """Pipeline of diffusers that draws images of classes.
+    """diffusers pipeline that draws images of given classes.
 
     Args:
         transformer: network that denoises.
-        scheduler: scheduler of the noise process that the network was trained on, or a different scheduler of diffusers. All
-            but DDPM use the mean alone: create them with ``variance_type=None``.
+        scheduler: scheduler of the noise process that the network was trained on, or a different scheduler of diffusers. Only
+            DDPM uses a predicted variance: create other schedulers with ``variance_type=None``.
         vae: VAE that decodes latents; None if the network denoises pixels.
         steps: default number of network evaluations per sample.
         guidance: default scale of classifier-free guidance; 1 for none.
@@ -82,19 +82,22 @@ class DiTPipeline(DiffusionPipeline):
             num_inference_steps: number of network evaluations per sample; None for the default of the pipeline.
             guidance_scale: scale of classifier-free guidance; None for the default of the pipeline.
             generator: generator of the noise, or a list with one for each image.
-            seed: seed of the noise, in place of ``generator``: image i is sample i that ``predict`` draws with this seed.
+            seed: seed of the noise, in place of ``generator``; image i equals sample i that ``predict`` draws with this seed.
             output_type: pil, np (8-bit ``[B, S, S, C]``), pt (8-bit ``[B, C, S, S]``), or latent for the undecoded samples.
             return_dict: whether to return an ``ImagePipelineOutput`` instead of a tuple.
 
+        Returns:
+            The images, in an ``ImagePipelineOutput`` or a tuple of one entry.
+
         Raises:
-            ValueError: if the network does not have a label's class, guidance is not available because it was always trained
-                with labels, or the number of steps is out of range.
+            ValueError: if a label is not a class of the network, if guidance is requested of a network that was never trained
+                without labels, or if the number of steps is out of range.
         """
         steps = self.config.steps if num_inference_steps is None else num_inference_steps
         guidance = self.config.guidance if guidance_scale is None else guidance_scale
         check_labels(class_labels, self.transformer.num_classes)
         if guidance != 1 and not self.config.guidable:
-            raise ValueError(f"guidance_scale={guidance}: the network was not trained without labels")
+            raise ValueError(f"guidance_scale={guidance} needs a network that was also trained without labels")
         if not 1 <= steps <= TIMESTEPS:
             raise ValueError(f"num_inference_steps={steps} must lie between 1 and {TIMESTEPS:,}")
         if seed is not None:

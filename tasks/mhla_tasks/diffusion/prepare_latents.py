@@ -28,12 +28,12 @@ MOST_CLASSES = 1 << 30
 
 @dataclass(frozen=True)
 class LabelledSource:
-    """Images to encode, with the files that they come from.
+    """Labeled images to encode, and the files that they come from.
 
     Attributes:
         samples: source of samples with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
-        origins: origin of each image, or of each shard that holds images.
-        per_sample: whether there is one origin for each image instead of each shard.
+        origins: source file of each image, or of each shard that holds images, to detect changes.
+        per_sample: whether ``origins`` has one entry for each image instead of each shard.
         classes: names of the classes; None if unknown.
     """
 
@@ -70,14 +70,14 @@ def encode_images(
         device: device of the encoder.
         image_size: side S of the images in pixels, recorded in the manifest.
         max_skipped: number of broken images that this process skips before it fails.
-        share: index of this process and number of processes that divide the shards.
+        share: index of this process, and number of processes that the shards are divided among.
         force: whether to delete the shards of an earlier call first.
 
     Returns:
         Paths of the shards of all processes, and the number of images that this process skipped.
 
     Raises:
-        ValueError: if the folder holds shards of images that have changed since, or shards made with different options.
+        ValueError: if the folder holds shards that were made from images that have changed since, or with different options.
         BrokenSampleError: if more than ``max_skipped`` images are broken.
     """
     options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
@@ -88,12 +88,12 @@ def encode_images(
         if source.classes is not None and share[0] == 0:
             write_classes(target / f"{prefix}-{CLASSES}", source.classes)
 
-        def encoded(here: range) -> Iterator[dict[str, Any]]:
-            for few in grouped(readable(source.samples, order, here, call.skipped), batch_size):
-                images = torch.stack([sample["image"] for _, sample in few]).to(device)
+        def encoded(shard_range: range) -> Iterator[dict[str, Any]]:
+            for batch in grouped(readable(source.samples, order, shard_range, call.skipped), batch_size):
+                images = torch.stack([sample["image"] for _, sample in batch]).to(device)
                 # The latent of a mirror image is not the mirrored latent, so both images are encoded.
-                both = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
-                for (number, sample), latent, flipped in zip(few, *both, strict=True):
+                moments = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
+                for (number, sample), latent, flipped in zip(batch, *moments, strict=True):
                     members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped)}
                     yield {"__key__": sample_key(number), **members, "cls": str(sample["label"]).encode()}
 
@@ -106,11 +106,14 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
 
     Args:
         name: path of the folder, or location of the shards.
-        target: path of the folder that latents are written to. Images of a folder get the labels of the classes in its shards
-            of other prefixes.
+        target: path of the folder that latents are written to. If it has shards with other prefixes, images of a folder get
+            the labels of the classes of those shards.
         prefix: prefix of the shards to write.
         image_size: side in pixels to which the images are shrunk and cropped.
         num_classes: number of classes of shards; None for the number of classes that they name.
+
+    Returns:
+        The images with their labels, and the files that they come from.
 
     Raises:
         FileNotFoundError: if there are no images.

@@ -22,7 +22,7 @@ from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.diffusion.model import DiT
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
-"""Pattern of the prefix of names in a block, in both published layouts."""
+"""Pattern of the prefix of the names of a block's weights, in both published layouts."""
 
 RENAMED = {
     "pos_embed.proj.": "patches.proj.",
@@ -60,6 +60,9 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         state: weights by name; weights in our layout are returned unchanged.
+
+    Returns:
+        The weights by our names.
 
     Raises:
         ValueError: if the weights are not those of a DiT, or the blocks' copies of the embeddings differ.
@@ -101,11 +104,14 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_state(path: str) -> dict[str, Tensor]:
-    """Read weights, by the names in the source, from a file, a folder or the hub, without running code from it.
+    """Read the weights of a DiT from a file, a folder or the hub, without running code from the source.
 
     Args:
         path: path of a ``.pt`` or ``.safetensors`` file; path of a folder of diffusers (model or pipeline) or of
             ``DiT.save_pretrained``; or name on the hub, such as ``facebook/DiT-XL-2-256``.
+
+    Returns:
+        The weights by their names in the source.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -127,7 +133,7 @@ def read_state(path: str) -> dict[str, Tensor]:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """Read the options of an exported DiT, which hold the block grid of its mixing coefficients; empty if there are none."""
+    """Read the options of an exported DiT, among them the block grid of its mixing coefficients; empty if there are none."""
     files = (Path(path) / name for name in ("config.json", "transformer/config.json"))
     return next((read_json(file) for file in files if file.is_file()), {})
 
@@ -135,8 +141,8 @@ def _options(path: str) -> dict[str, Any]:
 def load_pretrained(network: DiT, path: str) -> None:
     """Load published weights, or those of a run, a checkpoint or an export, into ``network``.
 
-    The classes may differ: their embedding then starts from new values. The sample size may differ: mixing coefficients are
-    then resized.
+    If the number of classes differs, the class embedding starts from new values. If the sample size differs, mixing
+    coefficients are resized.
 
     Args:
         network: DiT, changed in place.

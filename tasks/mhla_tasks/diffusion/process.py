@@ -37,7 +37,7 @@ class ProcessConfig:
         objective: ddpm (predicts noise, as in DiT) or flow (predicts velocity on straight paths).
         learn_sigma: whether the network also predicts the variance of a step (ddpm).
         times: distribution of the timesteps in training, uniform or logit_normal (flow).
-        shift: shift of the timesteps towards noise, in training and sampling, for large samples (flow); 1 for none.
+        shift: factor that shifts timesteps towards noise, in training and sampling, for large samples (flow); 1 for none.
         label_dropout: share of samples trained without their class, which guidance needs.
     """
 
@@ -53,16 +53,18 @@ class ProcessConfig:
         if self.shift <= 0:
             raise ValueError(f"shift={self.shift} must be positive")
         if self.objective == "ddpm" and (self.times != "uniform" or self.shift != 1):
-            raise ValueError("times and shift belong to objective: flow")
+            raise ValueError("times and shift require objective: flow")
 
     @property
     def learns_sigma(self) -> bool:
-        """Whether the network predicts a variance in addition, in twice the number of output channels."""
+        """Whether the network also predicts a variance, which doubles the number of output channels."""
         return self.objective == "ddpm" and self.learn_sigma
 
 
 class NoiseProcess:
-    """Base class of noise processes. It is not a module, so that its tables stay float32 in every precision.
+    """Base class of noise processes, which define the training loss and the samplers.
+
+    It is not a module, so that its tables stay float32 in every precision.
 
     Args:
         config: options of the process.
@@ -87,7 +89,7 @@ class NoiseProcess:
             network: network that predicts from noisy samples.
             clean: clean samples ``[B, C, S, S]``.
             noise: standard normal noise with the shape of ``clean``.
-            times: timesteps ``[B]``; see :meth:`draw_times`.
+            times: timesteps ``[B]``, as :meth:`draw_times` draws them.
             labels: classes ``[B]``.
 
         Returns:
@@ -111,7 +113,7 @@ class NoiseProcess:
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)
-            raise ValueError(f"sampler={sampler!r} does not go with objective {self.config.objective!r}; use {names}")
+            raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
         """Replace a random share ``label_dropout`` of the labels by ``num_classes``, which stands for no class."""
@@ -120,22 +122,22 @@ class NoiseProcess:
 
 
 class DenoisingProcess(NoiseProcess):
-    """DDPM, which predicts the noise and, with ``learn_sigma``, the variance of a step.
+    """Noise process of DDPM, whose network predicts the noise and, with ``learn_sigma``, the variance of a step.
 
-    The variance is predicted as the position of its logarithm between those of the smallest and the largest variance.
+    The prediction interpolates between the logarithms of the smallest and the largest possible variance.
     """
 
     samplers = ("ddpm", "ddim", "dpm-solver++")
 
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__(config)
-        # kept is alpha bar, the share of the data in the variance at each timestep; before is that of the previous timestep.
+        # alpha_bar is the share of the data in the variance at each timestep. self.kept and self.before store both tables.
         self.kept: Tensor = DDPMScheduler(**BETAS).alphas_cumprod
-        kept = self.kept.double()
-        before = torch.cat([kept.new_ones(1), kept[:-1]])
-        posterior = (1 - before) / (1 - kept) * (1 - kept / before)
+        alpha_bar = self.kept.double()
+        previous_alpha_bar = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
+        posterior = (1 - previous_alpha_bar) / (1 - alpha_bar) * (1 - alpha_bar / previous_alpha_bar)
         posterior[0] = posterior[1]  # else 0, which has no logarithm
-        self.before, self.posterior = before.float(), posterior.log().float()
+        self.before, self.posterior = previous_alpha_bar.float(), posterior.log().float()
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -146,10 +148,10 @@ class DenoisingProcess(NoiseProcess):
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Compute the squared error of the noise, plus the variational bound if the variance is learned.
 
-        As in DiT's code, the bound is not weighted, and trains the variance only, because the mean in it is detached.
+        As in DiT's code, the bound is not weighted. It trains only the variance, because the mean in it is detached.
         """
-        (kept,) = self._at(times, self.kept)
-        noisy = kept.sqrt() * clean + (1 - kept).sqrt() * noise
+        (alpha_bar,) = self._at(times, self.kept)
+        noisy = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
         out = network(noisy, times, labels).float()
         if not self.config.learn_sigma:
             return (out - noise).square().flatten(1).mean(1)
@@ -160,24 +162,25 @@ class DenoisingProcess(NoiseProcess):
     def variational_bound(
         self, clean: Tensor, noisy: Tensor, predicted: Tensor, between: Tensor, times: Tensor
     ) -> Tensor:
-        """Compute the variational bound's term of each sample (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
+        """Compute each sample's term of the variational bound (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
 
         Args:
             clean: clean samples ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
             noisy: noisy samples at ``times``, with the shape of ``clean``.
             predicted: noise that the network predicts, with the shape of ``clean``.
-            between: position of the log variance, with the shape of ``clean``: -1 for the smallest variance (of the
-                posterior), 1 for the largest (beta).
+            between: predicted log variance as a position between two values, with the shape of ``clean``: -1 for the smallest
+                variance (of the posterior), 1 for the largest (beta).
             times: timesteps ``[B]`` int.
 
         Returns:
             Terms ``[B]``, in bits per dimension.
         """
-        kept, before, posterior = self._at(times, self.kept, self.before, self.posterior)
-        beta = 1 - kept / before
+        alpha_bar, previous_alpha_bar, posterior = self._at(times, self.kept, self.before, self.posterior)
+        beta = 1 - alpha_bar / previous_alpha_bar
         # The posterior mean is a linear combination of the clean and the noisy sample (arXiv 2006.11239, equation 7).
-        to_clean, to_noisy = (x / (1 - kept) for x in (before.sqrt() * beta, (kept / before).sqrt() * (1 - before)))
-        guess = (noisy - (1 - kept).sqrt() * predicted) / kept.sqrt()
+        to_clean = previous_alpha_bar.sqrt() * beta / (1 - alpha_bar)
+        to_noisy = (alpha_bar / previous_alpha_bar).sqrt() * (1 - previous_alpha_bar) / (1 - alpha_bar)
+        guess = (noisy - (1 - alpha_bar).sqrt() * predicted) / alpha_bar.sqrt()
         mean, target = (to_clean * x + to_noisy * noisy for x in (guess, clean))
         share = (between + 1) / 2
         log_variance = share * beta.log() + (1 - share) * posterior
@@ -190,7 +193,7 @@ class DenoisingProcess(NoiseProcess):
         return terms.flatten(1).mean(1) / math.log(2)
 
     def _at(self, times: Tensor, *tables: Tensor) -> list[Tensor]:
-        """Look up tables at ``times``; values ``[B, 1, 1, 1]`` on the device of ``times``."""
+        """Look up each table at ``times`` ``[B]``; return values ``[B, 1, 1, 1]`` on the device of ``times``."""
         return [table.to(times.device)[times][:, None, None, None] for table in tables]
 
     @override
@@ -210,7 +213,7 @@ class DenoisingProcess(NoiseProcess):
 
 
 class FlowProcess(NoiseProcess):
-    """Flow matching, which predicts noise minus data at a point on the straight line between them."""
+    """Flow matching, whose network predicts noise minus data at a point on the straight line between them."""
 
     samplers = ("euler", "dpm-solver++")
 
@@ -246,7 +249,7 @@ def make_process(config: ProcessConfig) -> NoiseProcess:
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Negative log-likelihood in nats of 8-bit pixels in -1 .. 1 under a normal distribution that is rounded to pixels."""
+    """Compute the negative log-likelihood, in nats, of 8-bit pixels in -1 .. 1 under a rounded normal distribution."""
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)

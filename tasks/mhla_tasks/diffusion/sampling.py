@@ -36,14 +36,14 @@ class SamplingConfig:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
         if self.guidance < 0:
-            raise ValueError(f"guidance={self.guidance} must not be negative; 1 is none")
+            raise ValueError(f"guidance={self.guidance} must not be negative; 1 means no guidance")
 
 
 @torch.no_grad()
 def draw_samples(
     network: DiT, process: NoiseProcess, config: SamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
 ) -> Tensor:
-    """Draw samples, each of which depends on the weights, its label, the seed and its index only.
+    """Draw samples, each of which depends only on the weights, its label, the seed and its index.
 
     Args:
         network: network in evaluation mode.
@@ -107,17 +107,17 @@ def denoise(
 
 
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """Predict with classifier-free guidance: extrapolate from the prediction without a class to that with the class.
+    """Predict with classifier-free guidance: extrapolate from the prediction without a class to the one with the class.
 
-    A learned variance is not extrapolated; it is that with the class.
+    A learned variance is not extrapolated but taken from the prediction with the class.
     """
     if guidance == 1:
         return network(x, times, labels).float()
     # One batch of twice the size; the second half has no class.
-    both = torch.cat([labels, torch.full_like(labels, network.num_classes)])
-    given, free = network(x.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
-    mean = free[:, : network.channels] + guidance * (given - free)[:, : network.channels]
-    return torch.cat([mean, given[:, network.channels :]], 1)
+    all_labels = torch.cat([labels, torch.full_like(labels, network.num_classes)])
+    conditional, unconditional = network(x.repeat(2, 1, 1, 1), times.repeat(2), all_labels).float().chunk(2)
+    mean = unconditional[:, : network.channels] + guidance * (conditional - unconditional)[:, : network.channels]
+    return torch.cat([mean, conditional[:, network.channels :]], 1)
 
 
 def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
@@ -128,20 +128,20 @@ def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
     """
     sampler = config.sampler or process.samplers[0]
     process.check_sampler(sampler)
-    least = 2 if sampler == "ddpm" else 1
-    if not least <= config.steps <= TIMESTEPS:
-        raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {least} and {TIMESTEPS:,}")
+    minimum = 2 if sampler == "ddpm" else 1
+    if not minimum <= config.steps <= TIMESTEPS:
+        raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {minimum} and {TIMESTEPS:,}")
     if config.guidance != 1 and not process.config.label_dropout:
         raise ValueError(
-            f"guidance={config.guidance} needs a model that was trained without labels too: process.label_dropout above 0"
+            f"guidance={config.guidance} needs a model that was also trained without labels: process.label_dropout above 0"
         )
 
 
 def check_labels(labels: Iterable[int], num_classes: int) -> None:
-    """Check that labels lie below the number of classes.
+    """Check that all labels are in 0 to ``num_classes - 1``.
 
     Raises:
-        ValueError: if one does not; the message names the first.
+        ValueError: if a label is not; the message names the first one.
     """
     for label in labels:
         if not 0 <= label < num_classes:

@@ -42,16 +42,16 @@ def compare_sets(
         Scores by name, remarks on them (``marks``), and the image counts and checksums that they depend on.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
-    where = process_device(device)
-    one, two = (read_set(path, network, where, batch_size) for path in (samples, reference))
-    scores = score(one, two)
+    torch_device = process_device(device)
+    sample_set, reference_set = (read_set(path, network, torch_device, batch_size) for path in (samples, reference))
+    scores = score(sample_set, reference_set)
     return {
         **scores.values,
         "marks": scores.marks,
-        "samples": one.count,
-        "samples_sha256": one.digest,
-        "reference_images": two.count,
-        "reference_sha256": two.digest,
+        "samples": sample_set.count,
+        "samples_sha256": sample_set.digest,
+        "reference_images": reference_set.count,
+        "reference_sha256": reference_set.digest,
         "features_sha256": fingerprint(network.network()),
     }
 

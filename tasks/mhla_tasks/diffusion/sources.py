@@ -1,4 +1,4 @@
-"""Samples of class-to-image diffusion: images in -1 .. 1, and latents from shards."""
+"""Samples for class-to-image diffusion: images in -1 .. 1, and latents from shards."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
 
 
 class LatentSamples:
-    """Source of latents and labels from shards.
+    """Sample source of latents and labels in shards.
 
     Args:
         reader: reader of the shards.
         sample_size: required side of the latents, in latent pixels.
         num_classes: number of classes of the data set, larger than every label.
         flip: probability that a sample is the latent of the mirror image.
-        labels: label in the data set for each label in the shards; None if they are the same.
+        labels: label of the data set for each label in the shards; None if they are the same.
 
     Raises:
         ValueError: if the shards hold latents of a different size, or no latents.
@@ -86,9 +86,9 @@ class LatentSamples:
             side = self._moments(0, LATENT).shape[-1]
             if side != sample_size:
                 raise ValueError(
-                    f"{reader.describe(0)}: latents of {side} x {side} for a model of {sample_size} x {sample_size}; set "
-                    f"--data.sample_size={side} and --model.sample_size={side}, or encode images of "
-                    "another size"
+                    f"{reader.describe(0)}: the latents are {side} x {side}, the model expects {sample_size} x "
+                    f"{sample_size}; set --data.sample_size={side} and --model.sample_size={side}, or encode images of a "
+                    "different size"
                 )
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class LatentSamples:
         moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
         if moments.shape[-2:] != (self.sample_size, self.sample_size):
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: a latent of {tuple(moments.shape[-2:])} among those of {self.sample_size}"
+                f"{self.reader.describe(index)}: the latent has sides {tuple(moments.shape[-2:])}, others {self.sample_size}"
             )
         return {
             "latent": draw_latents(moments, self.scale),
@@ -119,11 +119,11 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """Read the scale of the latents from the manifests beside the shards.
+    """Read the factor that scales the latents from the manifests beside the shards; 1 without shards.
 
     Raises:
         FileNotFoundError: if there is no manifest beside the shards.
-        ValueError: if shards have different scales, or do not hold latents.
+        ValueError: if the shards have different scales, or a scale is missing or not a positive number.
     """
     scales = set()
     for manifest in sorted({beside_shard(path, "manifest.json") for path in reader.shards}):
@@ -135,7 +135,7 @@ def latent_scale(reader: ShardReader) -> float:
         content = read_json(manifest)
         if "scale" not in content:
             raise ValueError(
-                f"{manifest} is not of latents: encode the shards first (lightning prepare latents), or "
+                f"{manifest} does not describe latents: encode the shards first (lightning prepare latents), or "
                 "train on images with ImageShards and --model.vae"
             )
         scale, samples, per_shard = content["scale"], content.get("samples"), content.get("per_shard")
@@ -143,12 +143,14 @@ def latent_scale(reader: ShardReader) -> float:
             raise ValueError(f"{manifest} gives scale {str(scale)[:40]}, which is not a positive number")
         scales.add(float(scale))
         if isinstance(samples, int) and isinstance(per_shard, int) and per_shard > 0:
-            here, wanted = (
-                sum(beside_shard(path, "manifest.json") == manifest for path in reader.shards),
-                -(-samples // per_shard),
-            )
-            if here != wanted:
-                log.warning("%s: %d of %d shards are here", str(manifest).removesuffix("-manifest.json"), here, wanted)
+            present = sum(beside_shard(path, "manifest.json") == manifest for path in reader.shards)
+            expected = -(-samples // per_shard)
+            if present != expected:
+                log.warning(
+                    "%s: found %d of %d shards", str(manifest).removesuffix("-manifest.json"), present, expected
+                )
     if len(scales) > 1:
-        raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
+        raise ValueError(
+            f"the shards hold latents with different scales, {sorted(scales)}: they come from different VAEs"
+        )
     return scales.pop() if scales else 1.0

@@ -45,15 +45,15 @@ class BackboneOptions(TypedDict, total=False):
     They are not named in the signature, because transformers' Trainer would take some of them for columns of the data.
 
     Attributes:
-        cu_seq_lens_q: first token of each packed document and the number of tokens, ``[S + 1]``, as
-            ``DataCollatorWithFlattening`` names ``cu_seqlens``.
-        cu_seq_lens_k: same bounds as ``cu_seq_lens_q``.
+        cu_seq_lens_q: index of the first token of each of S packed documents, followed by the number of tokens,
+            ``[S + 1]``; the name that ``DataCollatorWithFlattening`` has for ``cu_seqlens``.
+        cu_seq_lens_k: the same bounds as in ``cu_seq_lens_q``.
         max_length_q: length of the longest document; ignored.
         max_length_k: length of the longest document; ignored.
-        seq_idx: number of each token's document, ``[B, N]``, in place of ``cu_seqlens``.
+        seq_idx: index of each token's document, ``[B, N]``, in place of ``cu_seqlens``.
         token_type_ids: token types that some tokenizers add; ignored.
         num_items_in_batch: number of labels in all accumulated batches, which the sum of the losses is divided by.
-        output_attentions: attention matrices are not available, so that True is an error; peft passes False.
+        output_attentions: False or None; True is an error, because attention matrices are not available.
     """
 
     cu_seq_lens_q: Tensor | None
@@ -67,13 +67,13 @@ class BackboneOptions(TypedDict, total=False):
 
 
 class HiddenTokens(NamedTuple):
-    """Outputs of :meth:`EmbeddedBackbone.read`.
+    """Hidden states of a batch and the state after it, as :meth:`EmbeddedBackbone.read` returns them.
 
     Attributes:
         hidden: hidden states after the last norm, ``[B, N, dim]``.
         real: mask of non-padding tokens, ``[B, N]`` bool; None without a mask.
-        cache: state after these tokens; None if it is not asked for.
-        states: inputs of each layer and ``hidden``, each ``[B, N, dim]``; None if they are not asked for.
+        cache: generation state after these tokens; None if it was not requested.
+        states: inputs of each layer, and ``hidden``, each ``[B, N, dim]``; None if they were not requested.
     """
 
     hidden: Tensor
@@ -83,9 +83,9 @@ class HiddenTokens(NamedTuple):
 
 
 class MHLAPreTrainedModel(PreTrainedModel):
-    """Base class of all MHLA language models: the settings by which transformers builds, saves and trains them.
+    """Base class of all MHLA language models, with the settings by which transformers builds, saves and trains them.
 
-    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. They
+    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. These
     are moved to the start of each row internally, so that a row gives the same result as without padding.
     """
 
@@ -99,7 +99,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing; see :meth:`MHLAConfig.register_for_auto_class`."""
+        """Do nothing, because a saved model already names its classes; see :meth:`MHLAConfig.register_for_auto_class`."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -154,9 +154,12 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         self.embedding = value
 
     def extend(self, tokens: int) -> None:
-        """Extend the model to sequences of ``tokens`` tokens.
+        """Extend the model to longer sequences.
 
-        Coefficients of dense mixing are extrapolated by :func:`mhla_kernels.extend_mixing`.
+        Dense mixing coefficients are extrapolated by :func:`mhla_kernels.extend_mixing`.
+
+        Args:
+            tokens: number of tokens in the longest sequence.
         """
         self.backbone.extend(tokens)
         self.config.context = max(tokens, self.config.context)
@@ -174,7 +177,11 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         share: SequenceShare | None,
         options: BackboneOptions,
     ) -> HiddenTokens:
-        """Run embedding and backbone on a batch; arguments as for :meth:`MHLAForCausalLM.forward`.
+        """Run embedding and backbone on a batch. The arguments are those of :meth:`MHLAForCausalLM.forward`, and two more.
+
+        Args:
+            share: part of each sequence that this process holds under sequence parallelism; None without it.
+            options: additional arguments.
 
         Raises:
             ValueError: if the inputs contradict each other.
@@ -221,7 +228,18 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         position_ids: Tensor | None,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """Run the backbone on packed documents; ``bounds`` are indices into all rows laid end to end."""
+        """Run the backbone on packed documents.
+
+        Args:
+            x: embedded tokens, ``[B, N, dim]``.
+            bounds: first token of each document and the number of tokens, counted over all rows laid end to end.
+            share: part of each sequence that this process holds under sequence parallelism; None without it.
+            position_ids: positions of the tokens; None for the default positions.
+            states: list that receives the inputs of each layer; None to omit them.
+
+        Returns:
+            Hidden states, ``[B, N, dim]``.
+        """
         positions = None if position_ids is None else position_ids.expand(x.shape[:2]).flatten()
         row = x.flatten(0, 1)[None]
         hidden = self.backbone(row, cu_seqlens=bounds, share=share, positions=positions, states=states)
@@ -232,10 +250,14 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     def _order(
         self, attention_mask: Tensor | None, x: Tensor, cache: GenerationCache | None
     ) -> tuple[tuple[int, ...], Tensor | None]:
-        """Return the number of real tokens in each row, and the order that puts them first.
+        """Count the real tokens of each row, and determine the order that puts them first.
 
-        A state needs the numbers, and so does the check for empty rows on a CPU. Without a state they are not read from an
-        accelerator, which would have to be waited for, nor in a graph, which cannot depend on them.
+        The counts are needed for a state and, on a CPU, for the check for empty rows. Without a state they are not read from
+        an accelerator, because reading waits for the device, nor in a graph, which cannot depend on values.
+
+        Returns:
+            Number of real tokens in each row, empty if it was not read, and indices ``[B, N]`` of the tokens in the new order;
+            None in place of the indices keeps the order.
         """
         if cache is None and (in_graph() or x.device.type != "cpu"):
             return (), None if attention_mask is None else padding_last(real_mask(attention_mask, x))
@@ -246,7 +268,12 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         return counts, order
 
     def _returns_state(self, use_cache: bool | None, single: bool) -> bool:
-        """Return whether to return a state: as asked for, or by default as the configuration says, outside training."""
+        """Decide whether the model returns a state.
+
+        Args:
+            use_cache: what the caller requests; None follows the configuration, and returns no state in training.
+            single: whether each row is one sequence on one process. A state requires this.
+        """
         if use_cache is not None:
             recomputes = self.training and any(block.gradient_checkpointing for block in self.backbone.layers)
             return use_cache and single and not recomputes
@@ -260,15 +287,14 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         if inputs_embeds is not None:
             return inputs_embeds
         assert input_ids is not None
-        # On an accelerator the check would wait for the device, so that only generate() makes it; a graph cannot depend on
-        # values.
+        # On an accelerator the check would wait for the device, so only generate() makes it; a graph cannot depend on values.
         if input_ids.device.type == "cpu" and not in_graph():
             check_tokens(input_ids, self.config.vocab_size)
         return self.embedding(input_ids)
 
 
 class MHLAModel(EmbeddedBackbone):
-    """Language model without a head, which returns hidden states.
+    """Language model without a head; it returns hidden states.
 
     Its weights have the same names as in :class:`MHLAForCausalLM`, so that each class loads what the other saved.
 
@@ -326,6 +352,6 @@ class MHLAModel(EmbeddedBackbone):
 
 
 def check_options(options: Any, names: Any) -> None:
-    """Raise TypeError if an argument is not a key of the TypedDict ``names``."""
+    """Raise TypeError if the mapping ``options`` has a key that the TypedDict class ``names`` does not have."""
     if unknown := set(options) - set(names.__annotations__):
         raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class TokenThroughput(Callback):
-    """Log ``train/tokens_per_second`` over all processes, and ``train/mfu`` if the peak performance of the device is known.
+    """Callback that logs ``train/tokens_per_second`` over all processes, and ``train/mfu`` if the device's peak is known.
 
-    Model FLOPs utilization is :attr:`LanguageModel.flops_per_token` times the tokens per second of a process, divided by the
-    peak performance of its device in the precision of the run. Lightning knows the peak of common GPUs.
+    ``train/mfu``, the model FLOPs utilization, is :attr:`LanguageModel.flops_per_token` times the tokens per second of a
+    process, divided by the peak performance of its device in the precision of the run. Lightning knows the peak of common
+    GPUs.
 
     Args:
         peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning knows.
@@ -47,7 +48,7 @@ class TokenThroughput(Callback):
         self.restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude the time of validation."""
+        """Restart the timer, so that validation does not count as training time."""
         self.restart(trainer)
 
     def restart(self, trainer: Trainer) -> None:
@@ -66,16 +67,16 @@ class TokenThroughput(Callback):
             return
         tokens, start = self._tokens, self._start
         self.restart(trainer)
-        each = tokens / (self._start - start)
-        together = each * process_share(trainer)[1]
-        pl_module.log("train/tokens_per_second", together, prog_bar=True, batch_size=1)
+        process_speed = tokens / (self._start - start)
+        total_speed = process_speed * process_share(trainer)[1]
+        pl_module.log("train/tokens_per_second", total_speed, prog_bar=True, batch_size=1)
         if self.peak_flops:
-            utilisation = together / trainer.world_size * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
-            pl_module.log("train/mfu", utilisation, batch_size=1)
+            utilization = total_speed / trainer.world_size * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
+            pl_module.log("train/mfu", utilization, batch_size=1)
 
 
 class TextSamples(Callback):
-    """Continue prompts at each validation, with the weights that validation uses.
+    """Callback that continues prompts at each validation, with the weights that validation uses.
 
     The texts are written to ``samples.md`` in the log folder and to TensorBoard. Nothing is done if the weights are sharded
     (FSDP).

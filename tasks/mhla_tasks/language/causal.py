@@ -54,9 +54,9 @@ class CausalLanguageModel(TrainingModule):
         """Store the network and its options.
 
         Args:
-            network: a causal language model.
+            network: causal language model, of this package or of transformers.
             context: number of tokens in a training sample.
-            generation: options of predict for continuations.
+            generation: options with which prompts are continued.
             checkpointing: whether layers are recomputed in the backward pass, to save memory.
         """
         self.network, self.context, self.generation = network, context, generation
@@ -79,25 +79,28 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Check the run's requirements, and use the data's tokenizer unless the stage is predict.
+        """Check that data and attention support the run, and use the data's tokenizer unless the stage is predict.
 
         Raises:
-            ValueError: if data or tokenizer do not fit the model, or the attention does not support what the run asks for.
+            ValueError: if data or tokenizer do not fit the model, or the attention lacks a feature that the run needs.
         """
         super().setup(stage)
-        asked = {
+        requirements = {
             "cu_seqlens": getattr(self.trainer.datamodule, "separate_documents", False),  # type: ignore[attr-defined]
             "share": self.sequence_group is not None,
-            "state": stage == "predict" or any(isinstance(each, TextSamples) for each in self.trainer.callbacks),  # type: ignore[attr-defined]
+            "state": stage == "predict"
+            or any(isinstance(callback, TextSamples) for callback in self.trainer.callbacks),  # type: ignore[attr-defined]
         }
-        self._require(*(name for name, wanted in asked.items() if wanted))
+        self._require(*(name for name, required in requirements.items() if required))
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         if len(groups) > MOST:
-            raise ValueError(f"answers are counted in {len(groups)} groups, at most {MOST} can be; ask for fewer")
-        theirs = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
-        if groups and theirs > self.network.config.vocab_size:
             raise ValueError(
-                f"the data has vocab_size={theirs}, the model {self.network.config.vocab_size}; give both the same "
+                f"the data has {len(groups)} groups of questions, but at most {MOST} can be counted; use fewer"
+            )
+        data_vocab_size = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
+        if groups and data_vocab_size > self.network.config.vocab_size:
+            raise ValueError(
+                f"the data has vocab_size={data_vocab_size}, the model {self.network.config.vocab_size}; give both the same "
                 "(--model.vocab_size, --data.vocab_size)"
             )
         if groups and self.sequence_group is not None:
@@ -106,12 +109,12 @@ class CausalLanguageModel(TrainingModule):
             self._use_tokenizer_of_data()
 
     def _require(self, *names: str) -> None:
-        """Raise ValueError if the network does not support a feature; see :meth:`Attention.require`."""
+        """Raise ValueError if the network does not support one of the features ``names``; see :meth:`Attention.require`."""
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
                 layer.attn.require(*names)
-        elif refused := sorted({"cu_seqlens", "share"}.intersection(names)):
-            raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[refused[0]]}")
+        elif unsupported := sorted({"cu_seqlens", "share"}.intersection(names)):
+            raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[unsupported[0]]}")
 
     def on_predict_start(self) -> None:
         """Use the data's tokenizer if no checkpoint has supplied one.
@@ -130,7 +133,7 @@ class CausalLanguageModel(TrainingModule):
             self.use_tokenizer(tokenizer)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer, which checkpoints keep, and copy its special tokens to the configuration.
+        """Set the model's tokenizer, which checkpoints then include, and copy its special tokens to the configuration.
 
         Raises:
             ValueError: if the tokenizer has more tokens than the model.
@@ -168,11 +171,11 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the validation sums."""
+        """Add the losses or answers of a batch to the validation sums."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the test sums."""
+        """Add the losses or answers of a batch to the test sums."""
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
@@ -211,9 +214,9 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B).
+        """Model FLOPs of training on one token: the forward pass, and twice as many backward (arXiv 2204.02311, appendix B).
 
-        Models of transformers are counted by their weight matrices alone.
+        For models of transformers, only the weight matrices are counted.
         """
         if not isinstance(self.network, MHLAForCausalLM):
             return training_flops(self.network)
@@ -238,13 +241,13 @@ class CausalLanguageModel(TrainingModule):
         super().on_load_checkpoint(checkpoint)
         if "tokenizer" not in checkpoint:
             return
-        theirs = unpack_tokenizer(checkpoint["tokenizer"])
-        if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(theirs):
+        saved_tokenizer = unpack_tokenizer(checkpoint["tokenizer"])
+        if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(saved_tokenizer):
             raise ValueError(
-                "the checkpoint was trained with another tokenizer than that of the data, so its tokens mean other text; "
+                "the checkpoint was trained with a different tokenizer than the data's, so its tokens mean different text; "
                 "use the data (and for PythonSource the Python version) that it was trained on"
             )
-        self.use_tokenizer(theirs)
+        self.use_tokenizer(saved_tokenizer)
 
     def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
         if "labels" in batch:
@@ -257,11 +260,11 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Update the sums for sequences in which only some tokens are predicted."""
-        asked = (batch["labels"] != IGNORED) & batch["valid"][:, None]
-        targets = batch["labels"][asked]
-        scores = self.network(batch["tokens"]).logits[asked].float()
-        groups = batch["group"][:, None].expand(asked.shape)[asked]
+        """Add losses and answers to the sums, for sequences in which only some tokens are predicted."""
+        predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
+        targets = batch["labels"][predicted]
+        scores = self.network(batch["tokens"]).logits[predicted].float()
+        groups = batch["group"][:, None].expand(predicted.shape)[predicted]
         nats = F.cross_entropy(scores, targets, reduction="sum")
         self._sums(stage).add(nats=nats, tokens=len(targets), bytes=0, samples=batch["valid"].sum())
         self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)

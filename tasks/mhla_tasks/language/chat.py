@@ -1,4 +1,4 @@
-"""Chat in the terminal: replies are printed while they are generated, and the model keeps its state between turns."""
+"""Chat in the terminal. Replies are printed while they are generated, and the model keeps its state between turns."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) 
 def chat(
     path: str, system: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Chat with a model until the input ends.
+    """Chat with a model in the terminal until the input ends.
 
     Args:
-        path: checkpoint, folder of a run, exported folder, or name on the hub.
+        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
-        sampling: options of :class:`GenerationOptions`; those that are missing come from the model's generation settings.
+        sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
         seed: seed of sampling.
         device: cpu or cuda; None for a GPU if there is one.
 
@@ -63,14 +63,14 @@ def chat(
 
 
 class Chat:
-    """Conversation with a model, whose state is kept between turns.
+    """Conversation with a model in the terminal; the model's state is kept between turns.
 
     Args:
         model: causal language model.
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
-        sampling: options as for :func:`chat`.
+        sampling: sampling options, as for :func:`chat`.
     """
 
     def __init__(
@@ -92,30 +92,32 @@ class Chat:
         self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
-        """Print the reply to a message, then its time and the memory of the model's state."""
+        """Generate and print the reply to a message, then print the time it took and the memory of the model's state."""
         ids = self.conversation.ask(text)
         limit = longest(self.model)
-        room = self.count if limit is None else min(self.count, limit - len(ids) + 1)
-        if room < 1:
+        reply_limit = self.count if limit is None else min(self.count, limit - len(ids) + 1)
+        if reply_limit < 1:
             self.conversation.take_back()
             self.cache = None
-            _note(f"the conversation has {len(ids)} tokens, and the model reads {limit}: /reset begins a new one")
+            _note(
+                f"the conversation has {len(ids)} tokens, and the model reads at most {limit}: /reset begins a new one"
+            )
             return
         streamer, start = TextPrinter(self.tokenizer, skip_prompt=True), time.perf_counter()
         stops = self._stops()
         try:
-            self._generate(ids, room, stops, streamer)
+            self._generate(ids, reply_limit, stops, streamer)
         except KeyboardInterrupt:
             self.cache = None  # the state may be ahead of the conversation or behind it
             streamer.end()
         seconds = time.perf_counter() - start
         tokens = streamer.tokens[:-1] if streamer.tokens and streamer.tokens[-1] in stops else streamer.tokens
         self.conversation.reply(tokens)
-        held = "" if self.cache is None else f", state of {_bytes(self.cache) / 2**20:.2f} MiB"
+        state_size = "" if self.cache is None else f", state of {_bytes(self.cache) / 2**20:.2f} MiB"
         total = len(self.conversation.ids)
-        _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{held}")
+        _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{state_size}")
 
-    def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
+    def _generate(self, ids: list[int], reply_limit: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
         if self.cache is not None:
             # The state can only be continued by a longer conversation that begins with the tokens it has seen. A template may
@@ -128,7 +130,7 @@ class Chat:
             attention_mask=torch.ones_like(rows),
             past_key_values=self.cache,
             streamer=streamer,
-            max_new_tokens=room,
+            max_new_tokens=reply_limit,
             eos_token_id=stops or None,
             pad_token_id=pad_token(self.tokenizer),
             return_dict_in_generate=True,
@@ -138,18 +140,18 @@ class Chat:
 
     def _stops(self) -> list[int]:
         """Return the tokens that end a reply, according to the model, its tokenizer and its chat template."""
-        own = self.model.generation_config.eos_token_id
-        listed = own if isinstance(own, list) else [own]
-        found = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
-        return sorted(found)
+        end_tokens = self.model.generation_config.eos_token_id
+        listed = end_tokens if isinstance(end_tokens, list) else [end_tokens]
+        stops = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
+        return sorted(stops)
 
 
-def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine sampling options: requested ones first, then the model's own settings, then the defaults for prompts."""
-    own = model.generation_config
+def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine sampling options into arguments of ``generate``: requested ones, else the model's own, else our defaults."""
+    model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
-    saved = {name: getattr(own, name, None) for name in names} if own.do_sample else {}
-    chosen = {name: value for name, value in {**saved, **asked}.items() if value is not None}
+    saved = {name: getattr(model_settings, name, None) for name in names} if model_settings.do_sample else {}
+    chosen = {name: value for name, value in {**saved, **requested}.items() if value is not None}
     options = GenerationOptions(**chosen).for_generate()
     return {name: value for name, value in options.items() if name != "max_new_tokens"}
 
@@ -169,7 +171,7 @@ def _bytes(cache: Any) -> int:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Read messages of the user until the input ends."""
+    """Yield the user's messages, without surrounding spaces, until the input ends."""
     if interactive:
         import readline  # noqa: F401  adds line editing and history to input()
     while True:

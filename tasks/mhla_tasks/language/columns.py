@@ -26,7 +26,7 @@ from lightning_mhla.system.untrusted import reason
 from mhla_tasks.language.documents import check_text
 
 Rows = Iterator[tuple[str, str | None]]
-"""Iterator over the rows of a table: place of the row for messages, and its text; None for a null."""
+"""Iterator over the rows of a table: location of a row, for messages, and its text; None for a null."""
 
 ROWS_AT_ONCE = 256
 """Number of Parquet rows that are read at once."""
@@ -36,17 +36,17 @@ LONGEST_LIST = 300
 
 
 class MissingColumnError(ValueError):
-    """Error of a row or a table that lacks the column; the message names the place and the columns that exist."""
+    """Error for a row or a table without the requested column; the message names its location and the columns that exist."""
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Iterate over the place and the text of each row of a table, reading as needed. Blank lines are not rows.
+    """Iterate over the rows of a table, as a location and a text each. The table is read lazily; blank lines are skipped.
 
     Args:
-        source: path or URL.
+        source: path or URL of the table.
         column: name of the column that holds the text.
         kind: ``jsonl``, ``json`` (an array of objects, an object, or JSON lines), ``csv``, ``tsv``, ``parquet``, or
-            ``lines``, where each line of a text file is a row; None for the kind that the suffix says.
+            ``lines`` (each line of a text file is a row); None for the kind that the suffix indicates.
 
     Raises:
         MissingColumnError: if a row has no such column.
@@ -60,12 +60,12 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """Return the kind of a table from its suffix, ignoring a suffix of compression; None if the file is not a table."""
+    """Return the kind of a table from its suffix, ignoring a compression suffix; None if the file is not a table."""
     return SUFFIXES.get(plain_suffix(source))
 
 
 def plain_suffix(source: Source) -> str:
-    """Return the suffix of a file in lower case, ignoring a suffix of compression: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix of a file in lower case, ignoring a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(file_name(source).lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
@@ -185,7 +185,7 @@ def _check_type(kind: Any, column: str, name: str) -> None:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)):
-        raise ValueError(f"{name}: column {column!r} is {kind}, not text; choose another column")
+        raise ValueError(f"{name}: column {column!r} is {kind}, not text; choose a different column")
 
 
 def _lines(source: Source, column: str) -> Rows:

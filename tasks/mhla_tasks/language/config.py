@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_mhla import AttentionConfig
 
 REMOTE = "modeling_mhla"
-"""Name of the module that is written beside a saved model."""
+"""Name of the Python module that is written beside a saved model."""
 
 CLASSES = {
     "AutoConfig": "MHLAConfig",
@@ -158,14 +158,14 @@ class MHLAConfig(PreTrainedConfig):
         Raises:
             ValueError: if a list does not have ``depth`` entries, or an option is invalid.
         """
-        given = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
-        if len(given) != self.depth:
-            raise ValueError(f"attention lists {len(given)} layers, but depth={self.depth}")
-        return [AttentionConfig(**options) for options in given]
+        layers = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
+        if len(layers) != self.depth:
+            raise ValueError(f"attention lists {len(layers)} layers, but depth={self.depth}")
+        return [AttentionConfig(**options) for options in layers]
 
 
 def default_attention() -> AttentionConfig:
-    """Attention of the paper's language model: blocks of 64, rotary after relu, output gate, no normalizer."""
+    """Return the attention options of the paper's language model: blocks of 64, rotary after relu, gate, no normalizer."""
     return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
 
 
@@ -173,7 +173,7 @@ def plain_attention(attention: Any) -> dict[str, Any] | list[dict[str, Any]]:
     """Convert attention options to plain data, for ``config.json`` and checkpoints.
 
     Args:
-        attention: options of all layers, or a sequence of the options of each layer; each an ``AttentionConfig`` or a mapping.
+        attention: options of all layers, or a sequence with the options of each layer, as ``AttentionConfig`` or mapping.
     """
     if isinstance(attention, AttentionConfig):
         return asdict(attention)

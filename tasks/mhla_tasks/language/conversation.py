@@ -1,4 +1,4 @@
-"""Tokens of a conversation by the model's chat template, extended turn by turn without encoding earlier turns again."""
+"""Encoding of conversations by the model's chat template, turn by turn, without encoding earlier turns again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TEMPLATE_SECONDS = 10.0
 """Time limit for rendering a chat template in seconds, far above the time of a well-behaved one."""
 
 MARK = re.compile("\ue000(\\d+)\ue001")
-"""Placeholder of a message in a rendered template, in characters of the private use area. Templates never see the messages,
-so that letters of control tokens in them remain distinguishable from control tokens of the template."""
+"""Pattern of the placeholder of a message in a rendered template, made of characters of the private use area. Templates never
+see the messages, so control tokens that a message spells out remain distinguishable from those of the template."""
 
 
 class Conversation:
     """Messages of a conversation and their tokens.
 
-    Each turn is encoded once, and its tokens follow those of earlier turns, so that a model that keeps its state reads only
-    the new ones. Letters of a control token in a message, such as ``<|im_end|>``, remain text. Without a chat template,
+    Each turn is encoded once, and its tokens follow those of earlier turns, so a model that keeps its state reads only the
+    new tokens. The letters of a control token in a message, such as ``<|im_end|>``, remain text. Without a chat template,
     messages are concatenated.
 
     Args:
@@ -53,7 +53,7 @@ class Conversation:
         self.stops = self._stops()
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user.
+        """Add a message of the user and encode it.
 
         Args:
             text: text of the message.
@@ -110,7 +110,7 @@ class Conversation:
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def _encode(self, rendered: str) -> list[int]:
-        """Encode part of the rendered template, with the messages in place of their marks."""
+        """Encode part of a rendered template, after replacing the placeholders by the messages."""
         parts = MARK.split(rendered)  # text of the template and numbers of messages alternate
         texts = [self.contents[int(part)] if number % 2 else part for number, part in enumerate(parts)]
         spelled = any(token in text for text in texts[1::2] for token in self.control.values() if token)
@@ -123,7 +123,7 @@ class Conversation:
         return ids
 
     def _stops(self) -> set[int]:
-        """Return the control token with which the template ends a reply, as a set; empty if there is none."""
+        """Return a set with the control token that ends a reply in the template; empty if there is no such token."""
         if not self.has_template:
             return set()
         roles = self.roles
@@ -132,8 +132,8 @@ class Conversation:
             rendered = self._render(reply=False)
         finally:
             self.roles = roles
-        _, _, after = rendered.rpartition(_mark(len(roles) + 1))
-        following = encode_texts(self.tokenizer, [after.lstrip()], read_control_tokens=True)[0] if after else []
+        _, _, reply_end = rendered.rpartition(_mark(len(roles) + 1))
+        following = encode_texts(self.tokenizer, [reply_end.lstrip()], read_control_tokens=True)[0] if reply_end else []
         return {following[0]} if following and following[0] in self.control else set()
 
 

@@ -1,4 +1,4 @@
-"""Reading documents of files, folders and data sets of the hub in order; the log counts everything that is left out."""
+"""Reading documents from files, folders and data sets of the hub in order; the log counts everything that is left out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ BINARY = {
 """Suffixes of files that are not documents, even if their bytes are valid UTF-8."""
 
 EXAMPLES = 3
-"""Maximum number of places that the log names for each reason."""
+"""Maximum number of inputs that the log names for each reason."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which UTF-8 cannot encode."""
 
 
 class Remarks:
-    """Count of inputs that are left out or changed, reported in one line.
+    """Counter of inputs that are left out or changed, reported in one log line.
 
     Args:
-        at_once: whether the first input of each kind is logged immediately, for a stream without end.
+        at_once: whether the first input of each kind is also logged immediately, for endless streams.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -66,7 +66,7 @@ class Remarks:
             log.warning("%s: the first of the %s that are %s; the next ones are not mentioned", place, kind, verb)
 
     def __str__(self) -> str:
-        """Return all kinds with their counts and first places."""
+        """Return all kinds with their counts and the names of the first inputs."""
         parts = []
         for title, kinds in (("left out", self.left_out), ("changed", self.changed)):
             counted = (
@@ -91,12 +91,12 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
     table, rows with a null or an empty text are left out. One line of the log counts them by reason.
 
     Args:
-        sources: paths of files and folders, or ``hub:NAME[:CONFIG[:SPLIT]]``.
+        sources: paths of files and folders, or data sets of the hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
         column: name of the column that holds the text of tables.
 
     Raises:
         FileNotFoundError: if a source does not exist.
-        ValueError: if a table has no such column or is broken, a file that is named directly is not text, or there are no
+        ValueError: if a table has no such column or is broken, if a file in ``sources`` is not text, or if there are no
             documents; the message names the file and the line.
     """
     remarks, empty = Remarks(), True
@@ -118,7 +118,7 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
     """Iterate over the texts of rows, without nulls and empty texts.
 
     Args:
-        rows: place and text of each row.
+        rows: location and text of each row.
         remarks: counter of the rows that are left out or changed.
     """
     for place, text in rows:
@@ -152,7 +152,7 @@ def source_files(path: Path, remarks: Remarks) -> list[Path]:
     for left_out in hidden:
         remarks.leave_out("hidden or cache files and folders", shown(left_out))
     if not files:
-        raise FileNotFoundError(f"{shown(path)} is a folder without visible files in it")
+        raise FileNotFoundError(f"{shown(path)} is a folder without visible files")
     return files
 
 
@@ -170,7 +170,7 @@ def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[st
 
 
 def _rows(path: Path, column: str) -> Rows:
-    """Iterate over the rows of a table; the text of a file that is not a table is one row."""
+    """Iterate over the rows of a table, or over the single row of a file that is not a table."""
     if (kind := table_kind(path)) is None:
         yield shown(path), read_text(path)
     else:
@@ -178,7 +178,7 @@ def _rows(path: Path, column: str) -> Rows:
 
 
 def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
-    """Iterate over the rows of a file in a folder; none if the file does not hold documents."""
+    """Iterate over the rows of a file in a folder. A file without documents has no rows and is counted as left out."""
     if plain_suffix(path).lstrip(".") in BINARY:
         remarks.leave_out("binary files", shown(path))
         return

@@ -1,4 +1,4 @@
-"""Checking and encoding documents."""
+"""Checks and encoding of documents."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from mhla_tasks.language.encoding import encode_texts
 
 
 def check_text(value: Any, source: str) -> str:
-    """Return a value that must be text.
+    """Check that a value is a string, and return it.
 
     Args:
         value: value to check.
-        source: name of its place, for the message.
+        source: location of the value, for the message.
 
     Raises:
         ValueError: if the value is not a string.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose another column")
+        raise ValueError(
+            f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose a different column"
+        )
     return value
 
 
@@ -36,16 +38,16 @@ def encode_documents(
         read_control_tokens: whether the letters of a control token in a text become that token.
 
     Returns:
-        The tokens, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
+        Tokens, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
     """
     encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
     return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Put the special tokens that begin and end a document around its tokens.
+    """Add the special tokens that begin and end a document to its tokens.
 
-    A tokenizer that has one token for both purposes puts it at the start only.
+    If the tokenizer has one token for both purposes, it is added at the start only.
 
     Args:
         ids: token indices of the text.
@@ -60,5 +62,5 @@ def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.nd
     end = tokenizer.eos_token_id
     begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
-        raise ValueError("the tokenizer has neither a bos nor an eos token, so documents could not be told apart")
+        raise ValueError("the tokenizer has neither a bos nor an eos token, so documents could not be distinguished")
     return np.array([begin, *ids, *([] if end in (None, begin) else [end])], dtype=np.int64)

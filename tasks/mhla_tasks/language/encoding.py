@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from lightning_mhla.system.untrusted import reason
 
 WORDS = ("a", "0", "the", " ")
-"""Texts to try until the tokenizer has a token for one of them."""
+"""Texts to try, one after the other, until the tokenizer has a token for one of them."""
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return index and name of each control token: begin, end, padding, turns of a chat.
+    """Return index and text of each control token: those that begin and end texts, padding, and those of chat turns.
 
     The token for unknown text is included only if it also begins or ends texts, as in GPT-2.
     """
@@ -77,7 +77,9 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
             origins = encoded.sequence_ids(0)  # None for tokens that the tokenizer adds
             if 0 in origins:
                 return list(encoded["input_ids"][: origins.index(0)])
-    raise ValueError(f"{_name(tokenizer)} has no token for any of {', '.join(map(repr, WORDS))}; use another tokenizer")
+    raise ValueError(
+        f"{_name(tokenizer)} has no token for any of {', '.join(map(repr, WORDS))}; use a different tokenizer"
+    )
 
 
 def encode_prompts(
@@ -107,8 +109,11 @@ def encode_prompts(
 def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str], text: str) -> list[int]:
     """Encode a text with a copy of the tokenizer whose vocabulary lacks the control tokens.
 
-    Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so that they find them in a
-    text even if the tokenizer is told not to look for control tokens.
+    Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so they find them in a text
+    even if the tokenizer is told not to look for control tokens.
+
+    Raises:
+        ValueError: if the result still has control tokens, or the tokenizer fails on the text.
     """
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         with _failures(tokenizer):
@@ -119,11 +124,11 @@ def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str],
     if not named:
         raise ValueError(
             f"{_name(tokenizer)} has no tokens for a part of {text[:60]!r}, and its token for unknown text, "
-            f"{tokenizer.unk_token!r}, also begins or ends texts; use another tokenizer"
+            f"{tokenizer.unk_token!r}, also begins or ends texts; use a different tokenizer"
         )
     raise ValueError(
         f"{_name(tokenizer)} reads the letters {named} in {text[:60]!r} as control tokens and cannot be told not to; ask for "
-        "control tokens (control_tokens: true), or use another tokenizer"
+        "control tokens (control_tokens: true), or use a different tokenizer"
     )
 
 
@@ -136,10 +141,12 @@ def _text_only(tokenizer: PreTrainedTokenizerFast, control: dict[int, str]) -> T
         for index in control.keys() & set(range(len(model["vocab"]))):
             model["vocab"][index][0] = ""  # the indices of other pieces stay the same, and no text contains this one
     else:
-        gone = {token for token, index in model["vocab"].items() if index in control} - {model.get("unk_token")}
-        model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in gone}
+        removed_tokens = {token for token, index in model["vocab"].items() if index in control} - {
+            model.get("unk_token")
+        }
+        model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in removed_tokens}
         if "merges" in model:
-            model["merges"] = [pair for pair in model["merges"] if gone.isdisjoint([*pair, "".join(pair)])]
+            model["merges"] = [pair for pair in model["merges"] if removed_tokens.isdisjoint([*pair, "".join(pair)])]
     return Tokenizer.from_str(json.dumps(state))
 
 
@@ -151,10 +158,12 @@ def _failures(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         # The tokenizers library raises plain Exception. For regular expressions that exceed their budget it panics, which is
         # a BaseException.
         if type(error) is Exception or type(error).__name__ == "PanicException":
-            raise ValueError(f"{_name(tokenizer)} fails on a text ({reason(error)}); use another tokenizer") from error
+            raise ValueError(
+                f"{_name(tokenizer)} fails on a text ({reason(error)}); use a different tokenizer"
+            ) from error
         raise
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:
-    where = getattr(tokenizer, "name_or_path", "")
-    return f"the tokenizer {type(tokenizer).__name__}" + (f" ({where})" if where else "")
+    location = getattr(tokenizer, "name_or_path", "")
+    return f"the tokenizer {type(tokenizer).__name__}" + (f" ({location})" if location else "")

@@ -35,11 +35,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-"""Python code that loads an export; FOLDER stands for its path."""
+"""Python code that loads an export, where FOLDER is its path."""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Return Python code that loads the export of a model; it is the same for all language models."""
+    """Return Python code that loads the export of ``model``, the same for all language models."""
     return LOADING
 
 
@@ -48,7 +48,7 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
 
     Args:
         path: path of the checkpoint or of a run's folder.
-        live: whether to load the trained weights if the checkpoint also has their moving average.
+        live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -62,41 +62,44 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
 
 
 def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in evaluation mode, and its tokenizer.
+    """Load a causal language model and its tokenizer.
 
     Args:
-        path: training checkpoint, exported folder, or name on the hub.
-        tokenizer: folder of a tokenizer or name of a model on the hub, in place of the model's own tokenizer.
+        path: path of a training checkpoint or of an exported folder, or name on the hub.
+        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+
+    Returns:
+        The model, in evaluation mode, and the tokenizer.
 
     Raises:
         FileNotFoundError: if there is no such model, or it has no tokenizer.
         ValueError: if the model is not a causal language model.
     """
-    own: Any = None
+    model_tokenizer: Any = None
     if Path(path).is_dir() and (Path(path) / "config.json").exists():
         load = load_swapped if is_swapped(path) else AutoModelForCausalLM.from_pretrained
         model = load(str(path))
     elif Path(path).exists() or Path(path).suffix == ".ckpt":
         module = load_checkpoint(path)
-        model, own = module.network, module.tokenizer
+        model, model_tokenizer = module.network, module.tokenizer
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
         except OSError as error:
-            raise FileNotFoundError(f"{path} is no checkpoint, no exported folder and no model on the hub") from error
-    if tokenizer is not None or own is None:
-        own = load_tokenizer(tokenizer or path)
-    return model.eval(), own
+            raise FileNotFoundError(f"{path} is not a checkpoint, an exported folder or a model on the hub") from error
+    if tokenizer is not None or model_tokenizer is None:
+        model_tokenizer = load_tokenizer(tokenizer or path)
+    return model.eval(), model_tokenizer
 
 
 def export(model: CausalLanguageModel, folder: Path) -> None:
-    """Write model and tokenizer to a folder in the format of transformers.
+    """Write model and tokenizer to a folder in the format of transformers, after merging LoRA adapters.
 
     Raises:
         ValueError: if the model has no tokenizer.
     """
     if model.tokenizer is None:
-        raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
+        raise ValueError("the checkpoint has no tokenizer, and a model without one cannot be scored; set --tokenizer")
     merge_adapters(model.network)
     model.network.save_pretrained(folder)
     save_tokenizer(model.tokenizer, folder)
@@ -106,20 +109,20 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
     """Export a model with the options of the command line.
 
     Args:
-        model: the trained model.
-        folder: folder to write to.
-        tokenizer: folder or name on the hub of a tokenizer, in place of the model's own.
-        context: number of tokens that the model is first extended to.
+        model: trained model.
+        folder: path of the folder to write to.
+        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+        context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:
-        ValueError: if ``context`` is given for a model without mixing coefficients, or as for :func:`export`.
+        ValueError: if ``context`` is given for a model without mixing coefficients, or the model has no tokenizer.
     """
     if tokenizer:
         model.use_tokenizer(load_tokenizer(tokenizer))
     if context:
         if not isinstance(model.network, MHLAForCausalLM):
             raise ValueError(
-                f"--context extends mixing coefficients, which a {type(model.network).__name__} has none of"
+                f"--context extends mixing coefficients, which a {type(model.network).__name__} does not have"
             )
         model.network.extend(context)
     export(model, folder)

@@ -1,4 +1,4 @@
-"""Continue prompts in the terminal, token by token."""
+"""Continuation of prompts in the terminal, printed token by token."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LONGEST = 256
 def continue_prompts(
     path: str, prompt: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Print a prompt with its continuation.
+    """Print a prompt, or each prompt that the user types, with its continuation.
 
     Args:
-        path: checkpoint, exported folder, or name on the hub.
+        path: path of a checkpoint or of an exported folder, or name on the hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
         sampling: options of :class:`GenerationOptions` except ``max_new_tokens``.
@@ -33,22 +33,22 @@ def continue_prompts(
     """
     set_seed(seed)
     model, tokenizer = load_model(path)
-    where = process_device(device)
-    model = model.to(where)
-    for given in _prompts(prompt):
-        ids, mask = (x.to(where) for x in left_padded(tokenizer, [given], bool(sampling.get("control_tokens"))))
-        new = count
-        if new is None:
+    torch_device = process_device(device)
+    model = model.to(torch_device)
+    for text in _prompts(prompt):
+        ids, mask = (x.to(torch_device) for x in left_padded(tokenizer, [text], bool(sampling.get("control_tokens"))))
+        new_tokens = count
+        if new_tokens is None:
             limit = longest(model)
-            new = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1]))
-        options = GenerationOptions(new, **sampling).for_generate()
+            new_tokens = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1]))
+        options = GenerationOptions(new_tokens, **sampling).for_generate()
         streamer = TextPrinter(tokenizer, skip_prompt=False)
         model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
 
 
-def _prompts(given: str | None) -> Iterator[str]:
-    if given is not None:
-        yield given
+def _prompts(single_prompt: str | None) -> Iterator[str]:
+    if single_prompt is not None:
+        yield single_prompt
         return
     while True:
         try:

@@ -15,10 +15,10 @@ from mhla_tasks.language.base_model import MHLAModel, MHLAPreTrainedModel
 
 
 class HeadedModel:
-    """Methods that models with a transformers head share; each also loads the weights of a language model.
+    """Mixin for models that add a head of transformers to :class:`MHLAModel`. They also load the weights of a language model.
 
     Attributes:
-        model: model without a head.
+        model: model without the head.
     """
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^head\.weight$"]
@@ -38,12 +38,12 @@ class HeadedModel:
 
 
 class MHLAForSequenceClassification(HeadedModel, GenericForSequenceClassification, MHLAPreTrainedModel):
-    """Classifier of texts, which reads the hidden state of the last token that is not ``config.pad_token_id``."""
+    """Text classifier that uses the hidden state of the last token other than ``config.pad_token_id``."""
 
 
 class MHLAForTokenClassification(HeadedModel, GenericForTokenClassification, MHLAPreTrainedModel):
-    """Classifier of tokens, each of which attends to the tokens before it only."""
+    """Token classifier; each token attends only to itself and to earlier tokens."""
 
 
 class MHLAForQuestionAnswering(HeadedModel, GenericForQuestionAnswering, MHLAPreTrainedModel):
-    """Extractive question answering: predicts the first and the last token of the answer in a text."""
+    """Model for extractive question answering, which predicts the first and the last token of the answer in a text."""

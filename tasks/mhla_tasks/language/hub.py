@@ -19,7 +19,7 @@ from mhla_tasks.language.columns import MissingColumnError, Rows, read_column, t
 from mhla_tasks.language.documents import check_text
 
 KINDS = {"json": "json", "parquet": "parquet", "csv": "csv", "text": "lines"}
-"""File formats that can be given in place of a data set's name, and their kinds in :func:`read_column`."""
+"""File formats that can be used in place of a data set's name, and their kinds in :func:`read_column`."""
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
 """Suffixes of files that ``datasets`` unpacks."""
@@ -29,7 +29,7 @@ Files = list[tuple[str, str]]
 
 
 class StreamedDataSet:
-    """A data set whose rows are streamed from the first one on each iteration.
+    """Data set whose rows are streamed; each iteration starts with the first row.
 
     Args:
         data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the hub, or one of :data:`KINDS`), ``name``
@@ -47,7 +47,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Iterate over the place and the text of each row; None for a null.
+        """Iterate over the rows, as a location and a text each; the text is None for a null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -64,17 +64,20 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
     Args:
         data_set: ``path`` (one of :data:`KINDS`), ``data_files`` and ``split``.
 
+    Returns:
+        Path or URL, and kind, of each file.
+
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.
         ValueError: if the split is not train.
     """
-    given, split = data_set["data_files"], data_set.get("split")
+    data_files, split = data_set["data_files"], data_set.get("split")
     if split not in (None, "train"):
         raise ValueError(
-            f"split={split}: local files have the split train alone; name the files of {split} in data_files"
+            f"split={split}: local files have only the split train; name the files of {split} in data_files"
         )
     files: Files = []
-    for pattern in [given] if isinstance(given, str) else given:
+    for pattern in [data_files] if isinstance(data_files, str) else data_files:
         plain = "://" in pattern or Path(pattern).is_file()
         names = [pattern] if plain else sorted(glob(pattern, recursive=True)) if has_magic(pattern) else []
         if not names:
@@ -109,9 +112,9 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"
-    given = {key: value for key, value in data_set.items() if value is not None and key != "split"}
+    arguments = {key: value for key, value in data_set.items() if value is not None and key != "split"}
     try:
-        builder = load_dataset_builder(**given)
+        builder = load_dataset_builder(**arguments)
     except Exception as error:
         raise _not_loaded(data_set, error) from error
     format_name, config = type(builder).__module__.rpartition(".")[2], builder.config
@@ -157,8 +160,8 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
 
 
 def _not_loaded(data_set: Mapping[str, Any], error: Exception) -> FileNotFoundError:
-    given = {key: value for key, value in data_set.items() if value is not None}
+    arguments = {key: value for key, value in data_set.items() if value is not None}
     return FileNotFoundError(
-        f"the data set {given} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the network, "
-        "or give local files: path: json and data_files"
+        f"the data set {arguments} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the "
+        "network, or give local files: path: json and data_files"
     )

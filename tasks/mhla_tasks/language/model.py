@@ -27,9 +27,9 @@ class LanguageModelOutput(ModelOutput):
     """Outputs of :class:`MHLAForCausalLM`.
 
     Attributes:
-        loss: cross-entropy in nats per token, a scalar or ``[B, N]``; None without labels.
+        loss: cross-entropy in nats, a mean over tokens or ``[B, N]``; None without labels.
         logits: scores of the next token, ``[B, N, V]``; None with ``skip_logits``, which saves their memory.
-        past_key_values: state after these tokens; None without ``use_cache``.
+        past_key_values: generation state after these tokens; None without ``use_cache``.
         hidden_states: inputs of each layer and of the head, each ``[B, N, dim]``; None without ``output_hidden_states``.
         attentions: None, because the model keeps no attention matrices.
     """
@@ -58,10 +58,13 @@ class ForwardOptions(BackboneOptions, total=False):
 
 
 class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
-    """Causal language model with mhla, linear or softmax attention, which generates from a state, not a key-value cache.
+    """Causal language model with any kind of attention, which generates from a state instead of a key-value cache.
 
-    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. They
+    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. These
     are moved to the start of each row internally, so that a row gives the same result as without padding.
+
+    Args:
+        config: sizes and attention options.
     """
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
@@ -81,7 +84,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
-        """Return the model itself, which tells peft that it has no encoder (for batches of several adapters)."""
+        """Return the model itself, by which peft recognizes that there is no encoder (in batches of several adapters)."""
         return self
 
     def get_output_embeddings(self) -> nn.Module:
@@ -167,13 +170,13 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
-        """Cross-entropy, as a mean or of each token. The logits of a full batch are stored only if adapters need them."""
+        """Compute the cross-entropy, as a mean or of each token. All logits are stored only if adapters need them."""
         mean = options.get("loss_reduction", "mean") == "mean"
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
         # Skip ignored tokens only where their number is at hand: reading it from a device waits for the device, and a graph
         # cannot depend on it.
-        known = mean and targets.device.type == "cpu" and not in_graph()
-        if known and (counts := targets != IGNORED).sum() < len(targets) // 2:
+        can_count = mean and targets.device.type == "cpu" and not in_graph()
+        if can_count and (counts := targets != IGNORED).sum() < len(targets) // 2:
             rows, targets = rows[counts], targets[counts]
         if type(self.head) is nn.Linear:
             compute = linear_cross_entropy if mean else token_losses
@@ -197,11 +200,15 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Select the inputs of a generation step: the tokens that the state has not seen; without ``use_cache``, all."""
+        """Select the inputs of a generation step: the tokens that the state has not seen, or all tokens without a state.
+
+        Raises:
+            ValueError: if the state has seen all tokens of ``input_ids``.
+        """
         if past_key_values is not None and next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
-                f"the state is of {past_key_values.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
-                "of them, those that the state has seen included, and at least one more"
+                f"the state has seen {past_key_values.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
+                "tokens, including those that the state has seen, and at least one more"
             )
         kwargs.pop("tokenizer", None)  # generate() would pass it to forward(), which rejects unknown arguments
         return super().prepare_inputs_for_generation(
@@ -222,7 +229,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             model_kwargs["past_key_values"] = StateCache(self.config.depth)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        """Generate as transformers does, after checking the prompts; rows with padding are returned with it on the left.
+        """Generate as transformers does, after checking the prompts. The padding of each row is moved to its left.
 
         Raises:
             ValueError: if a prompt is empty, a token is not in the vocabulary, or prompt and new tokens exceed the length of
@@ -262,5 +269,5 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         if longest + new - 1 > limit:  # the last new token is not an input
             raise ValueError(
                 f"a prompt of {longest} tokens and {new} new ones are more than the {limit} that the mixing "
-                f"coefficients reach to; shorten them, or call model.extend({longest + new}) first"
+                f"coefficients cover; shorten them, or call model.extend({longest + new}) first"
             )

@@ -1,4 +1,4 @@
-"""Causal language models of transformers as baselines, trained with the same data, optimizer and reports as ours."""
+"""Causal language models of transformers, trained as baselines with the same data, optimizer and reports as ours."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     options = dict(network.get("init_args") or {})
     if options.setdefault("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
-    known = known_options(kind)
-    if wrong := sorted(set(options) - known):
-        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(known))}")
+    option_names = known_options(kind)
+    if wrong := sorted(set(options) - option_names):
+        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(option_names))}")
     try:
         config = kind(**{**(network.get("extra") or {}), **options})
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
-        raise ValueError(f"network: {name} builds no causal language model ({str(error).splitlines()[0]})") from error
+        raise ValueError(
+            f"network: {name} does not build a causal language model ({str(error).splitlines()[0]})"
+        ) from error
     if network.get("generation_config"):
         model.generation_config = GenerationConfig.from_dict(dict(network["generation_config"]))
     return model
@@ -78,7 +80,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
     If they are, the loss can compute them for a slice of the tokens at a time.
 
     Args:
-        network: the model.
+        network: causal language model of transformers.
         context: number of tokens in a training sample.
 
     Returns:
@@ -95,9 +97,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
             f"network: max_position_embeddings={limit} is below context={context}; set it to at least that"
         )
     if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "network: output_router_logits asks for a loss of the router, which is not trained on; leave it out"
-        )
+        raise ValueError("network: output_router_logits asks for a router loss, which is not supported; leave it out")
     if any(parameter.is_meta for parameter in network.parameters()):
         return False
     # Change the last of four tokens: in a causal model, the logits of the first three stay the same.
@@ -111,7 +111,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
     network.train(trains)
     if not torch.allclose(logits[:, :3], changed[:, :3], rtol=0, atol=1e-6):
         raise ValueError(
-            f"network: tokens of a {name} see later ones; it is no causal language model (is_decoder: true?)"
+            f"network: tokens of a {name} see later ones, so it is not a causal language model (is_decoder: true?)"
         )
     return plain and head.bias is None
 
@@ -124,7 +124,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
     """Compute the cross-entropy of the targets, as a mean or of each token.
 
     Args:
-        network: the model.
+        network: causal language model of transformers.
         inputs: input tokens, ``[B, N]`` int64.
         targets: next token of each input, ``[B, N]`` int64; -100 is ignored.
         mean: whether to return the mean.
@@ -146,7 +146,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the number of tokens of the longest sequence that a model accepts; None for no limit."""
+    """Return the maximum number of tokens in a sequence that a model accepts; None for no limit."""
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 

@@ -15,7 +15,7 @@ from mhla_tasks.language.loss import IGNORED
 
 
 def in_graph() -> bool:
-    """Return whether ``torch.compile`` or ``torch.export`` records a graph, in which values of tensors are unknown."""
+    """Return whether ``torch.compile`` or ``torch.export`` is recording a graph, in which the values of tensors are unknown."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
@@ -28,12 +28,12 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
     """
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"the prompt is empty: tokens have shape {list(tokens.shape)}; give at least one token")
-    least, most = (int(x) for x in tokens.aminmax())
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
+    smallest, largest = (int(x) for x in tokens.aminmax())
+    if smallest < 0 or largest >= vocabulary:
+        wrong = smallest if smallest < 0 else largest
         raise ValueError(
-            f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of another "
-            "model"
+            f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of a "
+            "different model"
         )
 
 
@@ -46,8 +46,8 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
     """
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
     if len(lengths) != len(counts):
-        raise ValueError(f"the state is of {len(lengths)} rows, but there are {len(counts)}")
-    empty = [row for row, (before, count) in enumerate(zip(lengths, counts, strict=True)) if before + count == 0]
+        raise ValueError(f"the state has {len(lengths)} rows, the batch {len(counts)}")
+    empty = [row for row, (length, count) in enumerate(zip(lengths, counts, strict=True)) if length + count == 0]
     if empty:
         raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")
 
@@ -72,13 +72,13 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
 def document_bounds(
     options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
 ) -> Sequence[int] | Tensor | None:
-    """Find the bounds of packed documents from whichever argument marks them.
+    """Determine the bounds of packed documents from the argument that marks them.
 
     Args:
         options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` returns them.
         cu_seqlens: the bounds themselves.
-        position_ids: positions of the tokens; a document begins where they start again. An exported graph cannot depend on
-            their values, so that they mark no documents there.
+        position_ids: positions of the tokens; a document begins where they start again. In an exported graph, which cannot
+            depend on their values, they mark no documents.
         x: tokens, ``[B, N, ...]``.
 
     Returns:
@@ -129,7 +129,7 @@ def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
     """Shift labels by one column, so that each token has the next one as its target.
 
     Args:
-        labels: ``[B, N]`` int64.
+        labels: token indices, ``[B, N]`` int64.
         real: mask of non-padding tokens, ``[B, N]`` bool; None if all are real.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Writing token shards of text, for ``lightning prepare text``."""
+"""Conversion of text to token shards, for ``lightning prepare text``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Group documents into runs of at least ``characters`` characters; the last run may be shorter."""
+    """Group documents into lists with at least ``characters`` characters in total; the last list may have fewer."""
     group: list[str] = []
     size = 0
     for document in documents:
@@ -54,14 +54,14 @@ def write_token_shards(
     the bytes of tokens do not add up to the bytes of the text, ``KEY.missing.npy`` holds the difference for each document.
 
     Args:
-        target: folder to write to, created if missing.
+        target: path of the folder to write to, created if missing.
         sources: files, folders and data sets, as :func:`mhla_tasks.language.corpus.read_documents` takes them.
         tokenizer: tokenizer of at most 2^32 tokens.
         prefix: prefix of the file names.
         column: name of the column that holds the text of tables.
         run_characters: approximate number of characters in a sample.
         runs_per_shard: number of samples in a shard.
-        skip: number of documents at the start to leave out.
+        skip: number of documents to leave out at the start.
         limit: maximum number of documents; None for all.
         control_tokens: whether the letters of a control token in a document become that token.
         force: whether to delete the shards of an earlier call first.
@@ -96,21 +96,21 @@ def write_token_shards(
 
         paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
     if not paths:
-        raise ValueError(f"{', '.join(sources)} gave no document")
+        raise ValueError(f"{', '.join(sources)} have no documents")
     return paths
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List every file of the sources, to detect changes; a data set of the hub is identified by its name alone."""
-    found: list[tuple[str, tuple[Path, ...]]] = []
+    """List the origins of all documents, to detect changes: every file of the sources, or the name of a data set of the hub."""
+    named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
-        found += [(str(path), (path,)) for path in paths] or [(source, ())]
-    times = Counter[str]()  # a source may be named twice
+        named_files += [(str(path), (path,)) for path in paths] or [(source, ())]
+    occurrences = Counter[str]()  # a source may be named twice
     origins = []
-    for name, files in found:
-        times[name] += 1
-        origins.append(Origin(f"{name} ({times[name]})" if times[name] > 1 else name, files))
+    for name, files in named_files:
+        occurrences[name] += 1
+        origins.append(Origin(f"{name} ({occurrences[name]})" if occurrences[name] > 1 else name, files))
     return origins
 
 
@@ -123,7 +123,7 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     beside = target / "tokenizer"
     if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):
         if any(target.glob("*.tar")):
-            raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
+            raise ValueError(f"{target} holds shards of a different tokenizer (in {beside}); choose a different folder")
         numbered = (target / f"tokenizer-{number}" for number in itertools.count(1))
         beside.rename(next(name for name in numbered if not name.exists()))  # never delete a folder of the user
     if not beside.is_dir():

@@ -29,8 +29,8 @@ class GenerationOptions:
         top_k: number of likeliest tokens to sample from; 0 for all.
         top_p: total probability of the likeliest tokens to sample from.
         beams: number of beams of beam search; more than 1 requires temperature 0.
-        control_tokens: read the letters of a control token in a prompt, such as <|im_start|>, as that token, which prompts
-            made by a chat template need; false leaves them text.
+        control_tokens: whether the letters of a control token in a prompt, such as <|im_start|>, become that token, as in
+            prompts made by a chat template; false leaves them as text.
     """
 
     max_new_tokens: int = 128
@@ -44,7 +44,7 @@ class GenerationOptions:
         if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
             raise ValueError(f"{self}: temperature must not be negative, max_new_tokens and beams at least 1")
         if self.beams > 1 and self.temperature:
-            raise ValueError(f"beams={self.beams} follow the likeliest tokens; set temperature: 0")
+            raise ValueError(f"beams={self.beams} does not sample: set temperature: 0")
 
     def for_generate(self) -> dict[str, Any]:
         """Return the arguments for transformers' ``generate``."""
@@ -59,7 +59,7 @@ class PromptFile:
     """Sample source of prompts: the lines of a text file, or the column ``prompt`` of a table. Blank lines are skipped.
 
     Args:
-        path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table, compressed or not.
+        path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table; may be compressed.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -73,7 +73,7 @@ class PromptFile:
         rows = read_column(path, "prompt", table_kind(path) or "lines")
         self.prompts = [_checked_prompt(prompt, place) for place, prompt in rows]
         if not self.prompts:
-            raise ValueError(f"{path} holds no prompt")
+            raise ValueError(f"{path} holds no prompts")
         self.shard_sizes: Sequence[int] = [len(self.prompts)]
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ def _checked_prompt(prompt: str | None, place: str) -> str:
 
 
 class ContinuationFile(Callback):
-    """Write ``continuations.jsonl`` to the log folder: ``prompt`` and ``continuation``, in the order of the prompts."""
+    """Callback that writes each prompt and its continuation, in order, to ``continuations.jsonl`` in the log folder."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, str, str]] = []
@@ -113,6 +113,9 @@ class ContinuationFile(Callback):
         self._rows = []
         if not trainer.is_global_zero:
             return
-        lines = (json.dumps({"prompt": one, "continuation": two}, ensure_ascii=False) for _, one, two in sorted(rows))
+        lines = (
+            json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False)
+            for _, prompt, continuation in sorted(rows)
+        )
         write_whole(path, "".join(f"{line}\n" for line in lines))
         log.info("%d continuations written to %s", len(rows), path)

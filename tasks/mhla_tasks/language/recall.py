@@ -1,4 +1,4 @@
-"""Synthetic sequences that test memory: associative recall, and a needle in a long context."""
+"""Data modules of synthetic sequences that test memory: associative recall, and a needle in a haystack."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.language.loss import IGNORED
 
 STAGES = {"train": 0, "validate": 1, "test": 2}
-"""Number of each stage, a part of the seed of its samples."""
+"""Number of each stage, which is part of the seed of its samples."""
 
 
 @dataclass(frozen=True)
 class RecallPart:
-    """Set of recall sequences that have the same length and number of pairs.
+    """Set of associative recall sequences with the same length and number of pairs.
 
     Args:
         tokens: number of tokens in a sequence, even.
-        pairs: number of pairs of key and value, each asked for once; at most a quarter of the tokens.
+        pairs: number of pairs of key and value, each of which has one question; at most a quarter of ``tokens``.
         samples: number of sequences.
     """
 
@@ -44,7 +44,7 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """Base class of data modules whose sequences ask questions: few tokens are predicted, and answers are counted by group.
+    """Base class of data modules for sequences with questions: few tokens are predicted, and answers are counted by group.
 
     A batch holds ``tokens`` ``[B, N]`` int64, ``labels`` ``[B, N]`` int64 with -100 for tokens that are not predicted, and
     the ``group`` of each sequence, ``[B]`` int64.
@@ -72,10 +72,10 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Cut off the columns after the last question of the batch, which pad shorter sequences."""
+        """Cut off the columns after the last question of the batch, which only pad shorter sequences."""
         if isinstance(batch, dict) and "labels" in batch:
-            asked = (batch["labels"] != IGNORED).any(0).nonzero()
-            end = int(asked[-1]) + 1 if len(asked) else batch["labels"].shape[1]
+            question_columns = (batch["labels"] != IGNORED).any(0).nonzero()
+            end = int(question_columns[-1]) + 1 if len(question_columns) else batch["labels"].shape[1]
             batch = {**batch, **{name: batch[name][:, :end] for name in ("tokens", "labels")}}
         return batch
 
@@ -93,12 +93,12 @@ class AssociativeRecall(QuestionData):
         train: sets of sequences to train on, by length and number of pairs.
         val: sets of sequences to validate and test on; the sequences differ from those of training.
         vocab_size: number of tokens in the vocabulary; token 0 is neither key nor value.
-        power: exponent of the distribution of distances; small values put questions close to the pairs.
+        power: exponent of the distribution of the questions' positions; small values put them close to the pairs.
         random_non_queries: whether tokens between the questions are random tokens of the full vocabulary; otherwise they are
             0.
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process.
-        seed: seed of the sequences and their order; null takes seed_everything.
+        batch_size: number of samples in a batch, over all processes together.
+        num_workers: number of worker processes for each training process.
+        seed: seed of the sequences and their order; null for the value of seed_everything.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class AssociativeRecall(QuestionData):
         self.save_hyperparameters()
         keep_plain(self)
         parts = {
-            name: [as_dataclass(RecallPart, part) for part in given] for name, given in (("train", train), ("val", val))
+            name: [as_dataclass(RecallPart, part) for part in part_options]
+            for name, part_options in (("train", train), ("val", val))
         }
         self.parts = {"train": parts["train"], "validate": parts["val"], "test": parts["val"]}
         for part in (*parts["train"], *parts["val"]):
@@ -164,16 +165,16 @@ class _RecallSamples:
         tokens[0:first:2], tokens[1:first:2] = keys, values
         chances = np.arange(1, (part.tokens - first) // 2 + 1) ** (self.power - 1)
         slots = draw.choice(len(chances), part.pairs, replace=False, p=chances / chances.sum())
-        asked = first + 2 * slots
+        question_positions = first + 2 * slots
         if self.fill:
             tokens[first : part.tokens] = draw.integers(0, self.vocab_size, part.tokens - first)
-        tokens[asked], labels[asked] = keys, values
+        tokens[question_positions], labels[question_positions] = keys, values
         group = self.pairs.index(part.pairs) if part.pairs in self.pairs else 0
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels), "group": group, "bytes": 0}
 
 
 class Needle(QuestionData):
-    """A needle in a haystack: a key and its value at a random place among random tokens, and the key again at the end.
+    """Needle in a haystack: a key and its value at a random position among random tokens, and the key again at the end.
 
     Keys, values and the haystack come from different thirds of the vocabulary. Accuracy is logged by length
     (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the
@@ -181,13 +182,13 @@ class Needle(QuestionData):
 
     Args:
         tokens: number of tokens in a training sequence.
-        lengths: lengths of the sequences to validate and test on, as multiples of the training length.
+        lengths: lengths of the sequences to validate and test on, as multiples of ``tokens``.
         vocab_size: number of tokens in the vocabulary.
         samples: number of training sequences in an epoch.
         val_samples: number of sequences of each length to validate on.
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process.
-        seed: seed of the sequences and their order; null takes seed_everything.
+        batch_size: number of samples in a batch, over all processes together.
+        num_workers: number of worker processes for each training process.
+        seed: seed of the sequences and their order; null for the value of seed_everything.
     """
 
     DEPTHS = 5
@@ -239,10 +240,10 @@ class _NeedleSamples:
         labels = np.full(max(self.sizes), IGNORED, dtype=np.int64)
         key, value = int(draw.integers(self.third)), self.third + int(draw.integers(self.third))
         tokens[:size] = 2 * self.third + draw.integers(0, self.third, size)
-        place = int(draw.integers(0, size - 2))
-        tokens[place : place + 2] = key, value
+        position = int(draw.integers(0, size - 2))
+        tokens[position : position + 2] = key, value
         tokens[size - 1], labels[size - 1] = key, value
-        depth = place * self.depths // (size - 2)
+        depth = position * self.depths // (size - 2)
         return {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),

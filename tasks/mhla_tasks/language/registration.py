@@ -42,11 +42,11 @@ ADAPTED = {
     "LNTUNING_TARGET": ["norm1", "norm2", "norm"],
     "OSF_TARGET": ["qkv", "proj", "fc1_g", "fc1_x", "fc2"],
 }
-"""Layers that a method of peft adapts by default; methods that are not listed adapt ``qkv`` alone."""
+"""Layers that each method of peft adapts by default; methods that are not listed adapt only ``qkv``."""
 
 
 def register() -> None:
-    """Register the classes with transformers, and with peft if it is installed."""
+    """Register the model classes with transformers, and with peft if it is installed."""
     by_name = {model.__name__: model for model in MODELS}
     AutoConfig.register(MHLAConfig.model_type, MHLAConfig, exist_ok=True)
     for auto_class, table in NAMES.items():

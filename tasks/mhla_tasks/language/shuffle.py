@@ -10,8 +10,8 @@ def shuffled(documents: Iterable[str], size: int, seed: int) -> Iterator[str]:
     """Iterate over documents in random order with a buffer of ``size`` documents.
 
     Args:
-        documents: documents, read once and ``size`` ahead.
-        size: number of documents in memory; 0 keeps the order.
+        documents: documents to shuffle, which are read once and up to ``size`` documents ahead.
+        size: number of documents in the buffer; 0 keeps the order.
         seed: seed of the order.
     """
     if not size:

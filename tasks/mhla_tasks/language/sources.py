@@ -1,4 +1,4 @@
-"""Samples of text by index: windows of tokens in memory or in shards."""
+"""Sample source of text: windows of tokens in memory or in shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mhla_tasks.language.text_bytes import missing_between
 
 
 class TokenRuns(Protocol):
-    """Protocol of long runs of tokens, each holding many documents one after the other.
+    """Protocol for reading parts of long token sequences (runs), each of which holds many documents one after the other.
 
     Attributes:
         lengths: number of tokens in each run.
@@ -42,12 +42,12 @@ class TokenRuns(Protocol):
         ...
 
     def describe(self, run: int) -> str:
-        """Return the name and place of a run, for messages."""
+        """Return the name and the location of a run, for messages."""
         ...
 
 
 class ArrayRuns:
-    """One run of tokens in memory.
+    """Token run in memory; an implementation of :class:`TokenRuns` with a single run.
 
     Args:
         tokens: tokens of all documents, ``[n]`` integers.
@@ -69,7 +69,7 @@ class ArrayRuns:
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus those of the tokens; see :meth:`TokenRuns.missing_bytes`."""
+        """Return the bytes of text minus the bytes of tokens for part of a run; see :meth:`TokenRuns.missing_bytes`."""
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:
@@ -78,10 +78,10 @@ class ArrayRuns:
 
 
 class TokenWindows:
-    """Consecutive windows of ``context + 1`` tokens; the last token of a window is also the first of the next.
+    """Sample source of consecutive windows of ``context + 1`` tokens; windows overlap by one token.
 
     Args:
-        runs: tokens of the text.
+        runs: token runs of the text.
         context: number of tokens that the model reads in a sample.
         token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``, for bits per byte.
         separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.

@@ -12,7 +12,7 @@ from lightning_mhla import GenerationCache
 
 
 class StateCache(GenerationCache, Cache):
-    """States of all layers, which transformers and peft recognize as a cache.
+    """Generation states of all layers, in a class that transformers and peft recognize as a cache.
 
     A state is a summary of the tokens that it has seen. It cannot be cropped, and it does not accept keys and values.
 
@@ -31,7 +31,7 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; -1 before the first tokens."""
+        """Number of rows in the batch; -1 before the first tokens."""
         return len(self.lengths) or -1
 
     max_batch_size = batch_size
@@ -73,7 +73,7 @@ class StateCache(GenerationCache, Cache):
             ValueError: if ``tokens_to_remove`` is not 0.
         """
         if tokens_to_remove:
-            raise ValueError(f"crop({tokens_to_remove}): the state cannot take tokens back; compute it again")
+            raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
         """Reject the recording of earlier states, which assisted decoding needs.
@@ -81,7 +81,7 @@ class StateCache(GenerationCache, Cache):
         Raises:
             ValueError: always.
         """
-        raise ValueError("the state cannot take tokens back, which assisted decoding needs; generate without assistant")
+        raise ValueError("a state cannot remove tokens, which assisted decoding needs; generate without an assistant")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
         """Reject keys and values, which a state does not store.
@@ -89,7 +89,7 @@ class StateCache(GenerationCache, Cache):
         Raises:
             ValueError: always.
         """
-        raise ValueError("the model keeps a state in place of keys and values, which cannot be put in")
+        raise ValueError("the model keeps a state in place of keys and values, and cannot take them")
 
     early_initialization = update
     update_conv_state = update

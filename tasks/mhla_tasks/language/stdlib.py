@@ -1,4 +1,4 @@
-"""Tokenized source code of the running Python's standard library."""
+"""Source code of the running Python's standard library, tokenized for training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT_OUT = {
 """Folders that are not part of the library, or hold tables of data."""
 
 HELD_OUT = 20
-"""About one file in ``HELD_OUT`` is kept for validation, chosen by the hash of its name."""
+"""Approximate number of files for each file that is held out for validation, chosen by the hash of its name."""
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
             check_own(file)
     if not (folder / "tokens.npz").exists():
         _prepare(texts, vocab_size, folder)
-    with np.load(folder / "tokens.npz", allow_pickle=False) as kept:
-        tokens = {stage: kept[f"{stage}_tokens"] for stage in ("train", "validate")}
-        starts = {stage: kept[f"{stage}_starts"] for stage in ("train", "validate")}
+    with np.load(folder / "tokens.npz", allow_pickle=False) as arrays:
+        tokens = {stage: arrays[f"{stage}_tokens"] for stage in ("train", "validate")}
+        starts = {stage: arrays[f"{stage}_starts"] for stage in ("train", "validate")}
     return StdlibText(load_tokenizer(folder), tokens, starts)
 
 

@@ -1,8 +1,8 @@
-"""Packing streamed documents into batches, with a position that checkpoints keep.
+"""Packing of streamed documents into batches, from a position that checkpoints store.
 
 Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore
-do not depend on the number of processes. Two numbers are the position of a row: its next document, and the number of that
-document's tokens that are used. Every batch contains the positions after it; a checkpoint keeps those of the last batch
+do not depend on the number of processes. The position of a row has two numbers: its next document, and the number of that
+document's tokens that are used. Every batch contains the positions after it; a checkpoint stores those of the last batch
 that was trained.
 """
 
@@ -24,11 +24,11 @@ Encode = Callable[[str], np.ndarray]
 """Function that returns the tokens of a document, ``[n]`` int64."""
 
 KEPT = 64
-"""Number of batches whose positions are remembered, more than a trainer and its worker prefetch."""
+"""Number of batches whose positions are remembered, more than a Trainer and its worker process prefetch."""
 
 
 class RowPosition(NamedTuple):
-    """Position of a row in the stream.
+    """Position of a row of the global batch in the stream of documents.
 
     Attributes:
         document: index of the next document.
@@ -40,10 +40,10 @@ class RowPosition(NamedTuple):
 
 
 class PackedRows(IterableDataset):
-    """Endless stream of this process's batches.
+    """Endless stream of the batches of one process, whose rows pack documents without gaps.
 
     Args:
-        documents: function that returns a new iterator over the endless stream of documents, the same each time.
+        documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
         encode: function that returns the tokens of a document.
         positions: start position of each row of the global batch.
         rows: rows of the global batch that this process packs.
@@ -70,27 +70,27 @@ class PackedRows(IterableDataset):
         self.context, self.token_bytes, self.separate_documents = context, token_bytes, separate_documents
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Iterate over batches.
+        """Iterate over the batches that follow the start positions.
 
         A batch holds ``tokens`` ``[b, context + 1]`` int64, ``bytes`` ``[b]``, the ``position`` of each row after the batch,
         ``[b, 2]``, ``valid`` ``[b]`` bool, and with separate documents ``starts`` ``[b, context]`` bool.
         """
         number = len(self.positions)
-        wanted = {row: self.positions[row] for row in self.rows}
+        row_positions = {row: self.positions[row] for row in self.rows}
         waiting: dict[int, list[tuple[int, str]]] = {row: [] for row in self.rows}
-        packs = {row: _Pack(position.used) for row, position in wanted.items()}
+        packs = {row: _Pack(position.used) for row, position in row_positions.items()}
         # The stream is read from its first document, so that its shuffle is the same; only documents in use are encoded.
-        first = min(position.document for position in wanted.values())
+        first = min(position.document for position in row_positions.values())
         stream = enumerate(self.documents())
         for index, document in stream:
             row = index % number
-            if index >= first and row in wanted and index >= wanted[row].document:
+            if index >= first and row in row_positions and index >= row_positions[row].document:
                 waiting[row].append((index, document))
             while all(self._filled(packs[row], waiting[row]) for row in self.rows):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
     def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
-        """Encode a row's waiting documents until a sample is full; return whether it is."""
+        """Encode waiting documents of a row until it has enough tokens for a sample; return whether it has."""
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
             tokens = self.encode(document)
@@ -112,7 +112,7 @@ class PackedRows(IterableDataset):
 
 
 class _Window(NamedTuple):
-    """One sample: its tokens, a mask of those that begin a document, the row's position after it, and its missing bytes."""
+    """Sample of one row: its tokens, a mask of those that begin a document, the position after it, and its missing bytes."""
 
     tokens: np.ndarray
     first: np.ndarray
@@ -121,7 +121,7 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A document in a row: its index, the number of used tokens, all its tokens, and its missing bytes."""
+    """Document in a row: its index, the number of used tokens, all its tokens, and its missing bytes."""
 
     document: int
     used: int
@@ -135,7 +135,7 @@ class _Part(NamedTuple):
 
 
 class _Pack:
-    """Tokens of one row that are encoded and not used yet."""
+    """Queue of the encoded tokens of one row that no sample has used yet."""
 
     def __init__(self, used: int) -> None:
         self.skip = used
@@ -143,7 +143,7 @@ class _Pack:
         self.size = 0
 
     def add(self, document: int, tokens: np.ndarray, missing: int) -> None:
-        """Append a document to the row."""
+        """Append an encoded document, with its index and its missing bytes, to the row."""
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))
         self.size += len(tokens) - skip
@@ -160,17 +160,17 @@ class _Pack:
                 first[position] = True
             low = part.used + (position == 0)  # the first token of a sample is not predicted in it
             high = min(len(part.tokens), part.used + context + 1 - position)
-            before, after = (spread(part.missing, len(part.tokens), at) for at in (low, high))
-            missing += after - before
+            missing_before, missing_after = (spread(part.missing, len(part.tokens), token) for token in (low, high))
+            missing += missing_after - missing_before
             position += part.left
         # Drop the documents that are used up; ``context`` tokens are used, not ``context + 1``.
-        left = context
-        while left >= self.parts[0].left:
-            left -= self.parts.pop(0).left
+        remaining = context
+        while remaining >= self.parts[0].left:
+            remaining -= self.parts.pop(0).left
         part = self.parts[0]
-        self.parts[0] = part._replace(used=part.used + left)
+        self.parts[0] = part._replace(used=part.used + remaining)
         self.size -= context
-        return _Window(tokens, first, RowPosition(part.document, part.used + left), missing)
+        return _Window(tokens, first, RowPosition(part.document, part.used + remaining), missing)
 
 
 class StreamLoader:
@@ -222,12 +222,12 @@ class StreamLoader:
         """Return the positions of all rows after the last batch that was trained. Call it on every process."""
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
-        mine = self._after.get(trained, [list(self.start[row]) for row in self.rows])
+        own_positions = self._after.get(trained, [list(self.start[row]) for row in self.rows])
         if self.trainer is None or self.trainer.world_size == 1:
-            return {"rows": mine}
-        everyone: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(everyone, (process_share(self.trainer)[0], mine))
-        parts = dict(everyone)  # processes that share sequences have the same rows
+            return {"rows": own_positions}
+        gathered: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(gathered, (process_share(self.trainer)[0], own_positions))
+        parts = dict(gathered)  # processes that share sequences have the same rows
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

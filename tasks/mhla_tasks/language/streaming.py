@@ -1,4 +1,4 @@
-"""Printing text while its tokens are generated, with the same result as decoding all of them at the end."""
+"""Printing of text while its tokens are generated, with the same result as decoding all tokens at the end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""Token that stands for one byte. Consecutive ones are decoded together, and if they are not valid UTF-8, none of them is."""
+"""Pattern of tokens that stand for one byte. Consecutive ones are decoded together: if they are not valid UTF-8, none is."""
 
 WINDOW, OVERLAP = 256, 64
-"""Maximum number of tokens that are decoded together, and number of them that the next window keeps."""
+"""Maximum number of tokens that are decoded together, and number of these that the next window keeps."""
 
 
 class TextPrinter(BaseStreamer):
     """Printer of text on standard output while ``generate`` draws its tokens.
 
-    transformers' ``TextStreamer`` decodes each line separately, so that SentencePiece tokenizers lose the spaces at its start.
-    This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
+    transformers' ``TextStreamer`` decodes each line separately, and SentencePiece tokenizers then lose the spaces at its
+    start. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
     character, are held back until the next token.
 
     Args:
         tokenizer: tokenizer of the model.
-        skip_prompt: whether the prompt, which ``generate`` passes first, is not printed.
+        skip_prompt: whether to omit the prompt, which ``generate`` passes first.
 
     Attributes:
         tokens: new tokens so far, without the prompt.
@@ -62,7 +62,7 @@ class TextPrinter(BaseStreamer):
         sys.stdout.flush()
 
     def _waits(self, token: int) -> bool:
-        """Return whether a token is a byte or has no text; later bytes may then change the characters before them."""
+        """Return whether a token is a byte or has no text, so that later tokens may change the text so far."""
         name = str(self.tokenizer.convert_ids_to_tokens(token))
         return token in self.tokenizer.all_special_ids or BYTE.fullmatch(name) is not None
 
@@ -76,7 +76,7 @@ class TextPrinter(BaseStreamer):
             self._printed = len(text)
 
     def _move_window(self) -> None:
-        """Drop tokens that no longer change the text of later ones."""
+        """Drop the oldest tokens of the window, unless this would change the text of the tokens after them."""
         waiting = self._text()[self._printed :]
         window = self._window
         cuts = (cut for cut in range(len(window) - OVERLAP, len(window)) if not self._waits(window[cut]))

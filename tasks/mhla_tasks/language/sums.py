@@ -1,4 +1,4 @@
-"""Sums over an evaluation: losses, tokens and bytes, and answers by group."""
+"""Sums over an evaluation: losses, tokens, bytes, and answers by group."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SUMS = ("nats", "tokens", "bytes", "samples")
 SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
 
 MOST = 256
-"""Maximum number of groups."""
+"""Maximum number of groups that answers are counted in."""
 
 
 class Answers(Metric):
-    """Metric that counts correct answers and questions in each of up to :data:`MOST` groups.
+    """Metric that counts the questions and the correct answers in each of up to :data:`MOST` groups.
 
     Attributes:
         right: number of correct answers in each group, ``[MOST]`` int64.
@@ -52,7 +52,7 @@ class Answers(Metric):
 
 
 def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute accuracies over all groups, of each group, and over the groups whose names differ in the last part only.
+    """Compute the accuracy over all groups, of each group, and over groups whose names differ only in the last part.
 
     Args:
         counts: correct answers and questions as :meth:`Answers.compute` returns them, ``[2, MOST]``.
@@ -64,8 +64,8 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
     """
     sums: dict[str, list[int]] = {}
     for name, (right, asked) in zip(names, counts.T.tolist(), strict=False):
-        together = name.rpartition("_")[0]
-        for key in {"accuracy", f"accuracy_{name}", *([f"accuracy_{together}"] if together else [])}:
+        common_name = name.rpartition("_")[0]
+        for key in {"accuracy", f"accuracy_{name}", *([f"accuracy_{common_name}"] if common_name else [])}:
             total = sums.setdefault(key, [0, 0])
             total[0] += right
             total[1] += asked
@@ -73,7 +73,7 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 class TextSums(nn.Module):
-    """Sums over the batches and processes of one evaluation."""
+    """Sums of losses, tokens, bytes and answers over the batches and processes of one evaluation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counting the bytes of texts for bits per byte, exactly with any tokenizer.
+"""Exact counting of the bytes of texts with any tokenizer, for bits per byte.
 
 Tokens count the bytes of their letters (:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text
 before they split it: they add a space in front, drop spaces, or compose or replace characters. The bytes of their tokens do
@@ -29,7 +29,7 @@ SAMPLES = (
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Test on samples whether the bytes of a text's tokens add up to the bytes of the text."""
+    """Test on sample texts whether the bytes of a text's tokens add up to the bytes of the text."""
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -41,7 +41,7 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 class MissingBytes:
     """Counter of missing bytes: the bytes of a document's text minus the bytes of its tokens, which may be negative.
 
-    Control tokens inside a document, if they were read as such, count no bytes, and neither do their letters in the text.
+    A control token inside a document counts as many bytes as its letters, so it adds nothing to the difference.
 
     Args:
         tokenizer: tokenizer of the documents.
@@ -72,7 +72,7 @@ class MissingBytes:
 
 
 def spread(missing: int, count: int, position: int) -> int:
-    """Return the missing bytes of the first ``position`` tokens of a document, spread evenly over its tokens.
+    """Return the part of a document's missing bytes that falls on its first ``position`` tokens, if spread evenly over all.
 
     Args:
         missing: missing bytes of the document.
@@ -85,7 +85,7 @@ def spread(missing: int, count: int, position: int) -> int:
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return the missing bytes of the tokens ``first`` to ``stop - 1``.
+    """Return the missing bytes (bytes of text minus bytes of tokens) of the tokens ``first`` to ``stop - 1``.
 
     Args:
         first: index of the first token.
@@ -99,6 +99,8 @@ def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarr
     for document in range(low, int(np.searchsorted(starts, stop, side="left"))):
         start = int(starts[document])
         count = (int(starts[document + 1]) if document + 1 < len(starts) else length) - start
-        before, after = (spread(int(missing[document]), count, min(max(0, at - start), count)) for at in (first, stop))
-        total += after - before
+        missing_before, missing_after = (
+            spread(int(missing[document]), count, min(max(0, token - start), count)) for token in (first, stop)
+        )
+        total += missing_after - missing_before
     return total

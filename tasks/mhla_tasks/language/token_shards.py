@@ -1,4 +1,4 @@
-"""Reading parts of long runs of tokens from shards."""
+"""Reading of parts of long token runs from shards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_mhla.system.untrusted import parse_array, parse_array_header
 from mhla_tasks.language.text_bytes import missing_between
 
 TOKENS, STARTS, MISSING = "tokens.npy", "starts.npy", "missing.npy"
-"""Members of a sample: its tokens, the first token of each document, and the bytes of each document minus the bytes of its
-tokens. The last member is omitted if they are equal."""
+"""Names of the members of a sample: its tokens, the first token of each document, and the bytes of each document minus the
+bytes of its tokens. The last member is omitted if all differences are 0."""
 
 
 class ShardRuns:
-    """Runs of tokens in shards, one in each sample; see ``sources.TokenRuns``. Only the requested part of a run is read.
+    """Token runs in shards, one in each sample; an implementation of ``sources.TokenRuns`` that reads only requested parts.
 
     Args:
         reader: reader of the shards.
@@ -42,7 +42,7 @@ class ShardRuns:
         try:  # the header alone says where to read, without loading the tokens
             shape, dtype, start = parse_array_header(self.reader.read(run, TOKENS, 0, 256))
         except ValueError as error:
-            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is not a NumPy array ({error})") from error
         if len(shape) != 1 or dtype.kind != "u":
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is {dtype} {shape}, not unsigned integers [n]")
         if start + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
@@ -67,11 +67,11 @@ class ShardRuns:
             try:
                 starts = parse_array(self.reader.read(run, STARTS))
             except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is no array of numpy ({error})") from error
+                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is not a NumPy array ({error})") from error
             ascending = starts.ndim == 1 and starts.dtype.kind in "iu" and (np.diff(starts.astype(np.int64)) >= 0).all()
             if not ascending or (len(starts) and not 0 <= starts[0] <= starts[-1] < max(1, self.lengths[run])):
                 raise BrokenSampleError(
-                    f"{self.describe(run)}: .{STARTS} are no ascending positions of its {self.lengths[run]} tokens"
+                    f"{self.describe(run)}: .{STARTS} does not hold ascending positions of its {self.lengths[run]} tokens"
                 )
             self._starts[run] = starts
         return self._starts[run]
@@ -84,7 +84,7 @@ class ShardRuns:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus those of the tokens; see ``sources.TokenRuns.missing_bytes``."""
+        """Return the bytes of text minus the bytes of tokens for part of a run; see ``sources.TokenRuns.missing_bytes``."""
         if not self.has_missing(run):
             return 0
         starts = self._document_starts(run)
@@ -94,7 +94,7 @@ class ShardRuns:
             try:
                 missing = parse_array(self.reader.read(run, MISSING))
             except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{MISSING} is no array of numpy ({error})") from error
+                raise BrokenSampleError(f"{self.describe(run)}: .{MISSING} is not a NumPy array ({error})") from error
             if missing.dtype != np.int64 or missing.shape != starts.shape:
                 raise BrokenSampleError(
                     f"{self.describe(run)}: .{MISSING} is {missing.dtype} {missing.shape}, not int64 [{len(starts)}]"
@@ -103,5 +103,5 @@ class ShardRuns:
         return missing_between(first, stop, starts, self._missing[run], self.lengths[run])
 
     def describe(self, run: int) -> str:
-        """Return shard and sample of a run, for messages."""
+        """Return the names of the shard and the sample of a run, for messages."""
         return self.reader.describe(run)

@@ -44,11 +44,11 @@ SPACE_BYTES = ("<0X96>", "<0X81>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer as GPT-2's, which can encode any text.
+    """Train a byte-level BPE tokenizer like GPT-2's, which can encode any text.
 
     Args:
         texts: texts to train on.
-        vocab_size: number of tokens, with the special tokens for the end of a text and for padding.
+        vocab_size: number of tokens, including the special tokens for the end of a text and for padding.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,7 +86,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class _Letters:
-    """Rules by which the letters of a tokenizer's vocabulary represent bytes of text."""
+    """Rules by which the letters of a tokenizer's tokens represent bytes of text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -103,7 +103,7 @@ class _Letters:
         self.ending = model.get("end_of_word_suffix") or ""
 
     def count(self, token: str) -> int:
-        """Return the number of bytes of a token that is neither special nor added."""
+        """Return the number of bytes of text that a token stands for; the token must be neither special nor added."""
         if self.raw_bytes and len(token) == 1 and ord(token) < 256:
             return 1
         if self.ending and token.endswith(self.ending):  # the end of a word is a space
@@ -118,7 +118,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Iterate over the type names of all steps inside a part of a tokenizer."""
+    """Iterate over the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):
@@ -128,8 +128,8 @@ def _types(part: Any) -> Iterable[str]:
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the index of a padding token. Any token is suitable, because the model never attends to padding."""
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(index for index in known if index is not None)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(index for index in candidates if index is not None)
 
 
 def left_padded(
@@ -166,6 +166,6 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     state = json.loads(backend.to_str())
-    for passing in ("padding", "truncation"):  # these depend on the last call, not on the tokenizer
-        state.pop(passing, None)
+    for transient in ("padding", "truncation"):  # these depend on the last call, not on the tokenizer
+        state.pop(transient, None)
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -40,17 +40,17 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception
-        kind = "folder" if Path(where).exists() else "folder, and no model that the hub or its local cache gives"
+        kind = "folder" if Path(where).exists() else "folder or model of the hub"
         raise FileNotFoundError(
-            f"{where} is no {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name with "
-            f"the network at hand ({reason(error)})"
+            f"{where} is not a {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name while "
+            f"the network is available ({reason(error)})"
         ) from error
     check_tokenizer(tokenizer, str(where))
     return tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the files of a tokenizer, including several named chat templates.
+    """Write the files of a tokenizer, including all its named chat templates, to a folder.
 
     Raises:
         ValueError: if the name of a chat template is not a valid file name.
@@ -108,7 +108,11 @@ def _packed(data: bytes) -> str | dict[str, str]:
 
 
 def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Check packed files, and iterate over their relative paths and contents."""
+    """Iterate over the relative paths and the contents of packed files, after checking them.
+
+    Raises:
+        ValueError: if a path or a content is not valid, or a limit is exceeded.
+    """
     if len(files) > MOST_FILES:
         raise ValueError(f"the checkpoint's tokenizer has {len(files)} files, more than {MOST_FILES}")
     total = 0

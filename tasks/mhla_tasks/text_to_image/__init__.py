@@ -1,4 +1,4 @@
-"""Text-to-image: SANA with replaced attention, pretrained, fine-tuned and sampled."""
+"""Text-to-image generation: pretraining, fine-tuning and sampling of SANA with replaced attention."""
 
 from mhla_tasks.text_to_image.callbacks import ClipScore, ImagePictures, SceneScores
 from mhla_tasks.text_to_image.data import CaptionedImageShards, DigitScenes, ImageLatentShards

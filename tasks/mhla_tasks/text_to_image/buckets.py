@@ -1,4 +1,4 @@
-"""Buckets: image sizes for several aspect ratios. A batch holds images of one size."""
+"""Image sizes for several aspect ratios (buckets); all images of a batch have the same size."""
 
 from __future__ import annotations
 
@@ -23,20 +23,26 @@ Size = tuple[int, int]
 """Height and width of an image, in pixels."""
 
 HEAD = 1 << 16
-"""Number of bytes that are read to determine the size of an image; the complete file if they do not suffice."""
+"""Number of bytes that are read first to determine the size of an image; the complete file is read if they do not suffice."""
 
 
 def parse_buckets(names: Sequence[str]) -> list[Size]:
-    """Parse sizes, such as ``512x384`` for 512 rows of 384 pixels.
+    """Parse image sizes such as ``512x384``, which means 512 rows of 384 pixels.
+
+    Args:
+        names: sizes as ``HEIGHTxWIDTH``.
+
+    Returns:
+        Height and width of each size, in pixels.
 
     Raises:
-        ValueError: for another name, one that comes twice, or none at all.
+        ValueError: if a name is not a size, a size occurs twice, or there are no sizes.
     """
     sizes = []
     for name in names:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(name))
         if match is None:
-            raise ValueError(f"buckets: {name!r} is no size; write HEIGHTxWIDTH in pixels, such as 512x384")
+            raise ValueError(f"buckets: {name!r} is not a size; write HEIGHTxWIDTH in pixels, such as 512x384")
         sizes.append((int(match[1]), int(match[2])))
     if len(set(sizes)) < len(sizes) or not sizes:
         raise ValueError(f"buckets={list(names)} must be different sizes, at least one")
@@ -44,35 +50,62 @@ def parse_buckets(names: Sequence[str]) -> list[Size]:
 
 
 def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
-    """Find the size whose ratio of height to width is nearest to that of an image, on a logarithmic scale."""
+    """Find the size whose aspect ratio is nearest to that of an image, on a logarithmic scale.
+
+    Args:
+        height: height of the image, in pixels.
+        width: width of the image, in pixels.
+        sizes: sizes to choose from.
+
+    Returns:
+        Index of the nearest size.
+    """
     return min(
         range(len(sizes)), key=lambda number: abs(math.log(height * sizes[number][1] / (width * sizes[number][0])))
     )
 
 
 def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: int) -> np.ndarray:
-    """Compute the bucket of each image, ``[n]`` int64, from the headers of the files. Broken images get the first bucket.
+    """Assign each image to the size whose aspect ratio is nearest to its own; only file headers are read.
+
+    Args:
+        files: images.
+        sizes: sizes to choose from.
+        batch_size: minimum number of images of each size.
+
+    Returns:
+        Index of the size of each image, ``[n]`` int64; 0 for broken images.
 
     Raises:
-        ValueError: when a bucket gets fewer images than ``batch_size``.
+        ValueError: if a size gets fewer images than ``batch_size``.
     """
 
     def bucket(index: int) -> int:
         try:
             return nearest_bucket(*_image_size(files, index), sizes)
         except BrokenSampleError:
-            return 0  # whoever reads it says so
+            return 0  # the error is reported when the image is read
 
     count = sum(files.shard_sizes)
     with ThreadPoolExecutor(8) as pool:
-        found = track(pool.map(bucket, range(count)), "reading image sizes", total=count, disable=count < 10_000)
-        groups = np.fromiter(found, np.int64, count)
+        buckets = track(pool.map(bucket, range(count)), "reading image sizes", total=count, disable=count < 10_000)
+        groups = np.fromiter(buckets, np.int64, count)
     check_groups(groups, [f"{height}x{width}" for height, width in sizes], batch_size, "images")
     return groups
 
 
 def check_groups(groups: np.ndarray, names: Sequence[str], batch_size: int, what: str) -> None:
-    """Raise a ValueError that names a size with fewer samples than a batch has."""
+    """Check that every size has enough samples for a batch.
+
+    Args:
+        groups: index of the size of each sample, ``[n]`` int64.
+        names: name of each size, for the message.
+        batch_size: minimum number of samples of each size.
+        what: samples in the plural, for the message: ``images``.
+
+    Raises:
+        ValueError: if a size has fewer samples; the message names the size.
+    """
     for name, count in zip(names, np.bincount(groups, minlength=len(names)), strict=True):
         if count < batch_size:
             fit = f"only {count} {what} are nearest to it" if count else f"no {what} are nearest to it"
@@ -88,7 +121,7 @@ def _image_size(files: CaptionedFiles, index: int) -> Size:
                 size = (image.height, image.width)
                 return upright_size(image)
             except (OSError, Image.DecompressionBombError, *BROKEN):
-                continue  # the orientation may stand behind the pixels
+                continue  # the orientation may be stored after the pixels
     except OSError as error:
         raise BrokenSampleError(f"{files.describe(index)}: {error}") from error
     if size is None:

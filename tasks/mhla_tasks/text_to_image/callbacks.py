@@ -21,16 +21,16 @@ from mhla_tasks.text_to_image.scenes import every_caption
 
 
 class ImagePictures(DrawnSamples):
-    """Draw an image for each of a few prompts with the weights that validation uses, with their captions.
+    """Callback that draws an image for each prompt, with the weights that validation uses, and shows all in one picture.
 
-    ``images-step*.png`` goes to ``pictures/`` in the log folder, and to TensorBoard. The noise of an image is always the
-    same.
+    The picture ``images-step*.png`` is written to ``pictures/`` in the log folder and to TensorBoard. Each image starts from
+    the same noise every time.
 
     Args:
-        prompts: an image is drawn for each.
-        every_n_steps: optimizer steps between two pictures; null for no evaluation during training.
+        prompts: prompts to draw an image for.
+        every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
         at_end: whether to draw with the final weights.
-        at_start: whether to draw with the initial weights, those of a pretrained model right after its attention was replaced.
+        at_start: whether to draw with the initial weights (of a pretrained model, right after its attention was replaced).
         seed: seed of the noise.
     """
 
@@ -47,7 +47,7 @@ class ImagePictures(DrawnSamples):
         super().__init__(prompts, every_n_steps, at_end, at_start, seed)
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write a picture of the images."""
+        """Write one picture that shows all images with their prompts."""
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
         pictures.mkdir(parents=True, exist_ok=True)
@@ -56,17 +56,18 @@ class ImagePictures(DrawnSamples):
 
 
 class SceneScores(ImagePictures):
-    """Draw scenes of digits, and log the share with the right digits, colors, count and relation.
+    """Callback that draws scenes of digits, and logs the shares with correct digits, colors, count and relation.
 
-    Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
-    for each evaluation. The scores come from :mod:`mhla_tasks.text_to_image.judge`, which passes 87% of real held-out scenes.
+    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` and ``scenes/all``; each
+    evaluation also adds a line to ``scenes.jsonl`` in the log folder. :mod:`mhla_tasks.text_to_image.judge` checks the images.
+    It accepts 87% of real held-out scenes.
 
     Args:
         prompts: captions of scenes; null for sixty captions of all kinds of scenes.
         per_prompt: number of images for each prompt.
-        every_n_steps: optimizer steps between two evaluations; null for no evaluation during training.
+        every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to score the final weights.
-        at_start: whether to score the initial weights, those of a pretrained model right after its attention was replaced.
+        at_start: whether to score the initial weights (of a pretrained model, right after its attention was replaced).
         seed: seed of the noise.
     """
 
@@ -85,27 +86,28 @@ class SceneScores(ImagePictures):
         super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Score the images."""
+        """Check the images, log the shares of correct ones, and add a line to ``scenes.jsonl``."""
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
         path = folder / "scenes.jsonl"
-        before = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in before if json.loads(line)["step"] < step]
+        lines = path.read_text().splitlines() if path.exists() else []
+        earlier_lines = [line for line in lines if json.loads(line)["step"] < step]
         line = json.dumps({"step": step, "images": len(samples), "seed": self.seed, **scores})
-        write_whole(path, "\n".join([*kept, line]) + "\n")
+        write_whole(path, "\n".join([*earlier_lines, line]) + "\n")
         self.log_values(trainer, "scenes", scores)
 
 
 class ClipScore(ImagePictures):
-    """Draw an image for each prompt, and log ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
+    """Callback that draws an image for each prompt, and logs their CLIP score (arXiv 2104.08718) as ``clip/score``.
 
-    It is the mean over the images of the cosine between image and prompt in CLIP, times 100, and 0 where that is negative.
+    The score is the cosine similarity of the CLIP embeddings of image and prompt, times 100, with negative values replaced by
+    0, averaged over the images.
 
     Args:
-        model: folder or hub name of a CLIP model of transformers with its processor.
-        prompts: an image is drawn for each.
-        every_n_steps: optimizer steps between two evaluations; null for no evaluation during training.
+        model: folder, or name on the hub, of a transformers CLIP model with its processor.
+        prompts: prompts to draw an image for.
+        every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to score the final weights.
-        at_start: whether to score the initial weights, those of a pretrained model right after its attention was replaced.
+        at_start: whether to score the initial weights (of a pretrained model, right after its attention was replaced).
         seed: seed of the noise.
     """
 
@@ -123,27 +125,27 @@ class ClipScore(ImagePictures):
         self._parts: tuple[Any, Any] | None = None
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load CLIP, too."""
+        """Load CLIP in addition to everything that drawing needs."""
         super().check(module)
         self._load()
 
     @torch.no_grad()
     def score(self, pixels: Tensor) -> float:
-        """Compute the score of images ``[n, C, H, W]`` uint8 of the prompts."""
+        """Compute the CLIP score, 0 to 100, of images ``[n, C, H, W]`` uint8, one for each prompt."""
         model, processor = self._load()
         values = []
         for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
-            given = processor(text=[prompt], images=[image], return_tensors="pt", truncation=True)
-            out = model(**given)
+            inputs = processor(text=[prompt], images=[image], return_tensors="pt", truncation=True)
+            out = model(**inputs)
             values.append(100 * F.cosine_similarity(out.image_embeds, out.text_embeds).clamp(min=0))
         return float(torch.cat(values).mean())
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Score the images."""
+        """Compute and log the CLIP score of the images."""
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:
-        """Load model and processor on first use."""
+        """Return CLIP's model and processor, loading them on first use."""
         if self._parts is None:
             from transformers import CLIPModel, CLIPProcessor
 
@@ -152,6 +154,6 @@ class ClipScore(ImagePictures):
                 self._parts = model, CLIPProcessor.from_pretrained(self.model, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 raise FileNotFoundError(
-                    f"model {self.model} is no folder and no hub name of a CLIP model ({str(error).splitlines()[0]})"
+                    f"model {self.model} is not a folder or hub name of a CLIP model ({str(error).splitlines()[0]})"
                 ) from error
         return self._parts

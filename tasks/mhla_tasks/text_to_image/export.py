@@ -1,4 +1,4 @@
-"""The trained text-to-image transformer as a folder, and its LoRA adapters."""
+"""Export of a trained text-to-image transformer to a folder, and of its LoRA adapters."""
 
 from mhla_tasks.captioned.export import OPTIONS, loading, write
 

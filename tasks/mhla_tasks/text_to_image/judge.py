@@ -1,7 +1,7 @@
-"""Judge whether a picture shows the scene of its caption: digits, colors, count and relation.
+"""Checks that a picture shows the scene of its caption: digits, colors, count and relation.
 
-GenEval (arXiv 2310.11513) asks the same of an object detector. Here strokes are connected areas of light, their color is
-the nearest of the four, and a support vector machine on MNIST's training digits reads them.
+GenEval (arXiv 2310.11513) makes the same checks with an object detector. Here a digit is a connected area of bright pixels,
+its color is the nearest of four, and a support vector machine trained on MNIST's training digits classifies it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,20 @@ from lightning_mhla.data.digits import load_mnist
 from mhla_tasks.text_to_image.scenes import COLOURS, COUNTS, NAMES, RELATIONS, Scene
 
 DARK = 90
-"""Threshold of the brightest channel below which a pixel is background."""
+"""Largest value of a background pixel's brightest channel, from 0 to 255."""
 
 SMALLEST = 12
-"""Smallest area of a stroke in pixels; smaller areas are noise."""
+"""Smallest area of a digit in pixels; smaller areas are treated as noise."""
 
 READ = 12
-"""Side of the box into which a digit is scaled before classification."""
+"""Side in pixels of the box that a digit is scaled to before it is classified."""
 
 CHECKS = ("digit", "colour", "count", "relation")
 
 
 @dataclass(frozen=True)
 class Found:
-    """Digit found in a picture.
-
-    Attributes:
-        label: as which it is read.
-        color: name of the nearest color.
-        row: of its middle.
-        column: of its middle.
-    """
+    """Digit found in a picture: its label from 0 to 9, the name of its color, and row and column of its center in pixels."""
 
     label: int
     colour: str
@@ -50,10 +43,10 @@ class Found:
 
 
 def parse_caption(caption: str) -> Scene:
-    """Parse the scene of a caption.
+    """Parse a caption such as ``a red three left of a green seven`` into the scene that it describes.
 
     Raises:
-        ValueError: for another caption.
+        ValueError: if the caption does not describe a scene of digits.
     """
     colours, names, counts = "|".join(COLOURS), "|".join(NAMES), "|".join(COUNTS.values())
     if match := re.fullmatch(rf"({counts}) ({colours}) ({names})e?s", caption):
@@ -64,20 +57,20 @@ def parse_caption(caption: str) -> Scene:
     if match := re.fullmatch(rf"{thing}(?: ({'|'.join(RELATIONS)}) {thing})?", caption):
         colour, name, relation, other_colour, other = match.groups()
         if colour == other_colour:
-            raise ValueError(f"{caption!r} has two digits of one colour, whose places cannot be told apart")
+            raise ValueError(f"{caption!r} has two digits of the same color, whose positions cannot be distinguished")
         first = (NAMES.index(name), colour)
         return Scene((first, (NAMES.index(other), other_colour)), 2, relation) if other else Scene((first,))
-    raise ValueError(f"{caption!r} is no caption of a scene of digits, such as 'a red three left of a green seven'")
+    raise ValueError(f"{caption!r} is not a caption of a scene of digits, such as 'a red three left of a green seven'")
 
 
 def find_digits(pixels: Tensor) -> list[Found]:
-    """Find the digits in a picture ``[3, H, W]`` uint8."""
+    """Find and classify the digits in a picture ``[3, H, W]`` uint8."""
     from scipy import ndimage
 
-    light = pixels.amax(0).numpy() > DARK
-    areas, count = ndimage.label(light, structure=np.ones((3, 3)))
+    bright = pixels.amax(0).numpy() > DARK
+    areas, count = ndimage.label(bright, structure=np.ones((3, 3)))
     boxes = ndimage.find_objects(areas)
-    found, images = [], []
+    properties, images = [], []
     palette = torch.tensor(list(COLOURS.values()))
     for number in range(1, count + 1):
         mask = torch.from_numpy(areas[boxes[number - 1]] == number)
@@ -88,36 +81,55 @@ def find_digits(pixels: Tensor) -> list[Found]:
         colour = area[:, mask].mean(1)
         nearest = int(F.cosine_similarity(palette, colour[None]).argmax())
         images.append(_boxed(area.amax(0) * mask))
-        found.append((list(COLOURS)[nearest], (rows.start + rows.stop) / 2, (columns.start + columns.stop) / 2))
-    if not found:
+        properties.append((list(COLOURS)[nearest], (rows.start + rows.stop) / 2, (columns.start + columns.stop) / 2))
+    if not properties:
         return []
     labels = _reader().predict(torch.stack(images).flatten(1).numpy())
-    return [Found(int(label), *each) for label, each in zip(labels, found, strict=True)]
+    return [Found(int(label), *values) for label, values in zip(labels, properties, strict=True)]
 
 
 def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
-    """Check a picture ``[3, H, W]`` uint8 for the right digits, colors, count and, if the caption has one, relation."""
-    scene, found = parse_caption(caption), find_digits(pixels)
-    right = {
-        "digit": sorted(each.label for each in found) == sorted(label for label, _ in scene.shown),
-        "colour": sorted(each.colour for each in found) == sorted(colour for _, colour in scene.shown),
-        "count": len(found) == scene.count,
+    """Check whether a picture shows the scene of a caption.
+
+    Args:
+        pixels: picture ``[3, H, W]`` uint8.
+        caption: caption of the scene.
+
+    Returns:
+        Whether digits, colors, count and, if the caption has one, relation are correct, by the names in :data:`CHECKS`.
+
+    Raises:
+        ValueError: if the caption does not describe a scene of digits.
+    """
+    scene, digits = parse_caption(caption), find_digits(pixels)
+    correct = {
+        "digit": sorted(digit.label for digit in digits) == sorted(label for label, _ in scene.shown),
+        "colour": sorted(digit.colour for digit in digits) == sorted(colour for _, colour in scene.shown),
+        "count": len(digits) == scene.count,
     }
     if scene.relation is not None:
-        places = {each.colour: each for each in found}
+        places = {digit.colour: digit for digit in digits}
         first, second = (places.get(colour) for _, colour in scene.shown)
-        right["relation"] = len(found) == 2 and _stand(scene.relation, first, second)
-    return right
+        correct["relation"] = len(digits) == 2 and _stand(scene.relation, first, second)
+    return correct
 
 
 def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
-    """Compute the shares of pictures ``[n, 3, H, W]`` uint8 that pass each check of :data:`CHECKS`, and ``all`` of them."""
+    """Compute the share of pictures that pass each check.
+
+    Args:
+        pictures: pictures ``[n, 3, H, W]`` uint8.
+        captions: caption of each picture.
+
+    Returns:
+        Share from 0 to 1 for each check in :data:`CHECKS` that applies to a caption, and for ``all`` checks together.
+    """
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
     for name in CHECKS:
-        each = [check[name] for check in checks if name in check]
-        if each:
-            shares[name] = sum(each) / len(each)
+        results = [check[name] for check in checks if name in check]
+        if results:
+            shares[name] = sum(results) / len(results)
     return {**shares, "all": sum(all(check.values()) for check in checks) / len(checks)}
 
 
@@ -129,7 +141,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Scale a digit ``[h, w]`` to fill a box of :data:`READ` pixels, keeping its proportions, with brightest pixel 1."""
+    """Scale a digit ``[h, w]`` to a box ``[READ, READ]`` without changing its proportions, and its brightest pixel to 1."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -142,7 +154,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Train a classifier of boxed digits on MNIST's training digits, at the size of digits among others."""
+    """Train a classifier of digits scaled by :func:`_boxed`, on MNIST's training digits at the size they have in scenes."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

@@ -1,4 +1,4 @@
-"""Folder layouts that benchmarks of text-to-image models read."""
+"""Copies of drawn images in the folder layouts that text-to-image benchmarks read."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from lightning_mhla.system.untrusted import BROKEN
 from mhla_tasks.captioned.text import read_prompts
 
 TILES = 4
-"""Number of images of a prompt that DPG-Bench reads as quarters of one image."""
+"""Number of images of a prompt that DPG-Bench expects as the quarters of one image."""
 
 
 def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
-    """Copy the images of predict into a benchmark's layout.
+    """Copy images that predict has drawn into the folder layout of a benchmark.
 
     Args:
-        images: folder of ``NAME-NUMBER.png``.
-        prompts: the benchmark's own list, for which they were drawn.
-        layout: one of :data:`LAYOUTS`.
-        target: folder to write; made if missing.
+        images: folder of the images, named ``NAME-NUMBER.png``.
+        prompts: file of the benchmark's prompts that the images were drawn for.
+        layout: name of the benchmark, a key of :data:`LAYOUTS`.
+        target: folder to write to, created if missing.
 
     Returns:
         Number of prompts.
 
     Raises:
-        FileNotFoundError: when an image is missing.
-        ValueError: for a name in the list that is not that of a file, one that comes twice, or a file that is not an image.
+        FileNotFoundError: if an image is missing.
+        ValueError: if a name in the list is not a valid file name or occurs twice, or if a file is not an image.
     """
     names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
     if wrong := [name for name in names if not is_file_name(name)]:
         raise ValueError(
-            f"{prompts}: the name {wrong[0][:60]!r} cannot be a file name (a slash, a leading dot, or too long), and nothing "
-            "is read or written outside of the folders; correct the list"
+            f"{prompts}: the name {wrong[0][:60]!r} cannot be a file name (a slash, a leading dot, or too long), and files "
+            "outside the folders are neither read nor written; correct the list"
         )
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"{prompts}: the name {twice[:60]!r} comes twice, so that one image would overwrite the other")
+        raise ValueError(f"{prompts}: the name {twice[:60]!r} occurs twice, so one image would overwrite the other")
     if not list(images.glob("*.png")):
         raise FileNotFoundError(f"{images} holds no .png files; give the folder images that predict wrote")
     LAYOUTS[layout](images, names, prompts, target)
@@ -54,7 +54,7 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
-    """Write GenEval's layout: ``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
+    """Copy images into GenEval's layout: ``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
     if prompts.suffix != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for _, line in read_lines(prompts)]
@@ -67,19 +67,19 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Write DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
+    """Join the images of each prompt into DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
-        found = _numbered(images, name)
-        if len(found) < TILES:
+        paths = _numbered(images, name)
+        if len(paths) < TILES:
             raise FileNotFoundError(
-                f"{images} has {len(found)} images of {name}, DPG-Bench wants {TILES}: "
+                f"{images} has {len(paths)} images of {name}, DPG-Bench needs {TILES}: "
                 f"--data.prompts.per_prompt={TILES}"
             )
-        tiles = [decode_file(path) for path in found[:TILES]]
+        tiles = [decode_file(path) for path in paths[:TILES]]
         width, height = tiles[0].size
         if any(tile.size != tiles[0].size for tile in tiles):
-            raise BrokenSampleError(f"{found[0]}: the {TILES} images of a prompt have different sizes; draw them again")
+            raise BrokenSampleError(f"{paths[0]}: the {TILES} images of a prompt have different sizes; draw them again")
         canvas = Image.new("RGB", (2 * width, 2 * height))
         for number, tile in enumerate(tiles):
             canvas.paste(tile, (number % 2 * width, number // 2 * height))
@@ -89,7 +89,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Write one image of each prompt as ``NAME.png``."""
+    """Copy the first image of each prompt into MJHQ-30K's layout: ``NAME.png``."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         _copy(_numbered(images, name)[0], target / f"{name}.png")
@@ -103,24 +103,24 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """Sort the images of a prompt by number.
+    """List the images ``NAME-0.png``, ``NAME-1.png`` and so on of a prompt.
 
     Raises:
-        FileNotFoundError: when there is none.
+        FileNotFoundError: if there are none.
     """
-    found: list[Path] = []
-    while (path := images / f"{name}-{len(found)}.png").is_file():
-        found.append(path)
-    if not found:
+    paths: list[Path] = []
+    while (path := images / f"{name}-{len(paths)}.png").is_file():
+        paths.append(path)
+    if not paths:
         raise FileNotFoundError(f"{images / f'{name}-0.png'} is missing; draw all prompts of the list first")
-    return found
+    return paths
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy an image, and nothing else that a link of its name may lead to.
+    """Copy an image file after checking that it is one; a link could lead to any file.
 
     Raises:
-        BrokenSampleError: when the file is not an image.
+        BrokenSampleError: if the file is not an image.
     """
     data = read_sample(path)
     try:
@@ -131,7 +131,7 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file in place of the one that is there, or of the link."""
+    """Write a file atomically, replacing an existing file or link."""
     aside = path.with_name(f"{path.name}.part")
     aside.unlink(missing_ok=True)
     with aside.open("xb") as stream:

@@ -1,4 +1,4 @@
-"""Shape of SANA's transformer."""
+"""Sizes of SANA's transformer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a ``SanaTransformer2DModel``, with diffusers' names; the defaults are SANA-0.6B's at 512 pixels.
+    """Sizes of a ``SanaTransformer2DModel``, by diffusers' names; the defaults are those of SANA-0.6B at 512 pixels.
 
     Args:
-        in_channels: channels of the latent; 32 for SANA's autoencoder, 3 for pixels.
-        out_channels: number of channels of the output.
-        num_attention_heads: heads of each self-attention.
-        attention_head_dim: width of a head of the self-attention.
+        in_channels: number of input channels; 32 for latents of SANA's autoencoder, 3 for pixels.
+        out_channels: number of output channels.
+        num_attention_heads: number of heads in self-attention.
+        attention_head_dim: width of a head in self-attention.
         num_layers: number of blocks.
-        num_cross_attention_heads: heads of each cross-attention.
-        cross_attention_head_dim: width of a head of the cross-attention.
-        cross_attention_dim: width of a token; heads times their width, for both attentions.
-        caption_channels: width of the caption's embeddings; 2304 for Gemma-2-2B.
-        mlp_ratio: inner width of the MLP over that of a token.
-        sample_size: rows of the latent, and its columns; other sizes work as well.
-        patch_size: rows and columns of the latent that are one token.
-        interpolation_scale: scale of sine-cosine positions; null for none (SANA at 512 and 1,024 pixels has none).
-        qk_norm: rms_norm_across_heads for SANA-1.5; null for none.
+        num_cross_attention_heads: number of heads in cross-attention.
+        cross_attention_head_dim: width of a head in cross-attention.
+        cross_attention_dim: width of a token; in both attentions, the number of heads times their width.
+        caption_channels: width of the embedded caption tokens; 2304 for Gemma-2-2B.
+        mlp_ratio: inner width of the MLP divided by the width of a token.
+        sample_size: rows and columns of the latent; the model also takes other sizes.
+        patch_size: side of the square of latent pixels that becomes one token.
+        interpolation_scale: scale of sine-cosine positions; null for no positions (as SANA at 512 and 1,024 pixels).
+        qk_norm: norm of queries and keys: rms_norm_across_heads (as SANA-1.5), or null for none.
     """
 
     in_channels: int = 32
@@ -48,5 +48,5 @@ class TransformerConfig:
             raise ValueError(
                 f"transformer: {self.num_attention_heads} heads of {self.attention_head_dim}, "
                 f"{self.num_cross_attention_heads} of {self.cross_attention_head_dim} in cross-attention and "
-                f"cross_attention_dim={self.cross_attention_dim} are different widths of a token; set them alike"
+                f"cross_attention_dim={self.cross_attention_dim} give different token widths; make them equal"
             )

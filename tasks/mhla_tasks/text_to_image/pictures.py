@@ -1,4 +1,4 @@
-"""Images with their captions in one picture."""
+"""Figure that shows several images with their captions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS, INCHES, LETTERS = 6, 1.5, 24
-"""Images per row, side of an image in inches, and letters per line of a caption."""
+"""Number of images in a row, side of an image in inches, and number of letters in a line of a caption."""
 
 
 def draw_captioned(images: Sequence[tuple[str, Tensor]], title: str = "") -> Figure:
-    """Draw images in rows of six, each under its caption.
+    """Draw a figure of images in rows of six, each below its caption.
 
     Args:
-        images: caption and pixels ``[C, H, W]`` uint8 of each.
-        title: above all.
+        images: caption and pixels ``[C, H, W]`` uint8 of each image.
+        title: title of the figure.
     """
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.figure import Figure  # slow to import, so only when there is something to draw
 
     columns = min(COLUMNS, len(images))
     rows = -(-len(images) // columns)

@@ -1,7 +1,6 @@
-"""Weights to start from: diffusers' SANA, NVlabs' own file, or a run of this suite.
+"""Pretrained SANA weights from diffusers, from NVlabs' original file, or from a run of this suite.
 
-NVlabs' names follow diffusers' own table. Their file names positions and the empty caption too, which diffusers computes
-and encodes.
+diffusers' table converts NVlabs' names. NVlabs' file also holds positions and the empty caption, which diffusers computes.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from lightning_mhla.generative.flow import TIMESTEPS
 from mhla_tasks.captioned.host import Host, euler_scheduler
 
 UNUSED = ("pos_embed", "y_embedder.y_embedding")
-"""Entries of NVlabs' files that diffusers' table expects and drops."""
+"""Entries of NVlabs' files that diffusers' conversion expects but does not use."""
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename NVlabs' weights to diffusers' names."""
+    """Convert SANA weights from NVlabs' names to diffusers' names."""
     present = dict(state)
     for name in UNUSED:
         present.setdefault(name, Tensor())

@@ -1,4 +1,4 @@
-"""Sampler options of images."""
+"""Options for sampling images."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Sampler = Literal["dpm", "euler"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampler options of images; the defaults are SanaPipeline's.
+    """Options for sampling images; the defaults are those of ``SanaPipeline``.
 
     Args:
-        sampler: dpm (flow DPM-Solver++, SANA's own) or euler.
-        steps: evaluations of the network for an image (twice as many with guidance).
+        sampler: dpm (DPM-Solver++ for flow matching, SANA's default) or euler.
+        steps: number of network evaluations per image (twice as many with guidance).
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
-        height: in pixels.
-        width: in pixels.
-        negative_prompt: prompt that guidance leads away from; empty as in training with caption_dropout.
+        height: height of the images in pixels.
+        width: width of the images in pixels.
+        negative_prompt: prompt that guidance moves away from; empty for the empty caption, as trained with caption_dropout.
     """
 
     sampler: Sampler = "dpm"
@@ -35,5 +35,5 @@ class SamplingConfig:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of an image."""
+        """Height and width of an image in pixels."""
         return self.height, self.width

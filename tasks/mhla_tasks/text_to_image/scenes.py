@@ -1,4 +1,4 @@
-"""Scenes of colored handwritten digits, with captions that name digits, number and places."""
+"""Scenes of colored handwritten digits, with captions that name the digits, their number and their positions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COLOURS = {
     "blue": (0.25, 0.35, 1.0),
     "yellow": (1.0, 1.0, 0.15),
 }
-"""Colors of strokes, as red, green and blue."""
+"""Red, green and blue, from 0 to 1, of each color."""
 
 RELATIONS = ("left of", "above")
 COUNTS = {2: "two", 3: "three"}
 
 SIDE, LARGE, SMALL = 32, 20, 14
-"""Side of the canvas, of a single digit, and of a digit among others, in pixels."""
+"""Side of the canvas, of a single digit, and of one of several digits, in pixels."""
 
 SHIFT = 3
-"""Largest distance of a single digit from the middle along each axis, in pixels."""
+"""Largest distance of a single digit from the center along each axis, in pixels."""
 
 SCENES, HELD_OUT_SCENES = 20_000, 400
 """Number of training scenes and of held-out scenes, which show different digits."""
@@ -38,12 +38,13 @@ SCENES, HELD_OUT_SCENES = 20_000, 400
 
 @dataclass(frozen=True)
 class Scene:
-    """Content of a picture.
+    """Description of a scene: one digit, several equal digits, or two digits in a spatial relation.
 
     Args:
-        digits: label and color of each digit; of equal ones, once.
+        digits: label and color of each digit; equal digits are listed once.
         count: number of digits.
-        relation: of the first digit to the second; None for one digit, or for equal ones.
+        relation: position of the first digit relative to the second, one of :data:`RELATIONS`; None for one digit or equal
+            digits.
     """
 
     digits: tuple[tuple[int, str], ...]
@@ -52,12 +53,12 @@ class Scene:
 
     @property
     def shown(self) -> list[tuple[int, str]]:
-        """Labels and colors of the digits."""
+        """Label and color of every digit; equal digits are repeated."""
         return [self.digits[min(number, len(self.digits) - 1)] for number in range(self.count)]
 
     @property
     def caption(self) -> str:
-        """Caption: ``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
+        """Caption of the scene: ``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
         names = [f"{colour} {NAMES[label]}" for label, colour in self.digits]
         if self.relation is not None:
             return f"a {names[0]} {self.relation} a {names[1]}"
@@ -67,7 +68,7 @@ class Scene:
 
 
 def draw_scene(random: np.random.Generator) -> Scene:
-    """Draw a scene: one digit, two or three equal ones, or two in a relation."""
+    """Draw a random scene: one digit, two or three equal digits, or two digits in a relation."""
     kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
     labels = random.integers(10, size=2 if kind == "relation" else 1)
     colours = random.permutation(list(COLOURS))
@@ -78,45 +79,48 @@ def draw_scene(random: np.random.Generator) -> Scene:
 
 
 def every_caption() -> list[str]:
-    """List sixty captions: twenty of one digit, sixteen of equal digits, twenty-four with a relation."""
-    random, wanted = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
+    """Return sixty fixed captions: 20 of one digit, 16 of equal digits and 24 of two digits in a relation."""
+    random, missing = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
     captions: list[str] = []
-    while any(wanted.values()):
+    while any(missing.values()):
         scene = draw_scene(random)
         kind = scene.count, scene.relation is not None
-        if wanted[kind] and scene.caption not in captions:
+        if missing[kind] and scene.caption not in captions:
             captions.append(scene.caption)
-            wanted[kind] -= 1
+            missing[kind] -= 1
     return captions
 
 
 def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) -> Tensor:
-    """Draw the picture ``[3, 32, 32]`` float32 in -1 .. 1 of a scene.
+    """Render a scene as a picture.
 
     Args:
-        scene: what it shows.
-        digits: images ``[1, 28, 28]`` in 0 .. 1, one for each digit that is shown.
-        random: draws where they stand.
+        scene: scene to render.
+        digits: images ``[1, 28, 28]`` in 0 .. 1, one for each digit of the scene.
+        random: generator of the digits' positions.
+
+    Returns:
+        Picture ``[3, 32, 32]`` float32 in -1 .. 1.
     """
     canvas = torch.zeros(3, SIDE, SIDE)
     size = LARGE if scene.count == 1 else SMALL
     for (top, left), (_, colour), digit in zip(_places(scene, size, random), scene.shown, digits, strict=True):
         image = F.interpolate(digit[None], (size, size), mode="bilinear", antialias=True)[0]
         stroke = image * torch.tensor(COLOURS[colour]).view(3, 1, 1)
-        here = canvas[:, top : top + size, left : left + size]
-        torch.maximum(here, stroke, out=here)
+        area = canvas[:, top : top + size, left : left + size]
+        torch.maximum(area, stroke, out=area)
     return canvas * 2 - 1
 
 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Choose top and left of each digit. Several digits lie in different quarters of the canvas."""
+    """Choose the top and left edge of each digit in pixels; several digits are in different quarters of the canvas."""
     if scene.count == 1:
         middle = (SIDE - size) // 2
         down, right = random.integers(-SHIFT, SHIFT + 1, size=2)
         return [(middle + int(down), middle + int(right))]
     half, room = SIDE // 2, SIDE // 2 - size + 1
     if scene.relation is None:
-        quarters = [divmod(int(place), 2) for place in random.permutation(4)[: scene.count]]
+        quarters = [divmod(int(quarter), 2) for quarter in random.permutation(4)[: scene.count]]
     else:
         line = int(random.integers(2))
         quarters = [(line, 0), (line, 1)] if scene.relation == "left of" else [(0, line), (1, line)]
@@ -134,10 +138,10 @@ def _by_label(train: bool) -> list[Tensor]:
 
 
 class SceneSamples:
-    """Source of scenes. The scene of an index is always the same.
+    """Sample source of random scenes; an index always gives the same scene.
 
     Args:
-        train: scenes of MNIST's training digits, or of those held out.
+        train: whether the scenes show MNIST's training digits instead of held-out digits.
     """
 
     def __init__(self, train: bool) -> None:
@@ -149,9 +153,9 @@ class SceneSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``image`` ``[3, 32, 32]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Return ``image`` ``[3, 32, 32]`` float32 in -1 .. 1, ``caption`` and ``index`` of one scene."""
         random = np.random.default_rng([index, self.train])
         scene = draw_scene(random)
-        known = _by_label(self.train)
-        digits = [known[label][int(random.integers(len(known[label])))] for label, _ in scene.shown]
+        images_by_label = _by_label(self.train)
+        digits = [images_by_label[label][int(random.integers(len(images_by_label[label])))] for label, _ in scene.shown]
         return {"image": render(scene, digits, random), "caption": scene.caption, "index": index}

@@ -1,4 +1,4 @@
-"""Source of captioned images in shards and folders."""
+"""Sample source of captioned images in shards and folders."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mhla_tasks.text_to_image.buckets import Size, sort_into_buckets
 
 
 class CaptionedImages:
-    """Source of captioned images.
-
-    Attributes:
-        groups: number of the size of each image; None where there is one.
+    """Sample source of captioned images, each scaled and cropped to the best of one or several sizes.
 
     Args:
-        files: the images.
-        sizes: height and width that images are brought to.
-        batch_size: images that each of several sizes must have at least.
+        files: image files and their captions.
+        sizes: heights and widths in pixels; each image gets the one with the nearest aspect ratio.
+        batch_size: minimum number of images of each size, if there are several sizes.
+
+    Attributes:
+        groups: index of the size of each image, ``[n]`` int64; None if there is one size.
     """
 
     def __init__(self, files: CaptionedFiles, sizes: Sequence[Size], batch_size: int = 0) -> None:
@@ -37,7 +37,7 @@ class CaptionedImages:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Read ``image`` ``[3, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Return ``image`` ``[3, H, W]`` float32 in -1 .. 1, ``caption`` and ``index`` of one sample."""
         text = self.files.caption(index)
         data = self.files.member(index, EXTENSIONS)[1]
         transform = self.transforms[0 if self.groups is None else self.groups[index]]
@@ -46,7 +46,15 @@ class CaptionedImages:
 
 
 def to_size(height: int, width: int) -> v2.Compose:
-    """Build a transform: scale an image to cover ``height x width``, crop the middle, ``[3, H, W]`` float32 in -1 .. 1."""
+    """Build a transform that scales an image to cover a size, crops its center, and converts it to a tensor.
+
+    Args:
+        height: height in pixels.
+        width: width in pixels.
+
+    Returns:
+        Transform of a PIL image to a tensor ``[3, height, width]`` float32 in -1 .. 1.
+    """
 
     def cover(image: Image.Image) -> Image.Image:
         scale = max(height / image.height, width / image.width)

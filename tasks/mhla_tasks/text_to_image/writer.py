@@ -1,4 +1,4 @@
-"""Files that predict writes: images as PNG, a line for each, and a picture."""
+"""Files that predict writes for text-to-image models: PNG images, a JSON line for each, and an overview picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhla_tasks.text_to_image.pictures import draw_captioned
 
 
 class ImageWriter(SampleFolder):
-    """Write the images of each process as they are drawn."""
+    """Callback that writes images as PNG files as they are drawn; see :class:`SampleFolder`."""
 
     kind = "images"
 

@@ -1,4 +1,4 @@
-"""Video: Wan transformers with replaced attention, pretrained, fine-tuned and sampled."""
+"""Text-to-video generation: pretraining, fine-tuning and sampling of Wan transformers with replaced attention."""
 
 from mhla_tasks.video.callbacks import ClipPictures
 from mhla_tasks.video.data import MovingDigits, MovingMnist, VideoLatentShards, VideoShards

@@ -14,16 +14,16 @@ from mhla_tasks.video.strips import draw_strips, write_animation
 
 
 class ClipPictures(DrawnSamples):
-    """Draw clips for a few prompts with the weights that validation uses, as strips of frames and as an animation.
+    """Callback that draws a clip for each prompt, with the weights that validation uses.
 
-    ``clips-step*.png`` and ``.gif`` go to ``pictures/`` in the log folder, the strips also to TensorBoard. The noise of a
-    clip is always the same.
+    The clips are written to ``pictures/`` in the log folder, as strips of frames (``clips-step*.png``) and as an animation
+    (``clips-step*.gif``); the strips also go to TensorBoard. Each clip starts from the same noise every time.
 
     Args:
-        prompts: a clip is drawn for each.
-        every_n_steps: optimizer steps between two pictures; null for none on the way.
-        at_end: whether the last weights draw one.
-        frames: number of frames of a strip.
+        prompts: prompts to draw a clip for.
+        every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
+        at_end: whether to draw with the final weights.
+        frames: number of frames in a strip.
         seed: seed of the noise.
     """
 
@@ -41,7 +41,7 @@ class ClipPictures(DrawnSamples):
         self.frames = frames
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write clips as strips and as an animation."""
+        """Write the clips as strips of frames and as an animation."""
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_strips(list(zip(self.prompts, samples, strict=True)), self.frames)
         pictures.mkdir(parents=True, exist_ok=True)

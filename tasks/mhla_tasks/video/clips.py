@@ -1,4 +1,4 @@
-"""Reading of clips from video files, and writing of clips to video files, with PyAV."""
+"""Reading clips from video files and writing clips to video files, with PyAV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_mhla.system.files import written_whole
 from mhla_tasks.video.decode import Video, open_video
 
 EARLY = 0.25
-"""Tolerance of frame times, as a share of the frame's duration: a frame counts as shown this much before its time."""
+"""Tolerance of frame times, as a share of the frame's duration: a frame counts as shown this long before its time."""
 
 
 def read_clip(
@@ -26,12 +26,12 @@ def read_clip(
     """Read a clip of frames from a video, decoded as described in :mod:`mhla_tasks.video.decode`.
 
     Args:
-        data: content of the MP4 file.
-        name: name of the file for messages.
-        frames: number of frames.
-        fps: number of frames per second; None for consecutive frames of the video.
-        position: start of the clip within the video, from 0 (earliest) to 1 (latest). The clip starts at the beginning if fewer
-            frames are left than the file's duration and rate promise.
+        data: contents of the MP4 file.
+        name: name of the file, for messages.
+        frames: number of frames in the clip.
+        fps: number of frames per second of video; None for consecutive frames.
+        position: start of the clip within the video, from 0 (earliest) to 1 (latest). The clip starts at the beginning if the
+            file has fewer frames than its duration and rate imply.
         size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
 
     Returns:
@@ -51,12 +51,12 @@ def read_clip(
         shown = _consecutive(video, start, frames) if fps is None else _frames_at(video, start, step, frames)
         chosen = [_fitted(video.pixels(frame), size) for frame in shown]
         if len(chosen) < frames and start > 0:
-            # The file promised more: an edit list trims it, or its last frame stays on screen. Retry from the beginning.
+            # The file says that it has more: an edit list trims it, or its last frame stays on screen. Retry from the start.
             return read_clip(data, name, frames, fps, 0.0, size)
         if len(chosen) < frames:
-            raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
+            raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of {frames} frames")
         if len({image.shape for image in chosen}) > 1:
-            raise BrokenSampleError(f"{name}: the size of the frames changes within the clip; give a size for all")
+            raise BrokenSampleError(f"{name}: the size of the frames changes within the clip; set a size for all")
         return torch.stack(chosen)
 
 
@@ -64,8 +64,8 @@ def check_video(data: bytes, name: str) -> None:
     """Detect a truncated or damaged video by decoding only its first frame and the frames after its last key frame.
 
     Args:
-        data: content of the MP4 file.
-        name: name of the file for messages.
+        data: contents of the MP4 file.
+        name: name of the file, for messages.
 
     Raises:
         BrokenSampleError: if the file is cut off or cannot be decoded.
@@ -83,44 +83,58 @@ def check_video(data: bytes, name: str) -> None:
 
 
 def _too_short(video: Video, frames: int, fps: float | None, span: float) -> bool:
-    """Check whether, according to the file, a video has too few frames or ends before the last frame of a clip."""
+    """Check whether a video is too short for a clip, according to the numbers in the file.
+
+    Args:
+        video: opened video.
+        frames: number of frames in the clip.
+        fps: number of frames per second of video; None for consecutive frames.
+        span: time from the first to the last frame of the clip, in seconds.
+    """
     if fps is None and video.count:
         return frames > video.count
     return video.last is not None and span > video.last + 1 / video.rate + 0.5 / (fps or video.rate)
 
 
 def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
-    """Yield ``count`` consecutive frames from about half a frame before ``start``, so that the latest clip is complete."""
+    """Yield ``count`` consecutive frames of a video.
+
+    Args:
+        video: opened video.
+        start: time of the first frame, in seconds. Frames are taken from about half a frame earlier, so that a clip at the end
+            of the video is complete.
+        count: number of frames.
+    """
     start -= 0.5 / video.rate
-    taken = 0
+    yielded = 0
     for at, _, frame in video.frames(start):
         if start <= 0 or at >= start - EARLY / video.rate:
             yield frame
-            taken += 1
-        if taken == count:
+            yielded += 1
+        if yielded == count:
             return
 
 
 def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[Any]:
-    """Yield the frames that are on screen at ``start`` and every ``step`` seconds after it.
+    """Yield ``count`` frames: those on screen at ``start`` and every ``step`` seconds after it.
 
-    A frame is on screen until the next one, the last frame for its duration. Times of frames are rounded to the file's time
-    base, and cameras are not exact, so a frame counts from slightly before its time: by a quarter of its own duration, of the
-    previous frame's or of a step, whichever is shortest.
+    A frame is on screen until the next one begins, the last frame for its duration. The file rounds the times of frames, and
+    cameras are not exact, so a frame counts from slightly before its time: by a quarter of its own duration, of the previous
+    frame's or of ``step``, whichever is shortest.
     """
-    taken, shown, at, end = 0, None, 0.0, 0.0
+    yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
         # The frame in ``shown`` is on screen until now: it is yielded once for each requested time before this frame's.
         early = EARLY * max(0.0, min(time - at, duration, step))
-        while shown is not None and taken < count and start + taken * step < time - early:
+        while shown is not None and yielded < count and start + yielded * step < time - early:
             yield shown
-            taken += 1
-        if taken == count:
+            yielded += 1
+        if yielded == count:
             return
         shown, at, end = frame, time, time + duration
-    while shown is not None and taken < count and start + taken * step < end + EARLY * step:
+    while shown is not None and yielded < count and start + yielded * step < end + EARLY * step:
         yield shown
-        taken += 1
+        yielded += 1
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
@@ -147,13 +161,13 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
     """Write frames to an H.264 MP4 file atomically. Odd sides are cropped by one pixel.
 
     Equal frames always give equal files only with ``crf=0``. At other values x264 (core 165) reads uninitialized memory when it
-    chooses which detail to drop: a difference of one level in one pixel grows to ten in later frames.
+    chooses which detail to drop, so one pixel may differ by one level, which grows to ten levels in later frames.
 
     Args:
-        path: path of the file.
+        path: path of the MP4 file.
         clip: frames ``[F, 3 or 1, H, W]`` uint8.
         fps: number of frames per second.
-        crf: constant rate factor of x264: 0 loses color resolution only, 15 hardly anything visible, 51 the most.
+        crf: constant rate factor of x264: 0 loses only color resolution, 15 hardly anything visible, 51 the most.
     """
     import av
 

@@ -1,4 +1,4 @@
-"""Decoding of video files as ffmpeg shows them, always through :func:`open_video`.
+"""Decoding of video files, with the same frames as ffmpeg shows, always through :func:`open_video`.
 
 Frames are rotated and mirrored as the display matrix says, with square pixels, in 8-bit RGB. libavfilter converts them with the
 same filters in the same order as the ``ffmpeg`` command. Like that command, it interleaves the fields of interlaced frames,
@@ -20,13 +20,13 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.system.untrusted import reason
 
 LARGEST_FRAME, NARROWEST = 8192 * 4320, 16
-"""Maximum number of pixels of a frame and maximum ratio of its sides. A file beyond them is treated as broken or hostile."""
+"""Maximum number of pixels of a frame, and maximum ratio of its sides. Files beyond these limits are treated as hostile."""
 
 BOXES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide", b"pnot")
 """Types of the boxes that an MP4 or QuickTime file can begin with (ISO 14496-12)."""
 
 NEEDED = (b"moov", b"moof", b"mdat")
-"""Types of the boxes that must be complete, else frames are missing. Other data after them may be cut off or not be boxes."""
+"""Types of the MP4 boxes that must be complete, else frames are missing. Other data after them may be cut off."""
 
 OTHER_FORMATS = {
     b"GIF8": "GIF",
@@ -39,13 +39,13 @@ OTHER_FORMATS = {
     b"\x89PNG": "PNG",
     b"\xff\xd8\xff\xe0": "JPEG",
 }
-"""Formats of files that are often renamed to .mp4, by their first four bytes, or the four after ``RIFF`` and a size."""
+"""Formats of files that are often renamed to .mp4, by their first four bytes, or the four bytes after ``RIFF`` and a size."""
 
 COVER = 0x0400
 """FFmpeg's ``AV_DISPOSITION_ATTACHED_PIC``, which marks a stream as the cover picture of a song or film."""
 
 DEFAULT, DEFAULT_BONUS = 0x0001, 5_000_000
-"""FFmpeg's ``AV_DISPOSITION_DEFAULT``, and the number of pixels that it counts for when ffmpeg chooses among streams."""
+"""FFmpeg's ``AV_DISPOSITION_DEFAULT``, and the number of pixels that it is worth when ffmpeg chooses among streams."""
 
 TOLERANCE = math.tan(math.radians(1))
 """Maximum slope of an axis of a display matrix that counts as straight; ffmpeg rounds rotations by one degree too."""
@@ -55,12 +55,12 @@ ASSUMED_RATE = 25
 
 
 class Video:
-    """Open video file.
+    """Opened video file, which yields its frames and converts them to pixels.
 
     Args:
-        container: container of PyAV.
+        container: PyAV container of the file.
         stream: video stream of the container.
-        name: name of the file for messages.
+        name: name of the file, for messages.
 
     Attributes:
         rate: average number of frames per second.
@@ -73,7 +73,7 @@ class Video:
         self.count: int = stream.frames
         rate = stream.average_rate or stream.guessed_rate or (ASSUMED_RATE if self.count == 1 else None)
         if not rate:
-            raise BrokenSampleError(f"{name}: the video does not say its frame rate")
+            raise BrokenSampleError(f"{name}: the video has no frame rate")
         self.rate = float(rate)
         self.last = self._last()
         self._origin = float((stream.start_time or 0) * stream.time_base)
@@ -82,10 +82,13 @@ class Video:
         self._graph_of: tuple[Any, ...] = ()
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, float, Any]]:
-        """Yield the frames in display order: time and duration in seconds, and PyAV's frame.
+        """Yield the frames in display order.
 
         Args:
-            start: time in seconds after the first frame. The first frame that is yielded is shown at or before it.
+            start: time in seconds after the first frame of the video; the first frame that is yielded is shown at or before it.
+
+        Yields:
+            Time and duration in seconds, and PyAV's frame.
         """
         if start > 0:
             self._seek(int((start + self._origin) / self.stream.time_base))
@@ -99,14 +102,14 @@ class Video:
         yield from self._decoded()
 
     def last_frames(self) -> Iterator[Any]:
-        """Yield PyAV's frames from the last key frame on if the file gives its duration, otherwise all remaining frames."""
+        """Yield PyAV's frames from the last key frame to the end; all remaining frames if the duration is unknown."""
         if self.stream.duration:
             self._seek((self.stream.start_time or 0) + self.stream.duration - 1)
         for _, _, frame in self._decoded():
             yield frame
 
     def pixels(self, frame: Any) -> np.ndarray:
-        """Convert one of PyAV's frames to pixels ``[H, W, 3]`` uint8, as ffmpeg shows it.
+        """Convert a PyAV frame to RGB pixels ``[H, W, 3]`` uint8, as ffmpeg shows it.
 
         Raises:
             BrokenSampleError: if the frame is damaged, or its orientation or size is not supported.
@@ -120,7 +123,7 @@ class Video:
         return self._graph.pull().to_ndarray(format="rgb24")
 
     def check_complete(self, frame: Any) -> None:
-        """Check that a frame is not damaged, which ffmpeg would conceal.
+        """Check that a frame is not damaged; ffmpeg would conceal the damage.
 
         Raises:
             BrokenSampleError: if the frame is damaged.
@@ -135,7 +138,7 @@ class Video:
         previous, unit = -math.inf, float(self.stream.time_base)
         for frame in self.container.decode(self.stream):
             if frame.pts is None or frame.pts < previous:
-                raise BrokenSampleError(f"{self.name}: the video does not say when its frames are shown")
+                raise BrokenSampleError(f"{self.name}: the video has no valid times for its frames")
             previous = frame.pts
             duration = (getattr(frame, "duration", 0) or 0) * unit  # not in PyAV 14
             yield frame.pts * unit - self._origin, duration or 1 / self.rate, frame
@@ -143,8 +146,8 @@ class Video:
     def _last(self) -> float | None:
         """Return the time of the last frame in seconds; None if unknown.
 
-        The file's duration and number of frames may disagree, because an edit list shortens the duration only. The earlier
-        time is used.
+        The duration and the number of frames in the file may disagree, because an edit list shortens only the duration. The
+        earlier of the two resulting times is returned.
         """
         ends = [self.count / self.rate] if self.count else []
         if self.stream.duration:
@@ -175,31 +178,31 @@ class Video:
             f"video_size={width}x{height}:pix_fmt={format_name}:time_base={self.stream.time_base}"
             f":colorspace={colorspace}:range={color_range}",
         )
-        chain = [source, *(graph.add(*each) for each in filters)]
+        chain = [source, *(graph.add(*arguments) for arguments in filters)]
         chain.append(graph.add("scale", f"{shown[0]}:{shown[1]}:flags=bicubic"))
         chain += [graph.add("format", "pix_fmts=rgb24"), graph.add("buffersink")]
         graph.link_nodes(*chain).configure()
         return graph
 
     def check_size(self, width: int, height: int) -> None:
-        """Check the size of frames before memory is allocated for them.
+        """Check the width and height of frames, in pixels, before memory is allocated for them.
 
         Raises:
-            BrokenSampleError: if they are so large or so narrow that the file must be broken or hostile.
+            BrokenSampleError: if the frames are so large or so narrow that the file must be broken or hostile.
         """
         if width * height > LARGEST_FRAME or max(width, height) > NARROWEST * min(width, height):
             raise BrokenSampleError(f"{self.name}: frames of {width} x {height} are too large or too narrow")
 
 
 def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...]], bool]:
-    """Choose the filters that show a frame as its display matrix says.
+    """Choose the ffmpeg filters that rotate and mirror a frame as its display matrix says.
 
     The matrix maps column x and row y of a stored frame to ``a x + c y`` and ``b x + d y``. Its translation is ignored, since
-    it does not change the picture, and so is its scale, which is part of the pixels' aspect ratio.
+    it does not change the picture. Its scale is ignored, too, because the aspect ratio of the pixels includes it.
 
     Args:
-        matrix: nine numbers of the display matrix, row by row, as libavutil stores them; empty for none.
-        name: name of the file for messages.
+        matrix: nine numbers of the display matrix, row by row, as libavutil stores them; empty without a matrix.
+        name: name of the file, for messages.
 
     Returns:
         Names and arguments of the filters, and whether they swap height and width.
@@ -224,14 +227,14 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
 
 @contextmanager
 def open_video(data: bytes, name: str) -> Iterator[Video]:
-    """Open an MP4 file in a context.
+    """Context manager that opens an MP4 file for decoding.
 
     Args:
-        data: content of the file.
-        name: name of the file for messages.
+        data: contents of the file.
+        name: name of the file, for messages.
 
     Yields:
-        Video of the stream that ffmpeg chooses if there are several. Cover pictures are not videos.
+        The video stream, or the one that ffmpeg would choose among several; cover pictures do not count.
 
     Raises:
         BrokenSampleError: if the file cannot be decoded, here or later inside the ``with`` block; the message names the file
@@ -260,14 +263,14 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
 
 
 def check_format(data: bytes, name: str) -> None:
-    """Check that a file is not empty and not of a different format.
+    """Check that a video file is not empty and does not have a format other than MP4.
 
     Args:
-        data: content of the file.
-        name: name of the file for messages.
+        data: contents of the file.
+        name: name of the file, for messages.
 
     Raises:
-        BrokenSampleError: if it is; the message names the format.
+        BrokenSampleError: if the file is empty or has a different format; the message names the format.
     """
     if not data:
         raise BrokenSampleError(f"{name}: the video cannot be decoded (the file is empty)")
@@ -279,7 +282,7 @@ def check_format(data: bytes, name: str) -> None:
 
 
 def missing_bytes(data: bytes) -> int:
-    """Return the number of bytes missing from an MP4 box that decoding needs; 0 if all such boxes are complete."""
+    """Return how many bytes are missing from the MP4 boxes that decoding needs; 0 if these boxes are complete."""
     # A box begins with a size of 4 bytes and its type; size 1 means that a size of 8 bytes follows (ISO 14496-12).
     position = 0
     while data[4:8] in BOXES and position + 8 <= len(data):
@@ -296,14 +299,14 @@ def missing_bytes(data: bytes) -> int:
 
 
 def _chosen_stream(container: Any, name: str) -> Any:
-    """Choose the video stream that ffmpeg chooses by default: the largest one, with a bonus for streams marked as default."""
+    """Choose the video stream as ffmpeg does: the largest one, with a bonus for streams marked as default."""
     streams = [stream for stream in container.streams.video if not _disposition(stream) & COVER]
     if not streams:
         only = ", only a cover picture" if container.streams.video else ""
         raise BrokenSampleError(f"{name}: no video stream in the file{only}")
     stream = max(streams, key=_score)
     if stream.codec_context is None:
-        raise BrokenSampleError(f"{name}: nothing here can decode the video")
+        raise BrokenSampleError(f"{name}: no installed decoder can read the video")
     return stream
 
 

@@ -14,45 +14,46 @@ from lightning_mhla.data.digits import LOADERS, Name
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-"""Rows and columns that a digit moves by in each frame."""
+"""Direction of each move, as steps along rows and columns."""
 
 
 def caption(label: int, move: str) -> str:
-    """Write the caption of a clip: ``a seven moving right``."""
+    """Return the caption of a clip of a digit: ``a seven moving right`` for label 7 and move ``right``."""
     return f"a {NAMES[label]} moving {move}"
 
 
 def every_caption() -> list[str]:
-    """List all captions: each digit in each direction."""
+    """Return all captions: every digit in every direction."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 
 def render(digit: Tensor, move: str, frames: int, height: int, width: int, generator: torch.Generator | None) -> Tensor:
-    """Draw a digit that moves by at most one pixel per frame, as far as the canvas has room.
+    """Render a clip of a digit that moves by at most one pixel per frame, and never leaves the canvas.
 
     Args:
-        digit: ``[1, S, S]`` in 0 .. 1.
-        move: left, right, up or down.
-        frames: number of frames of the clip.
-        height: height of the canvas, at least S.
-        width: width of the canvas, at least S.
-        generator: draws where it starts; None for the global one.
+        digit: image of the digit, ``[1, S, S]`` in 0 .. 1.
+        move: direction: left, right, up or down.
+        frames: number of frames in the clip.
+        height: height of the canvas in pixels, at least S.
+        width: width of the canvas in pixels, at least S.
+        generator: generator of the start position; None for torch's global generator.
 
     Returns:
-        ``[1, frames, height, width]`` float32 in -1 .. 1.
+        Clip ``[1, frames, height, width]`` float32 in -1 .. 1.
     """
     clip, side = torch.full((1, frames, height, width), -1.0), digit.shape[-1]
     down, right = MOVES[move]
-    rooms = (height - side, width - side)
-    travel = [min(frames - 1, room) * abs(way) for room, way in zip(rooms, (down, right), strict=True)]
+    spaces = (height - side, width - side)
+    travel = [min(frames - 1, space) * abs(direction) for space, direction in zip(spaces, (down, right), strict=True)]
     starts = [
-        int(torch.randint(room - far + 1, (), generator=generator)) + (far if way < 0 else 0)
-        for room, far, way in zip(rooms, travel, (down, right), strict=True)
+        int(torch.randint(space - distance + 1, (), generator=generator)) + (distance if direction < 0 else 0)
+        for space, distance, direction in zip(spaces, travel, (down, right), strict=True)
     ]
     for frame in range(frames):
-        share = frame / max(frames - 1, 1)
+        progress = frame / max(frames - 1, 1)
         top, left = (
-            start + way * round(far * share) for start, way, far in zip(starts, (down, right), travel, strict=True)
+            start + direction * round(distance * progress)
+            for start, direction, distance in zip(starts, (down, right), travel, strict=True)
         )
         clip[:, frame, top : top + side, left : left + side] = digit * 2 - 1
     return clip
@@ -60,7 +61,15 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
 @cache
 def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
-    """Return images and labels of digits, MNIST's scaled to 20 x 20 pixels so that they have room to move."""
+    """Load digits for clips. MNIST's are scaled to 20 x 20 pixels, so that they have room to move.
+
+    Args:
+        name: data set: ``digits`` (scikit-learn) or ``mnist``.
+        train: whether to load the training digits instead of the held-out digits.
+
+    Returns:
+        Images ``[n, 1, S, S]`` in 0 .. 1 and labels ``[n]``.
+    """
     images, labels = LOADERS[name](train)
     if name == "mnist":
         images = F.interpolate(images, (20, 20), mode="bilinear", antialias=True)
@@ -68,17 +77,18 @@ def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
 
 
 class MovingDigitSamples:
-    """Source of clips. Training digits move in every direction, each held-out digit in one.
+    """Sample source of clips of moving digits: each training digit in every direction, each held-out digit in one.
 
     Args:
-        train: the training digits, each starting somewhere else every time; or those held out.
-        frames: number of frames of a clip.
-        height: height of the canvas, in pixels, at least those of a digit.
-        width: width of the canvas, in pixels, at least those of a digit.
-        name: digits of scikit-learn (8 x 8 pixels) or MNIST (20 x 20).
+        train: whether to show the training digits, from a new random start position each time a sample is read; false for the
+            held-out digits, whose clips are always the same.
+        frames: number of frames in a clip.
+        height: height of the canvas in pixels, at least that of a digit.
+        width: width of the canvas in pixels, at least that of a digit.
+        name: data set of the digits: ``digits`` (scikit-learn, 8 x 8 pixels) or ``mnist`` (scaled to 20 x 20 pixels).
 
     Raises:
-        ValueError: for a canvas on which a digit has no room.
+        ValueError: if a digit does not fit on the canvas, or ``frames`` is below 1.
     """
 
     def __init__(self, train: bool, frames: int, height: int, width: int, name: Name = "digits") -> None:
@@ -86,7 +96,8 @@ class MovingDigitSamples:
         side = self.images.shape[-1]
         if frames < 1 or min(height, width) < side:
             raise ValueError(
-                f"clips of {frames} frames of {height} x {width}: at least 1 frame and {side} x {side} pixels for a digit"
+                f"clips of {frames} frames of {height} x {width} are too small: a digit needs at least 1 frame and "
+                f"{side} x {side} pixels"
             )
         self.train, self.size = train, (frames, height, width)
         self.shard_sizes: Sequence[int] = [len(self.labels) * (len(MOVES) if train else 1)]
@@ -96,7 +107,7 @@ class MovingDigitSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``video`` ``[1, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Return ``video`` ``[1, F, H, W]`` float32 in -1 .. 1, ``caption`` and ``index`` of one clip."""
         digit = index // len(MOVES) if self.train else index
         move = list(MOVES)[index % len(MOVES)]
         generator = None if self.train else torch.Generator().manual_seed(index)

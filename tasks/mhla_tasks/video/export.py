@@ -1,4 +1,4 @@
-"""The trained video transformer as a folder, and its LoRA adapters."""
+"""Export of a trained video transformer to a folder, and of its LoRA adapters."""
 
 from mhla_tasks.captioned.export import OPTIONS, loading, write
 

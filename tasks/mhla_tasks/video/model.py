@@ -1,4 +1,4 @@
-"""Shape of Wan's transformer."""
+"""Sizes of Wan's transformer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a ``WanTransformer3DModel``, with diffusers' names; the defaults are Wan2.1-T2V-1.3B's.
+    """Sizes of a ``WanTransformer3DModel``, by diffusers' names; the defaults are those of Wan2.1-T2V-1.3B.
 
     Args:
-        patch_size: frames, rows and columns of the latent that are one token.
-        num_attention_heads: heads of each attention.
-        attention_head_dim: width of a head, even; a third of it, rounded down to even, for each of rows and columns.
-        in_channels: channels of the latent; 16 for Wan's VAE.
-        out_channels: number of channels of the output.
-        text_dim: width of the caption's embeddings; 4096 for UMT5-XXL.
-        freq_dim: width of the timestep's embedding.
+        patch_size: frames, rows and columns of the latent that become one token.
+        num_attention_heads: number of heads in each attention.
+        attention_head_dim: width of a head, even; rows and columns each get a third of it, rounded down to an even number, for
+            their rotary positions, and frames get the rest.
+        in_channels: number of channels of the latent; 16 for Wan's VAE.
+        out_channels: number of output channels.
+        text_dim: width of the embedded caption tokens; 4096 for UMT5-XXL.
+        freq_dim: width of the timestep's sinusoidal embedding.
         ffn_dim: inner width of the MLP.
         num_layers: number of blocks.
-        rope_max_seq_len: positions that rotary embedding knows along an axis.
+        rope_max_seq_len: maximum number of rotary positions along an axis.
     """
 
     patch_size: tuple[int, int, int] = (1, 2, 2)

@@ -1,14 +1,14 @@
-"""Weights to start from: diffusers' Wan, the original one's, a run of this suite, or what the paper's authors published.
+"""Pretrained Wan weights from diffusers, from the original Wan, from a run of this suite, or from the paper's authors.
 
-The authors' Wan-MHLA has the names of the original Wan, which diffusers' own table translates, and for the attention of a
-replaced layer n:
+The authors' Wan-MHLA uses the names of the original Wan, which diffusers' table converts. The attention of a replaced layer n
+has these additional names:
 
     blocks.n.self_attn.g.weight, .bias              blocks.n.attn1.processor.attention.gate.weight, .bias
     blocks.n.self_attn.g_norm.weight                blocks.n.attn1.processor.attention.norm.weight
     blocks.n.self_attn.block_attn.conv.weight       blocks.n.attn1.processor.attention.mixing.weight
         [M, M, 1, 1]                                    [M, M], rows are query blocks
 
-What only the new attention has, where the source lacks it, starts without effect.
+Parts of the new attention that the source does not have start without effect.
 """
 
 from __future__ import annotations
@@ -34,23 +34,31 @@ PUBLISHED = {
     ".attn1.block_attn.conv.": f"{ADDED}mixing.",
 }
 PUBLISHED_GRID = (3, 5, 10)
-"""Block grid of the authors' configuration: blocks along frames, rows and columns."""
+"""Number of blocks along frames, rows and columns in the authors' configuration."""
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of the original Wan, or of the authors' Wan-MHLA; see the module's description.
+    """Convert the weights of the original Wan, or of the authors' Wan-MHLA, to diffusers' names.
+
+    Args:
+        state: weights by published name; the module's docstring lists the names.
+
+    Returns:
+        The weights by diffusers' name.
 
     Raises:
-        ValueError: if the weights belong to a kind of attention of the authors that this suite does not have.
+        ValueError: if the weights belong to an attention of the authors' that this package does not have.
     """
     converted: dict[str, Tensor] = {}
     for name, tensor in convert_wan_transformer_to_diffusers(dict(state)).items():
-        for theirs, ours in PUBLISHED.items():
-            name = name.replace(theirs, ours)
+        for published, our_name in PUBLISHED.items():
+            name = name.replace(published, our_name)
         if name.endswith(f"{ADDED}mixing.weight"):
             tensor = tensor.flatten(1)
         if ".attn1.lepe." in name:
-            raise ValueError(f"{name}: a convolution that is added after the gate is not what lepe is here")
+            raise ValueError(
+                f"{name}: a convolution that is added after the gate is not supported; lepe is added before it"
+            )
         converted[name] = tensor
     return converted
 
@@ -74,15 +82,18 @@ WAN = Host(
 
 
 def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> Any:
-    """Load the authors' Wan-MHLA as a swapped transformer in evaluation mode. Its shape follows from the weights.
+    """Load the Wan-MHLA that the paper's authors published; its sizes are derived from the weights.
 
     Args:
-        path: their file.
-        block_grid: blocks along frames, rows and columns: their number alone is in the weights.
+        path: path of the authors' file.
+        block_grid: number of blocks along frames, rows and columns. The weights show only the product of the three.
+
+    Returns:
+        A diffusers transformer with replaced attention, in evaluation mode.
 
     Raises:
-        FileNotFoundError: when there is nothing at the path.
-        ValueError: when the file holds something else, or another number of blocks.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the file does not hold a Wan-MHLA, or it has a different number of blocks.
     """
     state = read_weights(path, WAN)
     mixing = {
@@ -90,7 +101,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
     }
     norms = [tensor for name, tensor in state.items() if name.endswith(f"{ADDED}norm.weight")]
     if not mixing or not norms:
-        raise ValueError(f"{path} is no Wan-MHLA: no mixing coefficients in it (block_attn.conv.weight)")
+        raise ValueError(f"{path} is not a Wan-MHLA: it has no mixing coefficients (block_attn.conv.weight)")
     blocks = len(next(iter(mixing.values())))
     if blocks != prod(block_grid):
         raise ValueError(f"{path} has {blocks} blocks, not the {prod(block_grid)} of block_grid {list(block_grid)}")

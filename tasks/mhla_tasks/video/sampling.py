@@ -1,4 +1,4 @@
-"""Sampler options of clips."""
+"""Options for sampling clips."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Sampler = Literal["unipc", "euler"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampler options of clips.
+    """Options for sampling clips.
 
     Args:
-        sampler: unipc (Wan's own) or euler.
-        steps: evaluations of the network for a clip (twice as many with guidance).
+        sampler: unipc (Wan's default) or euler.
+        steps: number of network evaluations per clip (twice as many with guidance).
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
-        frames: number of frames of a clip.
-        height: in pixels.
-        width: in pixels.
-        fps: frames a second of the files.
-        crf: x264's constant rate factor, 0 (no loss but of color resolution) to 51.
-        negative_prompt: prompt that guidance leads away from; empty as in training with caption_dropout.
+        frames: number of frames in a clip.
+        height: height of the clips in pixels.
+        width: width of the clips in pixels.
+        fps: frames per second of the video files.
+        crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (worst).
+        negative_prompt: prompt that guidance moves away from; empty for the empty caption, as trained with caption_dropout.
     """
 
     sampler: Sampler = "unipc"
@@ -45,5 +45,5 @@ class SamplingConfig:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Frames, height and width of a clip."""
+        """Number of frames, height and width of a clip, the last two in pixels."""
         return self.frames, self.height, self.width

@@ -1,4 +1,4 @@
-"""Sources of captioned clips in shards and folders."""
+"""Sample sources of captioned clips in shards and folders."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ VIDEO = "mp4"
 
 
 class CaptionedClips:
-    """Source of clips from captioned videos.
+    """Sample source of clips cut from captioned videos.
 
     Args:
-        files: the videos.
-        frames: number of frames of a clip.
-        height: in pixels.
-        width: in pixels.
-        fps: frames a second; None for every frame as it comes.
-        anywhere: whether a clip is cut out at a random position instead of the middle.
+        files: video files and their captions.
+        frames: number of frames in a clip.
+        height: height in pixels that frames are scaled and cropped to.
+        width: width in pixels that frames are scaled and cropped to.
+        fps: frames per second; None for consecutive frames of the video.
+        anywhere: whether clips are cut at a random position instead of from the middle.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CaptionedClips:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Read ``video`` ``[3, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Return ``video`` ``[3, F, H, W]`` float32 in -1 .. 1, ``caption`` and ``index`` of one clip."""
         text, name = self.files.caption(index), self.files.describe(index)
         position = float(torch.rand(())) if self.anywhere else 0.5
         data = self.files.member(index, (VIDEO,))[1]
@@ -54,7 +54,7 @@ class CaptionedClips:
 
 
 class ShardClips(CaptionedClips):
-    """Source of clips from videos in shards; ``options`` as for :class:`CaptionedClips`."""
+    """Sample source of clips cut from videos in shards; ``options`` are those of :class:`CaptionedClips`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ShardClips(CaptionedClips):
 
 
 class ClipFolder(CaptionedClips):
-    """Source of clips from the ``.mp4`` files below a folder; ``options`` as for :class:`CaptionedClips`."""
+    """Sample source of clips cut from the ``.mp4`` files below a folder; ``options`` are those of :class:`CaptionedClips`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Pictures of clips: a strip of frames for each, or an animation of all."""
+"""Pictures of clips: a figure with a strip of frames for each clip, and an animation of all clips."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GAP = 96
-"""Gray level between frames."""
+"""Gray level, from 0 to 255, of the gaps between frames."""
 
 SMALLEST = 96
 """Smallest side of a clip in an animation, in pixels; smaller clips are enlarged."""
 
 FRAME, LETTER = 0.9, 0.075
-"""Size of a frame and of a letter, in inches."""
+"""Shorter side of a frame, and width of a letter, in inches."""
 
 
 def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str = "") -> Figure:
-    """Draw a row for each clip: its caption, and ``frames`` frames spaced evenly.
+    """Draw a figure with a row for each clip: its caption, and frames at equal distances.
 
     Args:
-        clips: caption and frames ``[F, C, H, W]`` uint8; all of one size.
-        frames: in a row; all of a shorter clip.
-        title: above all.
+        clips: caption and frames ``[F, C, H, W]`` uint8 of each clip, all with the same height and width.
+        frames: number of frames in a row, reduced to the length of the shortest clip.
+        title: title of the figure.
     """
     height, width = clips[0][1].shape[-2:]
     count = min(frames, min(len(clip) for _, clip in clips))
@@ -44,7 +44,7 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
     down = across * canvas.shape[1] / canvas.shape[2]
     margin, above = LETTER * max(map(len, captions)) + 0.1, 0.3 if title else 0.05
     wide, high = margin + across + 0.05, down + above + 0.05
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.figure import Figure  # slow to import, so only when there is something to draw
 
     figure = Figure(figsize=(wide, high))
     axis = figure.add_axes((margin / wide, 0.05 / high, across / wide, down / high))
@@ -60,12 +60,12 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
 
 
 def write_animation(path: Path, clips: Tensor, fps: float) -> None:
-    """Write clips side by side, in rows of four at most, as an animated GIF that plays again and again.
+    """Write clips side by side, at most four in a row, as an animated GIF that repeats forever.
 
     Args:
-        path: path of the file.
-        clips: ``[B, F, C, H, W]`` uint8, one or three channels.
-        fps: frames a second; browsers show fifty at most.
+        path: path of the GIF file.
+        clips: clips ``[B, F, C, H, W]`` uint8 with one or three channels.
+        fps: frames per second, at most 50, the fastest rate that browsers show.
     """
     count, frames, _, height, width = clips.shape
     scale = max(1, -(-SMALLEST // max(height, width)))

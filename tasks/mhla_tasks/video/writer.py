@@ -1,4 +1,4 @@
-"""Files that predict writes: clips as mp4 in VBench's layout, a line for each, and a picture."""
+"""Files that predict writes for video models: MP4 clips in VBench's layout, a JSON line for each, and an overview picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhla_tasks.video.strips import draw_strips
 
 
 class ClipWriter(SampleFolder):
-    """Write the clips of each process as they are drawn."""
+    """Callback that writes clips as MP4 files as they are drawn; see :class:`SampleFolder`."""
 
     kind = "videos"
 

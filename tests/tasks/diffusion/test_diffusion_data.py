@@ -146,7 +146,7 @@ def test_images_are_shrunk_cut_and_scaled() -> None:
 
 
 def test_latents_that_are_wrong(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"latents of 8 x 8 for a model of 16 x 16; set --data\.sample_size=8"):
+    with pytest.raises(ValueError, match=r"latents are 8 x 8, the model expects 16 x 16; set --data\.sample_size=8"):
         data(place, sample_size=16).source("train")
     with pytest.raises(BrokenSampleError, match=r"label b'1' is not one of the classes 0 to 0"):
         data(place, num_classes=1).source("train")[next(i for i in range(10) if photo_of(i) % 2)]
@@ -209,7 +209,7 @@ def test_image_shards_are_those_of_classification(place: Path, tmp_path: Path) -
     for _ in range(8):
         assert torch.equal(real[0]["image"], real[0]["image"])
     assert any(torch.equal(mirrored[0]["image"], real[0]["image"].flip(-1)) for _ in range(20))
-    with pytest.raises(ValueError, match=r"train-manifest\.json is not of latents"):
+    with pytest.raises(ValueError, match=r"train-manifest\.json does not describe latents"):
         LatentShards(str(tmp_path), str(tmp_path), num_classes=2).source("train")
     with pytest.raises(ValueError, match="the data are latents, and FID compares images"):
         data(place).real_images("train")

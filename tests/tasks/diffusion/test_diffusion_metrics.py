@@ -271,7 +271,7 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
     [
         (["reference=missing.npz"], "missing.npz does not exist; give a folder of images"),
         (["reference=other.npz"], "has 2048 features, DigitFeatures gives 64: they are of different feature networks"),
-        (["sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'; use euler, dpm-solver++"),
+        (["sampling.sampler=ddim"], "sampler='ddim' does not support objective 'flow'; use euler, dpm-solver++"),
     ],
 )
 def test_what_cannot_be_scored_is_an_error_before_training(

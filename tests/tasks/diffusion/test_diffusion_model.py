@@ -202,7 +202,7 @@ def test_layers_of_several_kinds() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="patch_size=2 does not divide"):
         tiny_dit(sample_size=7)
-    with pytest.raises(ValueError, match=r"samples of \(4, 10, 10\) for a model of channels and sides \(4, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"channels and sides \(4, 10, 10\), the model expects \(4, 8, 8\)"):
         tiny_dit()(torch.zeros(1, 4, 10, 10), torch.zeros(1), torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="size='M' is not one of"):
         DiT(8, 4, 10, AttentionConfig(block_grid=[2, 2]), size="M")  # type: ignore[arg-type]

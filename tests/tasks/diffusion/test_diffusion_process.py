@@ -204,9 +204,9 @@ def test_times_are_shifted_towards_noise() -> None:
     [
         (
             lambda: make_process(ProcessConfig()).scheduler("euler"),
-            "'euler' does not go with objective 'ddpm'; use ddpm",
+            "'euler' does not support objective 'ddpm'; use ddpm",
         ),
-        (lambda: ProcessConfig(shift=3.0), "belong to objective: flow"),
+        (lambda: ProcessConfig(shift=3.0), "require objective: flow"),
         (lambda: ProcessConfig(label_dropout=1.0), "label_dropout=1.0"),
         (lambda: SamplingConfig(steps=0), "steps=0"),
         (
@@ -216,7 +216,7 @@ def test_times_are_shifted_towards_noise() -> None:
         (lambda: check_sampling(make_process(ProcessConfig()), SamplingConfig(steps=1001)), "between 2 and 1,000"),
         (
             lambda: check_sampling(make_process(ProcessConfig(label_dropout=0)), SamplingConfig(guidance=2.0)),
-            "guidance=2.0 needs a model that was trained without labels too",
+            "guidance=2.0 needs a model that was also trained without labels",
         ),
         (lambda: SamplingConfig(guidance=-1.0), "guidance=-1.0"),
     ],

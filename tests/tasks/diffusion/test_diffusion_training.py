@@ -212,7 +212,7 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
             ["--model.num_classes=5"],
             "model.num_classes=5 does not fit the data, which has num_classes=10; give --model.num_classes=10",
         ),
-        (["--model.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
+        (["--model.sampling.sampler=ddim"], "sampler='ddim' does not support objective 'flow'"),
         (["--model.pretrained=nowhere"], "pretrained nowhere is neither a file, nor a folder of a DiT"),
         (["--model.attention.block_grid=[9,4]"], "9"),
         (["--data.batch_size=2000"], "do not fill one batch of batch_size=2000"),

@@ -258,7 +258,7 @@ def test_sizes_that_mean_nothing_are_refused() -> None:
 
 
 def test_sizes_of_a_dit_are_not_those_of_a_dig() -> None:
-    with pytest.raises(ValueError, match=r"give dig\.mlp_width instead of mlp_ratio"):
+    with pytest.raises(ValueError, match=r"mlp_ratio does not apply to a DiG; set dig\.mlp_width"):
         DiT(8, 1, 3, AttentionConfig(kind="gla"), dim=16, depth=1, heads=2, dig=DiGConfig(), mlp_ratio=2.0)
     with pytest.raises(ValueError, match="does not divide the sample's side"):
         DiT([8, 7], 1, 3, AttentionConfig(kind="gla"), dim=16, depth=1, heads=2, dig=DiGConfig())

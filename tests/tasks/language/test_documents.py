@@ -133,7 +133,7 @@ def test_files_of_a_stream_are_named_by_patterns(tokenizer_folder: str, tmp_path
         data = HubText(tokenizer_folder, path="json", data_files=str(tmp_path / name), column=column, seed=1)
         with pytest.raises(error, match=message):
             data.train_dataloader()
-    with pytest.raises(ValueError, match="local files have the split train alone"):
+    with pytest.raises(ValueError, match="local files have only the split train"):
         HubText(tokenizer_folder, path="json", data_files=str(tmp_path / "a.jsonl"), split="test").windows("validate")
 
 
@@ -361,7 +361,7 @@ def test_broken_tables_of_a_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is neither a file nor a folder"):
         documents(tmp_path / "absent")
     (tmp_path / "empty" / ".git").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="is a folder without visible files in it"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without visible files$"):
         documents(tmp_path / "empty")
 
 
@@ -425,7 +425,7 @@ def test_an_error_of_the_reading_process_is_one_line(tokenizer_folder: str, tmp_
     )  # fmt: skip
     loader = data.train_dataloader()
     loader.trainer = None
-    with pytest.raises(ValueError, match=r"^\S*rows\.jsonl: line 21: '3' is int, not text; choose another column$"):
+    with pytest.raises(ValueError, match=r"^\S*rows\.jsonl: line 21: '3' is int, not text; choose a different column$"):
         list(loader)
 
 

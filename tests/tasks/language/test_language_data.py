@@ -43,7 +43,7 @@ def test_tokenizer_as_text_and_back(tokenizer: Any, tmp_path: Path) -> None:
     again = unpack_tokenizer(pack_tokenizer(tokenizer))
     assert again(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
     assert (again.eos_token_id, again.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    with pytest.raises(FileNotFoundError, match="is no folder with a tokenizer"):
+    with pytest.raises(FileNotFoundError, match="is not a folder with a tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_shards_go_on_after_a_stop(
     with pytest.raises(ValueError, match=r"made from something else \(skip was 0 and is 3\)"):
         write(tmp_path / "out", sources, tokenizer, skip=3)
     other = train_tokenizer(TEXTS[::-1], 310)
-    with pytest.raises(ValueError, match="shards of another tokenizer"):
+    with pytest.raises(ValueError, match="shards of a different tokenizer"):
         write(tmp_path / "out", sources, other, prefix="val")
 
 
@@ -163,7 +163,7 @@ def test_token_shards_refuse_what_is_broken(sources: list[str], tokenizer: Any, 
         data.windows("train")
     place = content.index(b"NUMPY", content.index(b"tokens.npy"))
     paths[0].write_bytes(content[:place] + b"NUMPI" + content[place + 5 :])
-    with pytest.raises(BrokenSampleError, match=r"train-00000.*\.tokens\.npy is no array of numpy"):
+    with pytest.raises(BrokenSampleError, match=r"train-00000.*\.tokens\.npy is not a NumPy array"):
         data.windows("train")
     paths[0].write_bytes(content)
     for path in (target / "tokenizer").iterdir():

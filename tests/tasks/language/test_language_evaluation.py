@@ -219,9 +219,11 @@ def test_tasks_that_are_not_there(task_data: Path, tmp_path: Path, monkeypatch: 
     fit = SimpleNamespace(strategy=None)
     with pytest.raises(ValueError, match=r"no task 'mmlu_anatomi'; did you mean mmlu_anatomy"):
         LMEval(["mmlu_anatomi"], data_dir=str(task_data)).on_fit_start(fit, None)  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match=rf"data set cais/mmlu is not at {tmp_path}/cais/mmlu"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"data set cais/mmlu is neither at {tmp_path}/cais/mmlu nor available"
+    ):
         LMEval(["mmlu_anatomy"], data_dir=str(tmp_path)).on_fit_start(fit, None)  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match="is no folder"), local_data(tmp_path / "none"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"), local_data(tmp_path / "none"):
         pass
     with pytest.raises(ValueError, match="tasks is empty"):
         LMEval([])

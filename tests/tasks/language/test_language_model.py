@@ -139,7 +139,7 @@ def test_generation_goes_on_from_a_state() -> None:
     cache = GenerationCache(2)
     network(ids[:, :21], past_key_values=cache)
     assert greedy(network, ids, past_key_values=cache) == greedy(network, ids)
-    with pytest.raises(ValueError, match="the state is of 41 tokens, but input_ids holds 30"):
+    with pytest.raises(ValueError, match="the state has seen 41 tokens, but input_ids holds 30"):
         network.generate(ids, past_key_values=cache, max_new_tokens=2)
     embedded = network.embedding(ids)
     tokens = network.generate(inputs_embeds=embedded, max_new_tokens=12, do_sample=False, pad_token_id=1)

@@ -155,7 +155,7 @@ def test_two_processes_shard_it(tmp_path: Path, cache_dir: Path) -> None:
         ({"class": "transformers.LlamaConfig"}, "takes class_path and init_args"),
         ({"class_path": "transformers.LlamaConfig", "init_args": {"hiden_size": 3}}, "LlamaConfig has no option 'hiden_size'"),
         ({"class_path": "transformers.LlamaConfig", "init_args": {"vocab_size": 3}}, "differ"),
-        ({"class_path": "transformers.T5Config"}, "T5Config builds no causal language model"),
+        ({"class_path": "transformers.T5Config"}, "T5Config does not build a causal language model"),
     ],
 )  # fmt: skip
 def test_wrong_networks_are_named(network: dict[str, Any], message: str) -> None:

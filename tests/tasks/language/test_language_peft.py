@@ -126,7 +126,7 @@ def test_the_state_is_a_cache_that_the_configuration_asks_for(kind: str) -> None
     after = model(next_token, past_key_values=cache).logits[:, -1]
     whole = model(torch.cat([IDS, next_token], 1), use_cache=False).logits[:, -1]
     torch.testing.assert_close(after, whole, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="cannot take tokens back"):
+    with pytest.raises(ValueError, match="cannot remove tokens"):
         cache.crop(-1)
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 4

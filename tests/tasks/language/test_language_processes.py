@@ -62,5 +62,5 @@ def test_two_processes_score_as_one_does(task_data: Path, cache_dir: Path, tmp_p
 def test_sharded_weights_refuse_the_callback(task_data: Path, cache_dir: Path, tmp_path: Path) -> None:
     """The callback is rejected; training of sharded weights is tested in tests/tasks/sharding."""
     fsdp = ("--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2")
-    with pytest.raises(AssertionError, match="LMEval needs whole weights on every process"):
+    with pytest.raises(AssertionError, match="LMEval needs complete weights on every process"):
         fit(tmp_path / "refused", small_config(task_data, cache_dir), *fsdp)

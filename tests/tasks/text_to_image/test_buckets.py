@@ -120,7 +120,7 @@ def test_a_run_resumes_with_the_sizes_that_it_had(folder: Path) -> None:
 
 def test_what_is_wrong_with_buckets(folder: Path) -> None:
     for buckets, message in (
-        (["16x16", "16*24"], r"'16\*24' is no size; write HEIGHTxWIDTH"),
+        (["16x16", "16*24"], r"'16\*24' is not a size; write HEIGHTxWIDTH"),
         (["16x16", "16x16"], "must be different sizes"),
         (["16x16", "800x8"], "bucket 800x8: no images are nearest to it"),
     ):

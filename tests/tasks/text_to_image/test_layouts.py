@@ -59,7 +59,7 @@ def test_dpg_and_mjhq(tmp_path: Path) -> None:
     registry.run("arrange", [*arguments, "--layout", "mjhq"])
     assert level(tmp_path / "mjhq/two.png") == 4
     (tmp_path / "images/two-3.png").unlink()
-    with pytest.raises(SystemExit, match="has 3 images of two, DPG-Bench wants 4"):
+    with pytest.raises(SystemExit, match="has 3 images of two, DPG-Bench needs 4"):
         registry.run(
             "arrange",
             [str(tmp_path / "images"), str(tmp_path / "x"), "--prompts", str(tmp_path / "prompts"), "--layout", "dpg"],
@@ -93,7 +93,7 @@ def test_names_lead_out_of_no_folder(layout: str, name: str, tmp_path: Path) -> 
 def test_a_list_of_lines_is_checked_as_well(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "images/one-0.png")
-    for lines, message in {"../ESCAPED\ta": "cannot be a file name", "one\ta\none\tb": "comes twice"}.items():
+    for lines, message in {"../ESCAPED\ta": "cannot be a file name", "one\ta\none\tb": "occurs twice"}.items():
         (tmp_path / "prompts.txt").write_text(lines)
         with pytest.raises(ValueError, match=message):
             arrange(tmp_path / "images", tmp_path / "prompts.txt", "mjhq", tmp_path / "out")
@@ -168,5 +168,5 @@ def test_clip_score(tmp_path: Path) -> None:
     with torch.no_grad():
         cosine = model(**given).logits_per_image.diagonal() / model.logit_scale.exp()
     assert callback.score(pixels) == pytest.approx(100 * cosine.clamp(min=0).mean().item(), abs=1e-4)
-    with pytest.raises(FileNotFoundError, match="model nowhere is no folder and no hub name of a CLIP model"):
+    with pytest.raises(FileNotFoundError, match="model nowhere is not a folder or hub name of a CLIP model"):
         ClipScore("nowhere", ["a"])._load()

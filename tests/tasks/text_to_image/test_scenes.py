@@ -47,9 +47,9 @@ def test_captions_say_what_is_shown() -> None:
     assert [parse_caption(caption).caption for caption in captions] == captions
     assert parse_caption("three blue sixes") == Scene(((6, "blue"),), 3)
     assert parse_caption("a red three left of a green seven") == Scene(((3, "red"), (7, "green")), 2, "left of")
-    with pytest.raises(ValueError, match="has two digits of one colour"):
+    with pytest.raises(ValueError, match="has two digits of the same color"):
         parse_caption("a red three left of a red seven")
-    with pytest.raises(ValueError, match="is no caption of a scene of digits"):
+    with pytest.raises(ValueError, match="is not a caption of a scene of digits"):
         SceneScores(["a photo of a cat"])
 
 
@@ -152,7 +152,7 @@ def test_what_is_wrong_with_captioned_images(tmp_path: Path, caplog: pytest.LogC
         ({"vae": "nowhere"}, "vae nowhere is neither a folder nor a model on the hub"),
         (
             {"text": {"encoder": "nowhere", "length": 4}, "sampling": {"height": 8}},
-            "text.encoder nowhere is no folder and no hub name",
+            "text.encoder nowhere is not a folder or hub name",
         ),
         ({"sampling": {"height": 30, "width": 32}}, "images of 4 channels are latents; name the autoencoder"),
         (
@@ -175,7 +175,7 @@ def test_wrong_latents_are_a_short_error(tmp_path: Path) -> None:
     folder = save_pictures(tmp_path / "pictures")
     registry.run("prepare captions", [str(folder), str(tmp_path / "out")])
     data = ImageLatentShards(str(tmp_path / "out"), str(tmp_path / "out"))
-    with pytest.raises(ValueError, match="these are no shards of lightning prepare caption-latents"):
+    with pytest.raises(ValueError, match="these are not shards of lightning prepare caption-latents"):
         data.source("train")
 
 

@@ -75,7 +75,7 @@ def test_captions_as_the_pipeline_encodes_them(pipeline: Path) -> None:
         torch.testing.assert_close(encoder.encode(texts, torch.device("cpu")), theirs.float(), atol=0.02, rtol=0.02)
     with pytest.raises(ValueError, match=r"embeddings of width 16, not 32; set --model.transformer\.text_dim"):
         make_encoder(TextConfig(str(pipeline)), 32).encode(["a"], torch.device("cpu"))
-    with pytest.raises(FileNotFoundError, match="no folder and no hub name of a pipeline"):
+    with pytest.raises(FileNotFoundError, match="not a folder or hub name of a pipeline"):
         make_encoder(TextConfig(str(pipeline / "vae")), 16).encode(["a"], torch.device("cpu"))
 
 
@@ -96,7 +96,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         "VBench's list has some of its prompts twice"
     )
     path.write_text("a cat\ta white cat\na cat\ta black cat\n")
-    with pytest.raises(ValueError, match="two prompts have one name"):
+    with pytest.raises(ValueError, match="two prompts have the same name"):
         RequestedSamples(PromptRequest(str(path)), [], "mp4")
     path.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
@@ -173,7 +173,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         (lambda data: b"", "video: the video cannot be decoded"),
         (lambda data: b"no video at all" * 50, "video: the video cannot be decoded"),
         (lambda data: data[: len(data) // 2], "video: the video is cut off"),
-        (lambda data: data.replace(b"avc1", b"zzzz"), "video: nothing here can decode the video"),
+        (lambda data: data.replace(b"avc1", b"zzzz"), "video: no installed decoder can read the video"),
     ],
 )
 def test_unreadable_videos(ramp: bytes, damage: Any, message: str) -> None:

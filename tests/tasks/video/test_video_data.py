@@ -310,7 +310,7 @@ def test_encode_shards_by_several_processes(
 def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
     shard = make_shard(tmp_path / "videos.tar", [{"mp4": videos[0], "txt": b"a"}])
     with pytest.raises(
-        ValueError, match=r"has no \.latent\.npy.*these are no shards of lightning prepare clip-latents"
+        ValueError, match=r"has no \.latent\.npy.*these are not shards of lightning prepare clip-latents"
     ):
         EncodedSamples(ShardReader([shard]), 6, 4, PREPARE)
 
@@ -324,7 +324,7 @@ def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
     reader = ShardReader([make_shard(tmp_path / "train-0.tar", [{**good, **text}, {**other, **text}, good])])
     source = EncodedSamples(reader, 6, 4, PREPARE)
     assert source[0]["text"].shape == (6, 16)
-    with pytest.raises(BrokenSampleError, match=r"latent \(4, 2, 2, 4\) among those of \(4, 2, 2, 3\)"):
+    with pytest.raises(BrokenSampleError, match=r"latent has shape \(4, 2, 2, 4\), others \(4, 2, 2, 3\)"):
         source[1]
     with pytest.raises(BrokenSampleError, match=r"has no \.text\.npy"):
         source[2]

@@ -292,7 +292,7 @@ def test_clips_are_runs_of_the_frames_wherever_they_begin(name: str) -> None:
 def test_frames_without_times_are_errors() -> None:
     video = moving(12, options={"bf": "3", "qp": "20"})
     at = video.index(b"stts") + 12
-    with pytest.raises(BrokenSampleError, match=r"^video: the video does not say when its frames are shown"):
+    with pytest.raises(BrokenSampleError, match=r"^video: the video has no valid times for its frames"):
         read_clip(video[:at] + bytes(4) + video[at + 4 :], "video", 6, None, 0.0)
 
 

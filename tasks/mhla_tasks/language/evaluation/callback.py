@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 
 class LMEval(PeriodicEvaluation):
-    """Score the model on tasks of lm-evaluation-harness and log every metric as ``lm_eval/TASK/METRIC``.
+    """Callback that scores the model on tasks of lm-evaluation-harness and logs each metric as ``lm_eval/TASK/METRIC``.
 
     The evaluation runs on all processes, with the averaged weights if there are any, and shows lm-eval's progress bars. The
     scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder. Prompts that are too long are cut in the
-    middle; ``lm_eval/TASK/prompts_cut`` is their share.
+    middle; ``lm_eval/TASK/prompts_cut`` is the share of these prompts.
 
     Args:
-        tasks: tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
+        tasks: names of tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether the final weights are scored.
+        at_end: whether to score the final weights.
         num_fewshot: number of examples in a prompt; null for the default of each task.
-        limit: number of documents of each task, for quick trials; null for all.
+        limit: maximum number of documents of each task, for quick trials; null for all.
         batch_size: batch size of each process.
         max_length: maximum number of tokens in prompt and answer together; null for the model's context.
-        cut: part that prompts lose if they are too long: middle or left.
+        cut: part to remove from prompts that are too long: middle or left.
         data_dir: folder with local copies of the tasks' data; null for the hub.
-        include_path: folder with your own tasks.
+        include_path: folder with additional tasks.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class LMEval(PeriodicEvaluation):
         """
         if shards_weights(trainer):
             raise ValueError(
-                f"LMEval needs whole weights on every process, and {type(trainer.strategy).__name__} shards them; use ddp, "
+                f"LMEval needs complete weights on every process, and {type(trainer.strategy).__name__} shards them; use ddp, "
                 "or score the checkpoint with mhla-lm-eval"
             )
         self._load_tasks()
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the weights that validation uses on all processes, and log the scores on the first."""
+        """Score the weights that validation uses, on all processes, and log the scores on the first process."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM
@@ -134,10 +134,10 @@ class LMEval(PeriodicEvaluation):
         self.scores = flat_scores({**results["results"], **results.get("groups", {})})
         self.scores |= {f"{task}/prompts_cut": share for task, share in shares.items()}
         self.log_values(trainer, "lm_eval", self.scores)
-        kept = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
-        kept["num_fewshot"] = results.get("n-shot", {})
+        record = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
+        record["num_fewshot"] = results.get("n-shot", {})
         path = folder / "lm_eval" / f"step{trainer.global_step:07d}.json"
-        write_whole(path, json.dumps(kept, indent=2, default=str) + "\n")
+        write_whole(path, json.dumps(record, indent=2, default=str) + "\n")
         table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
         for name, value in self.scores.items():
             table.add_row(*(escape(harmless(part)) for part in name.split("/", 1)), f"{value:.4f}")
@@ -145,10 +145,13 @@ class LMEval(PeriodicEvaluation):
 
 
 def flat_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Flatten lm-eval's results to values by ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
+    """Flatten lm-eval's results to one value for each task and metric. Standard errors are omitted.
 
     Args:
-        results: values by task and then by ``METRIC,FILTER``; standard errors are omitted.
+        results: values by task and then by ``METRIC,FILTER``.
+
+    Returns:
+        Values by ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
     """
     flat = {}
     for task, metrics in results.items():

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @register_model("mhla")
 class MHLALM(HFLM):
-    """lm-eval's Hugging Face model, extended to training checkpoints, and with long prompts cut in the middle.
+    """lm-eval's model for Hugging Face networks, which also loads training checkpoints and cuts long prompts in the middle.
 
     Contexts and continuations are encoded as in lm-eval: the letters of a control token become that token, because the
     harness writes chat templates into its prompts. A token that the tokenizer appends to every text is omitted.
@@ -32,13 +32,13 @@ class MHLALM(HFLM):
     Under ``torch.distributed`` each process answers a share of the requests.
 
     Args:
-        pretrained: training checkpoint, exported folder, name on the hub, or model.
-        tokenizer: folder, name on the hub, or tokenizer; None for the model's own.
-        device: device for a model that is loaded; None for the GPU if there is one.
+        pretrained: path of a training checkpoint or of an exported folder, name on the hub, or model.
+        tokenizer: path of a tokenizer's folder, name on the hub, or tokenizer; None for the model's own.
+        device: device of a model that is loaded; None for the GPU if there is one.
         dtype: dtype of the weights of a model that is loaded.
         max_length: maximum number of tokens in prompt and answer together; None for the model's context. Dense mixing is
             extended to it, in a copy if ``pretrained`` is a model.
-        cut: part that prompts lose if they are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
+        cut: part to remove from prompts that are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
         options: options of lm-eval's HFLM, such as batch_size.
 
@@ -65,8 +65,8 @@ class MHLALM(HFLM):
             model = pretrained
         else:
             name = None if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
-            model, own = load_model(pretrained, name)
-            tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else own
+            model, model_tokenizer = load_model(pretrained, name)
+            tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else model_tokenizer
             weights = torch.float32 if dtype in (None, "auto") else getattr(torch, str(dtype), None)
             if not isinstance(weights, torch.dtype):
                 raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")
@@ -86,7 +86,7 @@ class MHLALM(HFLM):
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors of all processes; scalars are stacked."""
+        """Gather a tensor from all processes and concatenate the parts; scalars are stacked."""
         if self.world_size <= 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -99,11 +99,11 @@ class MHLALM(HFLM):
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, and count the prompts that are cut."""
+        """Score continuations as lm-eval does, and count the prompts that were cut."""
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers as lm-eval does, and count the prompts that are cut."""
+        """Generate answers as lm-eval does, and count the prompts that were cut."""
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
     def tok_encode(
@@ -129,7 +129,11 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Encode texts as a batch of tokens and mask; prompts of more than ``left_truncate_len`` tokens are cut."""
+        """Encode texts as a padded batch; texts of more than ``left_truncate_len`` tokens are cut as ``cut`` says.
+
+        Returns:
+            Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
+        """
         rows = [self.tok_encode(string) for string in strings]
         if truncation:
             longest_row, side = self.tokenizer.model_max_length, self.tokenizer.truncation_side
@@ -147,14 +151,14 @@ class MHLALM(HFLM):
         return ids, mask
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
-        room = self.max_length + 1  # the last token of the continuation is a target, not an input
+        window = self.max_length + 1  # the last token of the continuation is a target, not an input
         shortened = []
         for key, context, continuation in requests:
-            left = room - len(continuation)
+            context_limit = window - len(continuation)
             if key is not None:
-                self._note([key[0]], [len(context)], left)
-            cut = self.cut == "middle" and len(context) > left > 0
-            shortened.append((key, cut_middle(context, left) if cut else context, continuation))
+                self._note([key[0]], [len(context)], context_limit)
+            cut = self.cut == "middle" and len(context) > context_limit > 0
+            shortened.append((key, cut_middle(context, context_limit) if cut else context, continuation))
         return super()._loglikelihood_tokens(shortened, *args, **options)
 
     def _note(self, strings: list[str], lengths: list[int], limit: int | None) -> None:
@@ -171,18 +175,18 @@ class MHLALM(HFLM):
         """Return the share of each task's prompts that were cut, over all processes. Call it on every process."""
         counts = [(dict(self.prompts), dict(self.prompts_cut))]
         if self.world_size > 1:
-            everyone: list[Any] = [None] * self.world_size
-            torch.distributed.all_gather_object(everyone, counts[0])
-            counts = everyone
+            gathered: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(gathered, counts[0])
+            counts = gathered
         prompts: Counter[str] = Counter()
         cut: Counter[str] = Counter()
-        for each, each_cut in counts:
-            prompts.update(each)
-            cut.update(each_cut)
+        for process_prompts, process_cut in counts:
+            prompts.update(process_prompts)
+            cut.update(process_cut)
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the facts about the model that lm-eval writes to its results, and the share of cut prompts."""
+        """Return the description of the model that lm-eval writes to its results, and the share of cut prompts of each task."""
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
@@ -193,22 +197,22 @@ class MHLALM(HFLM):
         }
 
 
-def _device(wanted: str | None) -> str:
-    """Return this process's GPU, or the CPU if there is none; a device that is not a GPU is returned unchanged."""
-    if wanted is not None and not wanted.startswith("cuda"):
-        return wanted
+def _device(requested: str | None) -> str:
+    """Return the name of the device to use: this process's GPU, the CPU without one, or ``wanted`` if it is not a GPU."""
+    if requested is not None and not requested.startswith("cuda"):
+        return requested
     if not torch.cuda.is_available():
         return "cpu"
-    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else wanted or "cuda"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else requested or "cuda"
 
 
 def cut_left(tokens: list[int], length: int) -> list[int]:
-    """Return the last ``length`` tokens."""
+    """Return the last ``length`` tokens, or all if there are fewer."""
     return tokens[max(0, len(tokens) - length) :]
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:
-    """Return the first and the last tokens, ``length`` in total."""
+    """Remove tokens from the middle until ``length`` tokens remain."""
     if len(tokens) <= length:
         return tokens
     head = length // 2

@@ -1,4 +1,4 @@
-"""Command of lm-evaluation-harness with the model type mhla.
+"""Command line of lm-evaluation-harness, with the additional model type mhla.
 
     mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
 
@@ -25,7 +25,7 @@ from mhla_tasks.language.evaluation.tasks import local_data
 
 
 def main() -> None:
-    """Run lm-eval's command line, and report errors as messages."""
+    """Run lm-eval's command line, and print expected errors as messages instead of tracebacks."""
     prepare_streams()
     show_log(sys.stderr)
     with reported():
@@ -56,19 +56,19 @@ def _run() -> None:
 
 
 def _without_option(words: list[str], option: str) -> tuple[list[str], str | None]:
-    rest: list[str] = []
+    remaining: list[str] = []
     value = None
-    following = iter(words)
-    for word in following:
+    iterator = iter(words)
+    for word in iterator:
         if word == option:
-            value = next(following, None)
+            value = next(iterator, None)
             if value is None:
                 sys.exit(f"error: {option} needs a value")
         elif word.startswith(f"{option}="):
             value = word.partition("=")[2]
         else:
-            rest.append(word)
-    return rest, value
+            remaining.append(word)
+    return remaining, value
 
 
 if __name__ == "__main__":

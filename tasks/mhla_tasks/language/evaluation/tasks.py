@@ -1,4 +1,4 @@
-"""Running tasks of lm-eval on local copies of their data.
+"""Tasks of lm-eval on local copies of their data.
 
 A local copy is a folder with the same contents and the same name as the data set on the hub: ``DATA/cais/mmlu/`` for MMLU and
 ``DATA/Xnhyacinth/LongBench/`` for LongBench. It holds the data files and the ``README.md`` whose ``configs:`` block assigns
@@ -25,7 +25,7 @@ BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 @contextmanager
 def local_data(folder: str | Path | None) -> Iterator[None]:
-    """Context manager in which tasks load their data sets from a folder, if it has them.
+    """Context manager in which lm-eval's tasks load their data sets from a folder if it has them, else from the hub.
 
     Args:
         folder: folder with local copies of data sets; None changes nothing.
@@ -40,22 +40,22 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
     root = Path(folder).resolve()
     if not root.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder; it must hold data sets under their names on the hub (cais/mmlu)"
+            f"{folder} is not a folder; it must hold data sets under their names on the hub (cais/mmlu)"
         )
     original = datasets.load_dataset  # lm-eval's tasks load their data through this function
 
     def load(path: str, *args: Any, **options: Any) -> Any:
-        here = root / path
-        if here.is_dir():
-            return original(str(here), *args, **{"cache_dir": str(_cache_of(here)), **options})
+        local_copy = root / path
+        if local_copy.is_dir():
+            return original(str(local_copy), *args, **{"cache_dir": str(_cache_of(local_copy)), **options})
         if path in BUILDERS:
             return original(path, *args, **options)
         try:
             return original(path, *args, **options)
         except Exception as error:
             raise FileNotFoundError(
-                f"the data set {path} is not at {here}, nor to be had from the hub ({type(error).__name__}); put a copy "
-                "there, or leave the task out"
+                f"the data set {path} is neither at {local_copy} nor available from the hub ({type(error).__name__}); put "
+                "a copy there, or leave the task out"
             ) from error
 
     datasets.load_dataset = load
@@ -66,9 +66,9 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
 
 
 def _cache_of(folder: Path) -> Path:
-    """Return the folder for the converted form of a local data set.
+    """Return the cache folder for the converted form of a local data set.
 
-    Its name depends on size and time of the files, because ``datasets`` would otherwise reuse an outdated conversion.
+    Its name depends on the sizes and times of the files, because ``datasets`` would otherwise reuse an outdated conversion.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
@@ -77,7 +77,7 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that all tasks exist.
+    """Check that all tasks of lm-eval exist.
 
     Args:
         names: names of tasks, or paths of task files.
