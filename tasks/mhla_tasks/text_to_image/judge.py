@@ -34,14 +34,7 @@ CHECKS = ("digit", "colour", "count", "relation")
 
 @dataclass(frozen=True)
 class Found:
-    """Digit found in a picture.
-
-    Attributes:
-        label: digit that the classifier recognizes, 0 to 9.
-        colour: name of the nearest color.
-        row: vertical position of the center, in pixels.
-        column: horizontal position of the center, in pixels.
-    """
+    """Digit found in a picture: its label from 0 to 9, the name of its color, and row and column of its center in pixels."""
 
     label: int
     colour: str
