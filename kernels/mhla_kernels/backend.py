@@ -33,15 +33,15 @@ LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = {9: (3, 9), 10: (3, 9)}
 """Oldest version of Triton that ``"auto"`` trusts, by the first number of the compute capability.
 
-Before it, the compiler can overlap two products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821,
-fixed by #10988), and read shared memory or registers of Hopper's matrix products out of order (#9433, #11366)."""
+Older compilers can overlap two products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821, fixed
+by #10988), and read shared memory or registers of Hopper's matrix products out of order (#9433, #11366)."""
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Check the names of a form and a backend.
+    """Check that the names of a form and of a backend are known.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: if one of them is not.
     """
     for option, value, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if value not in choices:
@@ -49,7 +49,14 @@ def check_form_and_backend(form: str, backend: str) -> None:
 
 
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
-    """Return the backend for checked tensors.
+    """Choose between PyTorch and Triton for a call.
+
+    Args:
+        backend: requested backend: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton where it can be trusted.
+        q: queries.
+        k: keys.
+        v: values.
+        form: form of the operator.
 
     Raises:
         ValueError: if Triton is requested and cannot run the call.
@@ -65,12 +72,12 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Whether kernels for ``q`` would be compiled for its device, not interpreted."""
+    """Return whether Triton would compile kernels for the device of ``q``, instead of interpreting them."""
     return q.is_cuda
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return the reason not to choose kernels by default, or None; warn of it once."""
+    """Return the reason why ``"auto"`` does not choose the Triton kernels, and warn about it once; None if there is none."""
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())
@@ -97,7 +104,7 @@ def _distrust(major: int, found: str) -> str | None:
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
-    """Return the reason why Triton cannot run a call, or None."""
+    """Return the reason why Triton cannot run a call; None if it can."""
     if form == "reference":
         return "the reference form is PyTorch only"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):

@@ -1,4 +1,4 @@
-"""Division of outputs by their normalizer, with finite gradients for rows that overflowed."""
+"""Division of attention outputs by their normalizer, with finite gradients for rows that overflowed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 class _Divide(torch.autograd.Function):
-    """Autograd function for ``out / (normalizer + eps)``; a row without gradient passes zeros back, even if it overflowed.
+    """Autograd function for ``out / (normalizer + eps)`` that returns zero gradients for rows with a zero output gradient.
 
-    A plain division would multiply zero by infinity there, and make the gradients of everything that the row has seen NaN.
+    For a row that overflowed, a plain division would multiply zero by infinity in the backward pass, and the gradients of all
+    tokens that the row attends to would be NaN.
     """
 
     generate_vmap_rule = True

@@ -16,7 +16,7 @@ from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, for
 
 
 class ExponentialMovingAverage(Callback):
-    """Average the trained weights after each optimiser step.
+    """Average the trained weights after each optimizer step.
 
     Validation and the checkpoint's ``state_dict`` use the average; ``current_model_state`` in the checkpoint holds the trained
     weights. Under FSDP2 each process averages its own shards. The names in the checkpoint are those of Lightning's
@@ -44,7 +44,7 @@ class ExponentialMovingAverage(Callback):
         self._average = {name: tensor.to(weights[name].device) for name, tensor in self._average.items()}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the average if the optimiser made a step."""
+        """Update the average if the optimizer made a step."""
         if trainer.global_step <= self._updated:  # a batch that only accumulates gradients
             return
         self._updated = trainer.global_step
@@ -71,11 +71,11 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser step of the last update."""
+        """Return the optimizer step of the last update."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimiser step of the last update."""
+        """Restore the optimizer step of the last update."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

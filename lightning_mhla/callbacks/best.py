@@ -46,7 +46,7 @@ class BestCheckpoints:
         self._requests: list[Request] = []
         self._removals: list[str] = []
         self.validated_step = -1
-        """Optimiser step of the last validation."""
+        """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
         """Collect the requests of all ModelCheckpoints of a trainer instead of letting them write."""
@@ -66,7 +66,7 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Whether a callback monitors a validation that is older than the current weights.
+        """Return whether a callback monitors a validation that is older than the current weights.
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
@@ -167,7 +167,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Whether a ModelCheckpoint can have written a path: a checkpoint below its folder, after links and ``..`` are resolved."""
+    """Return whether a ModelCheckpoint can have written a path: a ``.ckpt`` below its folder once links are resolved."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")

@@ -1,4 +1,4 @@
-"""Detection of non-finite losses and gradients before an optimiser step, and search for the module that causes them."""
+"""Detection of non-finite losses and gradients before an optimizer step, and search for the module that causes them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class FiniteWatch(Callback):
-    """Check the loss and the norm of all gradients before each optimiser step.
+    """Check the loss and the norm of all gradients before each optimizer step.
 
     If one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module with
     a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes take the same
     decision.
 
     Args:
-        action: ``stop`` to stop the run, or ``skip`` to skip the optimiser step: the weights and the optimiser stay unchanged,
+        action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
             and the data and the learning rate advance.
         max_skipped: total number of steps that may be skipped before the run stops.
     """
@@ -50,7 +50,7 @@ class FiniteWatch(Callback):
         self._agreement = Agreement() if stage == "fit" else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Store the batch until the optimiser step that uses its gradients."""
+        """Store the batch until the optimizer step that uses its gradients."""
         self._seen.append((batch, batch_idx, None))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -72,7 +72,7 @@ class FiniteWatch(Callback):
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if is_shard(norm) else norm
         losses = [loss for _, _, loss in seen if loss is not None]
-        # One stacked tensor, so that the check synchronises with the accelerator only once per step.
+        # One stacked tensor, so that the check synchronizes with the accelerator only once per step.
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
         # All processes must skip the same steps; otherwise their weights would diverge, and collectives would not match.

@@ -22,8 +22,8 @@ class Forecast(Callback):
     """Print the number of parameters and steps and the memory per device when training starts, then speed and remaining time.
 
     Args:
-        warm_up_steps: optimiser steps before the speed is measured.
-        measured_steps: optimiser steps over which the speed is measured.
+        warm_up_steps: optimizer steps before the speed is measured.
+        measured_steps: optimizer steps over which the speed is measured.
     """
 
     def __init__(self, warm_up_steps: int = 5, measured_steps: int = 20) -> None:
@@ -55,7 +55,7 @@ class Forecast(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Print the speed once, after the measured steps."""
-        # Optimiser steps, not batches: under gradient accumulation several batches end at the same step.
+        # Optimizer steps, not batches: under gradient accumulation several batches end at the same step.
         done = trainer.global_step - self._first
         if self._said or done < self.warm_up_steps:
             return
@@ -68,10 +68,10 @@ class Forecast(Callback):
                 self._print((now - self._clock) / (done - self._clock_step), trainer)
 
     def _print(self, each: float, trainer: Trainer) -> None:
-        """Print the time per optimiser step and the remaining time.
+        """Print the time per optimizer step and the remaining time.
 
         Args:
-            each: seconds per optimiser step.
+            each: seconds per optimizer step.
             trainer: trainer of the run.
         """
         left = steps_of_run(trainer) - trainer.global_step
@@ -81,7 +81,7 @@ class Forecast(Callback):
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
-    """Describe the number of parameters, and the memory per device for weights, gradients, optimiser and average.
+    """Describe the number of parameters, and the memory per device for weights, gradients, optimizer and average.
 
     Args:
         module: module with full or sharded parameters.

@@ -1,4 +1,4 @@
-"""Base class of callbacks that evaluate a model every ``n`` optimiser steps and at the end of training."""
+"""Base class of callbacks that evaluate a model every ``n`` optimizer steps and at the end of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PeriodicEvaluation(Callback):
     evaluation.
 
     Args:
-        every_n_steps: optimiser steps between two evaluations; None for no evaluations during training.
+        every_n_steps: optimizer steps between two evaluations; None for no evaluations during training.
         at_end: whether the last weights are evaluated.
     """
 
@@ -53,11 +53,11 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser step of the last evaluation."""
+        """Return the optimizer step of the last evaluation."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimiser step of the last evaluation, so that the same weights are not evaluated twice."""
+        """Restore the optimizer step of the last evaluation, so that the same weights are not evaluated twice."""
         self._evaluated = state_dict["evaluated"]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:

@@ -30,7 +30,7 @@ def attention_entropy(weights_HNN: Tensor) -> float:
     """Compute the entropy of the rows of an attention matrix in nats, mean over heads and queries.
 
     Args:
-        weights_HNN: attention matrix ``[H, N, N]``. Weights may be negative: their absolute values are normalised to sum to 1.
+        weights_HNN: attention matrix ``[H, N, N]``. Weights may be negative: their absolute values are normalized to sum to 1.
     """
     share = weights_HNN.float().abs()
     share = share / share.sum(-1, keepdim=True).clamp(min=1e-12)
@@ -307,7 +307,7 @@ def _to_shown(image: Tensor) -> Tensor:
     """Scale an image ``[channels, height, width]`` to 0 to 1 for matplotlib.
 
     Returns:
-        Colours ``[height, width, 3]`` for three channels, otherwise the mean of the channels ``[height, width]``.
+        Colors ``[height, width, 3]`` for three channels, otherwise the mean of the channels ``[height, width]``.
     """
     low, high = image.min(), image.max()
     scaled = (image - low) / (high - low).clamp(min=1e-6)

@@ -57,7 +57,7 @@ class Recovery(Checkpoint):
 
     Args:
         every_minutes: minutes between two saves, by the clock of the first process; null for no saves by time.
-        every_n_steps: optimiser steps between two saves; null for no saves by steps.
+        every_n_steps: optimizer steps between two saves; null for no saves by steps.
         keep: number of latest states to keep in ``recovery``; with two, one is left if the latest is damaged.
         signals: names of the signals that stop the run. Ctrl+C is SIGINT; a second one stops immediately without saving.
     """
@@ -188,7 +188,7 @@ class Recovery(Checkpoint):
         """Agree on whether to save or to stop; save now unless a validation or the end of the epoch follows at this step."""
         stop, due = self._agreement.any(self.signals.received is not None, self._is_due(trainer))
         self._due, self._stopping = self._due or due, self._stopping or stop
-        # Between two batches of an optimiser step nothing is saved: a checkpoint does not contain accumulated gradients.
+        # Between two batches of an optimizer step nothing is saved: a checkpoint does not contain accumulated gradients.
         later = ends_epoch(trainer) or validates_after_this_batch(trainer) or accumulates_gradients(trainer)
         if not later and self._wants_save:
             self._save(trainer)
@@ -266,7 +266,7 @@ class Recovery(Checkpoint):
 
 
 def step_of(path: Path) -> int | None:
-    """Return the optimiser step in the file name of a state; None for any other name."""
+    """Return the optimizer step in the file name of a state; None for any other name."""
     match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
     return int(match[1]) if match else None
 
@@ -278,7 +278,7 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
 
     Args:
         folder: folder of the run's checkpoints.
-        step: optimiser step that the run starts at.
+        step: optimizer step that the run starts at.
         everything: whether the states in the folder belong to a different run and are all moved, whatever their steps.
     """
     latest = -1 if everything else step

@@ -46,13 +46,13 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Whether a logger continues in the folder of the run that the checkpoint belongs to."""
+    """Return whether a logger continues in the folder of the run that the checkpoint belongs to."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 
 
 def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
-    """Whether a table of an earlier start in the same folder contains the row, because that start was not killed."""
+    """Return whether a table of an earlier start in the same folder contains the row, because that start was not killed."""
     for path in Path(logger.log_dir).glob("metrics*.csv"):
         with path.open(newline="") as stream:
             for line in csv.DictReader(stream):

@@ -157,7 +157,7 @@ class StallWatch(Callback):
         return state["silent"] < self.seconds / 2, state["waits"], state["at"]
 
     def _waits_for_others(self) -> bool:
-        """Whether the main thread is inside a Python function of torch.distributed."""
+        """Return whether the main thread is inside a Python function of torch.distributed."""
         frame = sys._current_frames().get(self._main)
         return frame is not None and "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
 

@@ -94,7 +94,7 @@ def name_of_start(path: Path, run: Path) -> str:
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Check whether a path lies in a folder, after links are resolved."""
+    """Return whether a path lies in a folder, after links are resolved."""
     return path.resolve().is_relative_to(folder.resolve())
 
 

@@ -185,7 +185,7 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Check whether coefficients of the same shape belong to different block grids, such as 2 x 8 and 4 x 4."""
+    """Return whether coefficients of the same shape belong to different block grids, such as 2 x 8 and 4 x 4."""
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
 

@@ -150,7 +150,7 @@ def _is_unit(folder: Path) -> bool:
 
 
 def _is_lost(old: Path) -> bool:
-    """Check whether ``old`` is the only copy of a checkpoint that an earlier version was replacing when it was killed."""
+    """Return whether ``old`` is the only copy of a checkpoint that an earlier version was replacing when it was killed."""
     return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
 
 
@@ -169,7 +169,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Check whether a folder is a run folder: it is marked, or has checkpoints of an earlier version of this package."""
+    """Return whether a folder is a run folder: it is marked, or has checkpoints of an earlier version of this package."""
     if _is_marked(path):
         return True
     if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
@@ -184,7 +184,7 @@ def is_run(path: Path) -> bool:
 
 
 def _is_marked(run: Path) -> bool:
-    """Check whether a folder was locked by an earlier start."""
+    """Return whether a folder was locked by an earlier start."""
     with suppress(ValueError):
         owner = json.loads(_head(run / LOCK))
         return isinstance(owner, dict) and {"host", "pid", "job"} <= set(owner)
@@ -192,7 +192,7 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Check whether a process was killed before it wrote into the lock."""
+    """Return whether a process was killed before it wrote into the lock."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 
@@ -235,7 +235,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def _is_our_output(path: Path) -> bool:
-    """Check whether the output of this process is redirected to a file."""
+    """Return whether the output of this process is redirected to a file."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -275,7 +275,7 @@ def remove_log_folder(folder: Path) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Check whether another process trains in a run folder."""
+    """Return whether another process trains in a run folder."""
     # Not for a folder that this process has locked: closing the file would release the lock.
     try:
         with (path / LOCK).open("r+") as stream:
@@ -288,7 +288,7 @@ def in_use(path: Path) -> bool:
 
 
 def is_first_process() -> bool:
-    """Check whether this is the first process of a run. It works before there is a process group."""
+    """Return whether this is the first process of a run. It works before there is a process group."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )

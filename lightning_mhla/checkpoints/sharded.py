@@ -52,7 +52,7 @@ def checksum(path: Path) -> int:
 
 
 def is_sharded(path: Path) -> bool:
-    """Check whether a path is the folder of a sharded checkpoint."""
+    """Return whether a path is the folder of a sharded checkpoint."""
     return path.is_dir() and (path / REST).is_file()
 
 

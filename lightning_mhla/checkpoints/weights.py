@@ -16,7 +16,7 @@ LIVE = "current_model_state"
 
 
 def shards_weights(trainer: Trainer) -> bool:
-    """Check whether weights are sharded, so that no process holds all of them."""
+    """Return whether weights are sharded, so that no process holds all of them."""
     return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
 
 

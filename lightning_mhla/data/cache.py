@@ -113,7 +113,7 @@ class ShardCache:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Context that opens a shard, fetching it if needed, and prevents its removal; yields a file descriptor.
+        """Context manager that opens a shard, fetching it if needed, and prevents its removal; yields a file descriptor.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -264,7 +264,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context that locks the folder against changes by different processes."""
+        """Context manager that locks the folder against changes by different processes."""
         self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -275,7 +275,7 @@ class ShardCache:
 
     @contextmanager
     def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
-        """Context that makes room and holds the lock of the folder; yields whether there is room.
+        """Context manager that makes room and holds the lock of the folder; yields whether there is room.
 
         Args:
             size: number of bytes.

@@ -100,7 +100,7 @@ def file_name(source: Source) -> str:
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[BinaryIO]:
-    """Context that opens a file or URL for reading, decompressed if its suffix is one of :data:`COMPRESSED`.
+    """Context manager that opens a file or URL for reading, decompressed if its suffix is one of :data:`COMPRESSED`.
 
     Args:
         source: path or URL.

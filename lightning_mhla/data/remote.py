@@ -104,7 +104,7 @@ def kept_at(url: str, folder: Path) -> Path:
 
 
 def is_kept_folder(name: str) -> bool:
-    """Check whether a folder has a name that :func:`kept_at` returns."""
+    """Return whether a folder has a name that :func:`kept_at` returns."""
     return re.fullmatch(r"[0-9a-f]{16}", name) is not None
 
 

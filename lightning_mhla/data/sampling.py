@@ -153,7 +153,7 @@ def sample_generator(seed: int, index: int) -> torch.Generator:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Context that restores the CPU's global random state."""
+    """Context manager that restores the CPU's global random state."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

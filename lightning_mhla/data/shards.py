@@ -147,7 +147,7 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Check whether a folder contains shards, not sample files."""
+    """Return whether a folder contains shards, not sample files."""
     return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 

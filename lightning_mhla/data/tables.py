@@ -249,7 +249,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
 
 
 def _is_own(file: Path) -> bool:
-    """Check whether a file exists and was not put into the cache by a different user."""
+    """Return whether a file exists and was not put into the cache by a different user."""
     try:
         check_own(file.parent, is_kind=S_ISDIR)
         check_own(file)

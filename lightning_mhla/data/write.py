@@ -151,7 +151,7 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Context that holds a lock on a file; waits, with a message, while a different process holds it.
+    """Context manager that holds a lock on a file; waits, with a message, while a different process holds it.
 
     Some network file systems have no locks, or none between hosts; :func:`shard_writer` is safe without locks.
 
@@ -323,7 +323,7 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
-    """Context that writes a shard atomically, even if several processes write the same one.
+    """Context manager that writes a shard atomically, even if several processes write the same one.
 
     Each process writes an unfinished file of its own beside the shard. At the end, it removes the unfinished files of other
     processes that have not changed in the meantime, since their processes were killed. A process that does still write, on a

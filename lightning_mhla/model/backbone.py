@@ -237,7 +237,7 @@ class Backbone(LayoutTables):
 
 
 def _init_linear(module: nn.Module) -> None:
-    """Initialise weights from a truncated normal of standard deviation 0.02 and biases with zeros, as ViT and DeiT do."""
+    """Initialize weights from a truncated normal of standard deviation 0.02 and biases with zeros, as ViT and DeiT do."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

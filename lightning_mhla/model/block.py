@@ -25,7 +25,7 @@ MLPS: dict[MlpKind, Callable[..., nn.Module]] = {
 
 
 def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) -> nn.Module:
-    """Make a normalisation layer over the last axis, of width ``dim``.
+    """Make a normalization layer over the last axis, of width ``dim``.
 
     Args:
         kind: ``"layernorm"`` or ``"rmsnorm"``.

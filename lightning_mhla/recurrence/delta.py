@@ -38,7 +38,7 @@ def gated_delta_rule(
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
-        k: keys of length 1, ``[B, N, H, Dk]``. The caller normalises them; with longer keys the state may grow without bound.
+        k: keys of length 1, ``[B, N, H, Dk]``. The caller normalizes them; with longer keys the state may grow without bound.
         v: values, ``[B, N, H, Dv]``.
         beta: share of the old value that is replaced, ``[B, N, H]``, in 0 .. 2.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.

@@ -13,12 +13,12 @@ from torch import Tensor
 
 @cache
 def installed() -> bool:
-    """Whether fla-core is installed. It is imported by the first call that uses it."""
+    """Return whether fla-core is installed. It is imported by the first call that uses it."""
     return find_spec("fla") is not None
 
 
 def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
-    """Whether a call with queries ``q`` uses the kernels of fla-core.
+    """Return whether a call with queries ``q`` uses the kernels of fla-core.
 
     Args:
         backend: ``"torch"``, ``"triton"`` or ``"auto"``.

@@ -30,14 +30,14 @@ def logged_step(trainer: Trainer) -> int:
 
 
 def validates_after_this_batch(trainer: Trainer) -> bool:
-    """Whether validation or the end of the epoch follows the current training batch."""
+    """Return whether validation or the end of the epoch follows the current training batch."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
 
 
 def accumulates_gradients(trainer: Trainer) -> bool:
-    """Whether the gradients of the last batch await an optimiser step that later batches complete."""
+    """Return whether the gradients of the last batch await an optimizer step that later batches complete."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -47,18 +47,18 @@ def batches_done(trainer: Trainer) -> int:
 
 
 def inside_accumulation(trainer: Trainer) -> bool:
-    """Whether a checkpoint was saved between two batches of one optimiser step. Call it at the start of training."""
+    """Return whether a checkpoint was saved between two batches of one optimizer step. Call it at the start of training."""
     return bool(trainer.fit_loop.restarted_mid_epoch) and accumulates_gradients(trainer)
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Whether the epoch ends after the current training batch, because it is the last one or because training stops."""
+    """Return whether the epoch ends after the current training batch, because it is the last one or because training stops."""
     fit_loop = trainer.fit_loop
     return fit_loop.epoch_loop._is_training_done or (trainer.should_stop and fit_loop._can_stop_early)
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:
-    """Whether training stopped before the last batch of its epoch."""
+    """Return whether training stopped before the last batch of its epoch."""
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 

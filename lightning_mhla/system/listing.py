@@ -20,7 +20,7 @@ LONGEST_NAME = 250
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a text is a valid name of a visible file: a single path component that cannot point to a different folder."""
+    """Return whether a text is a valid name of a visible file: one path component, not hidden, of a permitted length."""
     try:
         length = len(os.fsencode(name))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -29,7 +29,7 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder name is neither hidden (``.git``, ``.ipynb_checkpoints``) nor in :data:`NOISE`."""
+    """Return whether a file or folder name is neither hidden (``.git``, ``.ipynb_checkpoints``) nor in :data:`NOISE`."""
     return not name.startswith(".") and name not in NOISE
 
 

@@ -43,7 +43,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a plain value has a plain type; True for types that are not plain, which are not checked."""
+    """Return whether a plain value has a plain type; True for types that are not plain, which are not checked."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)

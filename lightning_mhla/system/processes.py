@@ -39,7 +39,7 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes that do not synchronise with an accelerator.
+    """Votes among all processes that do not synchronize with an accelerator.
 
     Creating an instance is collective: create it on every process, after the process group exists. In a run with one process,
     each vote is that of the process itself.

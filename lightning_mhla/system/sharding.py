@@ -19,12 +19,12 @@ SEQUENCE = "sequence_parallel"
 
 
 def is_shard(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a ``DTensor``, a tensor of which each process holds a shard."""
+    """Return whether a value is a ``DTensor``, a tensor of which each process holds a shard."""
     return _is("torch.distributed.tensor", "DTensor", value)
 
 
 def is_sharded_module(module: object) -> TypeGuard[FSDPModule]:
-    """Whether a module was passed to ``fully_shard``."""
+    """Return whether a module was passed to ``fully_shard``."""
     return _is("torch.distributed.fsdp", "FSDPModule", module)
 
 
@@ -39,7 +39,7 @@ def shard(
     """Shard a network layer by layer, in place.
 
     Args:
-        network: network with float32 parameters; the optimiser updates them in float32.
+        network: network with float32 parameters; the optimizer updates them in float32.
         layers: layers of the network, whose parameters are gathered one layer at a time.
         mesh: one-dimensional mesh of the processes.
         gathered: dtype in which weights are gathered and used; gradients are reduced in float32.

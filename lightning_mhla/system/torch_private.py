@@ -23,18 +23,18 @@ def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no values, such as a meta tensor or a fake tensor."""
+    """Return whether a tensor has no values, such as a meta tensor or a fake tensor."""
     return x.is_meta or isinstance(x, FakeTensor)
 
 
 def makes_fake_tensors() -> bool:
-    """Whether tensors that are created now have no values, because torch.compile or a fake mode traces the code."""
+    """Return whether tensors that are created now have no values, because torch.compile or a fake mode traces the code."""
     # Dynamo cannot trace detect_fake_mode, so the order matters: under compilation it must not be called.
     return torch.compiler.is_compiling() or detect_fake_mode() is not None
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running, so that a forward function is being recomputed (activation checkpointing)."""
+    """Return whether a backward pass is running, so that a forward function is being recomputed (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -46,7 +46,7 @@ def compilations() -> tuple[int, float]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called on a module."""
+    """Return whether ``module.compile()`` was called on a module."""
     return module._compiled_call_impl is not None
 
 

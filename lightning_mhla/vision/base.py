@@ -202,7 +202,7 @@ class VisionModel(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new, randomly initialised one.
+        """Replace the head by a new, randomly initialized one.
 
         Args:
             num_classes: number of classes; 0 for no head.

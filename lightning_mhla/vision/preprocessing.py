@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's pixels for each colour, in [0, 1] (timm's defaults)."""
+"""Mean and standard deviation of ImageNet's pixels for each color, in [0, 1] (timm's defaults)."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Preprocessing:
 
     Args:
         image_size: side of the square result, in pixels.
-        channels: 3, or 1 for grey images.
+        channels: 3, or 1 for gray images.
         crop_share: side of the central crop divided by the side of the resized image; null resizes the complete image to the
             square, without keeping its aspect ratio.
-        mean: subtracted from the pixels in [0, 1], one number for each colour or one for all.
-        std: divisor of the pixels after that, one number for each colour or one for all.
+        mean: subtracted from the pixels in [0, 1], one number for each color or one for all.
+        std: divisor of the pixels after that, one number for each color or one for all.
     """
 
     image_size: int
@@ -59,7 +59,7 @@ class Preprocessing:
 
     @property
     def mode(self) -> str:
-        """Mode of the images that the transform takes: ``"RGB"``, or ``"L"`` for grey images without a crop."""
+        """Mode of the images that the transform takes: ``"RGB"``, or ``"L"`` for gray images without a crop."""
         return "L" if self.crop_share is None and self.channels == 1 else "RGB"
 
     def as_dict(self) -> dict[str, Any]:

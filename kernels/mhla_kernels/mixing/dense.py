@@ -49,5 +49,5 @@ class DenseMixing(Mixing):
             raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
     def matrix(self, blocks: int) -> Tensor:
-        """Return all coefficients, whatever ``blocks`` is."""
+        """Return the complete matrix of coefficients, regardless of ``blocks``."""
         return self.mixing

@@ -16,7 +16,7 @@ def fit_exponentials(
     any_row_scale: bool,
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit amplitudes and decays; :meth:`ExponentialMixing.fit` documents the arguments and errors.
+    """Fit a sum of exponentials to dense coefficients; :meth:`ExponentialMixing.fit` documents the arguments and errors.
 
     Returns:
         Amplitudes, decays and explained variance.
@@ -102,9 +102,9 @@ def _nonnegative_least_squares(features: Tensor, wanted: Tensor, start: Tensor, 
     """Solve ``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
 
     Args:
-        features: ``[H, n, R]``.
-        wanted: ``[H, n]``.
-        start: first guess, ``[H, R]``.
+        features: R features for each of n targets, ``[H, n, R]``.
+        wanted: targets, ``[H, n]``.
+        start: initial guess, ``[H, R]``.
         sweeps: number of passes over all R coordinates.
 
     Returns:

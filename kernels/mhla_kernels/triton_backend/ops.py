@@ -34,7 +34,14 @@ TENSORS = Arguments._fields.index("largest")
 
 @torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def attention(*arguments: Any) -> Tensor:
-    """Compute the outputs ``[B, N, H, V]``, contiguous, from the arguments that :class:`Arguments` lists."""
+    """Compute attention with the fused kernels; the registered operator ``torch.ops.mhla.attention``.
+
+    Args:
+        arguments: values of the fields of :class:`Arguments`, in order.
+
+    Returns:
+        Outputs, ``[B, N, H, V]``, contiguous.
+    """
     named = Arguments(*arguments)
 
     def run() -> Tensor:
@@ -59,12 +66,12 @@ def _(*arguments: Any) -> Tensor:
 def attention_backward(
     gradient: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the gradients of q, k, v and of the coefficients.
+    """Compute the gradients of attention with the fused kernels.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
-        arguments: arguments of the operator, see :class:`Arguments`.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        arguments: values of the fields of :class:`Arguments`, in order.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor; tensors without elements for those not wanted.
@@ -119,9 +126,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 def _operations(given: Any) -> int:
-    """Count the additions and multiplications in the products of one form, from arguments whose tensors are shapes.
+    """Count the additions and multiplications in the matrix products of a forward pass.
 
-    Work outside of the products is not counted.
+    Args:
+        given: arguments of the operator, with shapes in place of tensors.
     """
     batch, tokens, heads, key_width = given.q
     width, causal = given.v[-1], given.causal
@@ -138,13 +146,13 @@ def _operations(given: Any) -> int:
 
 @register_flop_formula(torch.ops.mhla.attention)
 def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Operations of the forward pass, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
+    """Count the operations of a forward pass, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
     return _operations(Arguments(*arguments))
 
 
 @register_flop_formula(torch.ops.mhla.attention_backward)
 def _backward_operations(gradient: Any, wanted: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Operations of the backward pass: twice those of the forward pass."""
+    """Count the operations of a backward pass as twice those of the forward pass."""
     return 2 * _operations(Arguments(*arguments))
 
 
