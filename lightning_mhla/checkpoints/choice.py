@@ -16,19 +16,19 @@ BEST, NEWEST = "best", "last"
 
 
 def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> str | None:
-    """Choose the checkpoint that a command uses.
+    """Choose the checkpoint that a command loads.
 
     Args:
         run: folder of the run; None if the command does not name one.
-        asked: path of a checkpoint, or :data:`BEST` or :data:`NEWEST` of the run; None for the run's latest checkpoint.
+        asked: path of a checkpoint, or the keyword :data:`BEST` or :data:`NEWEST`; None for the run's latest checkpoint.
         training: whether the command trains, in the folder of the run.
 
     Returns:
-        Path of the checkpoint, the folder of the run for its latest complete checkpoint, or None to start from scratch.
+        Path of the checkpoint; the folder of the run for its latest complete checkpoint; or None to start from scratch.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if a run would lose its own progress, or :data:`BEST` is given without a run.
+        ValueError: if a run would lose its own progress, or if :data:`BEST` is given without a run.
     """
     own = find_checkpoints(run) if run is not None else []
     if asked == BEST:
@@ -79,7 +79,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """Read the state of ``Recovery`` from the latest readable checkpoint; empty if there is none."""
+    """Read the state of the callback ``Recovery`` from the latest readable checkpoint; empty if there is none."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")
@@ -88,7 +88,7 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def name_of_start(path: Path, run: Path) -> str:
-    """Return the name of a run's start checkpoint: its path relative to the run's folder, or absolute if it lies elsewhere."""
+    """Return the path of the checkpoint that a run starts from, relative to the run's folder if it lies inside."""
     place, own = path.resolve(), run.resolve()
     return os.path.relpath(place, own) if place.is_relative_to(own) else str(place)
 

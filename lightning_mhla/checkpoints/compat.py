@@ -31,14 +31,14 @@ def log_origin(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Compare the attention of a checkpoint with that of the run.
+    """Check that a checkpoint was trained with the attention of the run.
 
     Args:
         checkpoint: entries of the checkpoint.
         attention: attention options of the run; None to compare nothing.
 
     Raises:
-        ValueError: if an option differs. The message names it, and the way out.
+        ValueError: if an option differs; the message names it and what to do.
     """
     saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
     if not saved or not attention:
@@ -52,7 +52,7 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
 
 
 def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mapping[str, Any]) -> None:
-    """Log the options of this run that differ from those that the checkpoint was trained with.
+    """Log the options in which this run differs from the run that wrote a checkpoint.
 
     Args:
         checkpoint: entries of the checkpoint.
@@ -77,12 +77,12 @@ def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, group_sizes: Sequence[int]) -> None:
-    """Compare the optimizer of a checkpoint with that of the run.
+    """Check that the optimizer state in a checkpoint fits the optimizer of the run.
 
     Args:
         saved: parameter groups of the checkpoint, see :func:`saved_groups`.
         kind: kind of the run's optimizer, for the error message.
-        betas: number of the betas of the run's optimizer, which distinguishes the kinds.
+        betas: number of betas of the run's optimizer, by which the kinds are distinguished.
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
@@ -103,14 +103,14 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
 
 
 def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Compare the weights of a checkpoint with those of the model: LoRA adapters, and the shape of each tensor.
+    """Check that the weights in a checkpoint fit the model: both or neither have LoRA adapters, and all shapes agree.
 
     Args:
         checkpoint: entries of the checkpoint.
         state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: if only one of them has adapters, or shapes differ. The message names up to three tensors.
+        ValueError: if they do not; the message names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):

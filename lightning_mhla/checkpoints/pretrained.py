@@ -33,7 +33,7 @@ COMMON = ("qkv.", "proj.")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Pretrained weights and the options of their model.
+    """Weights of a pretrained model, with the options of the model.
 
     Attributes:
         weights: tensors by name.
@@ -45,7 +45,7 @@ class Pretrained:
 
     @property
     def block_grid(self) -> tuple[int, ...] | None:
-        """Block grid of the mixing coefficients; None if unknown."""
+        """Block grid that the mixing coefficients were trained with; None if unknown."""
         attention = self.options.get("attention")
         first = attention[0] if isinstance(attention, list) and attention else attention
         grid = first.get("block_grid") if isinstance(first, dict) else None
@@ -53,10 +53,13 @@ class Pretrained:
 
 
 def read_trained(path: str | Path) -> Pretrained | None:
-    """Read the network from a run's folder or a checkpoint, its moving average if there is one; None for other paths.
+    """Read the weights of the network in a run or a checkpoint: their moving average, if it has one.
+
+    Returns:
+        Weights and options; None for a path that is neither a run nor a checkpoint.
 
     Raises:
-        ValueError: if the path cannot be read safely, or holds no network.
+        ValueError: if the path cannot be read safely, or does not contain a network.
     """
     local = Path(path)
     exported = (local / "config.json").is_file() or (local / "model_index.json").is_file()
@@ -71,7 +74,7 @@ def read_trained(path: str | Path) -> Pretrained | None:
 
 
 def read_pretrained(path: str | Path) -> Pretrained:
-    """Read weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
+    """Read pretrained weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
 
     Raises:
         FileNotFoundError: if the path is none of these.
@@ -129,14 +132,14 @@ def adopt(
     heads: Sequence[str] = (),
     positions: Sequence[str] = (),
 ) -> Report:
-    """Load the weights of a model of the same width and depth into ``network``, and log the outcome.
+    """Load pretrained weights into a model of the same width and depth, and log the outcome for each tensor.
 
     Args:
         network: model to load the weights into, changed in place.
         source: weights and options of the pretrained model.
-        path: path of the weights for messages.
-        heads: prefixes of names that keep new initial values if their size differs (classes, vocabulary).
-        positions: names of learned positions ``[1, side * side, dim]`` of a square grid.
+        path: path of the weights, for messages.
+        heads: prefixes of the names of output layers, which keep new initial values if their size differs.
+        positions: names of learned position embeddings ``[1, side * side, dim]`` of a square grid.
 
     Returns:
         Names of the tensors by outcome.
@@ -185,13 +188,13 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether coefficients of the same shape belong to different block grids, such as 2 x 8 and 4 x 4."""
+    """Return whether mixing coefficients must be resized although their shape fits, as from 2 x 8 to 4 x 4 blocks."""
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
 
 
 def resize_positions(position: Tensor, tokens: int) -> Tensor:
-    """Interpolate learned positions from one square grid to another (bicubic).
+    """Resize learned position embeddings from one square grid to another by bicubic interpolation.
 
     Args:
         position: positions ``[1, N, dim]``, where N is a square.

@@ -22,7 +22,7 @@ MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
 
 
 def check_sharded(path: Path) -> None:
-    """Compare every file of a sharded checkpoint with its manifest.
+    """Check that every file of a sharded checkpoint has the size and checksum in the manifest.
 
     Raises:
         ValueError: if a file is missing or differs; the message names it.
@@ -57,7 +57,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def load_rest(path: Path) -> dict[str, Any]:
-    """Read the entries of a sharded checkpoint that are not tensors.
+    """Read all entries of a sharded checkpoint except its tensors.
 
     Raises:
         ValueError: if they cannot be read without running code.

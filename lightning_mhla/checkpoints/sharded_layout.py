@@ -20,7 +20,7 @@ from lightning_mhla.system.checkpoint_private import StorageInfo
 
 
 def pack_layout(metadata: Metadata) -> dict[str, Any]:
-    """Convert torch's metadata to plain values.
+    """Convert torch's metadata of a sharded checkpoint to values for JSON.
 
     Returns:
         Dict of three entries. ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, None for other values.
@@ -46,10 +46,10 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert untrusted values of :func:`pack_layout` to torch's metadata.
+    """Convert the result of :func:`pack_layout`, read from an untrusted file, to torch's metadata.
 
     Args:
-        listed: values of :func:`pack_layout` from a file.
+        listed: result of :func:`pack_layout`, read from a file.
         files: size in bytes of each file in the folder, by name.
 
     Raises:

@@ -39,7 +39,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Write a sharded checkpoint. Every process calls this function with its shards of the tensors.
+    """Write a sharded checkpoint, atomically. Every process calls this function with its shards of the tensors.
 
     Args:
         path: path of the folder. An existing checkpoint is replaced once the new one is complete.
@@ -86,7 +86,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
 
 
 class _Reader(FileSystemReader):
-    """Reader that reads the layout instead of torch's metadata."""
+    """Storage reader that takes the layout of the tensors from ``layout.json`` instead of torch's pickled ``.metadata``."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         where = Path(self.path) / LAYOUT
@@ -100,7 +100,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Mixin of planners that reads values other than tensors as plain data."""
+    """Mixin for planners of torch's checkpoint loading that reads values other than tensors without running code."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]
@@ -126,7 +126,7 @@ class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Return a context that converts every exception of torch about a broken folder into a ValueError that names it."""
+    """Context manager that converts torch's exceptions about a damaged checkpoint to a ValueError that names the path."""
     try:
         yield
     except CheckpointException as error:
@@ -137,12 +137,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def saved_names(path: Path) -> set[str]:
-    """Return the first parts of the names of saved tensors: ``state_dict``, ``optimizer_0`` and so on."""
+    """Return the top-level names of the tensors in a sharded checkpoint: ``state_dict``, ``optimizer_0`` and so on."""
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Load tensors into nested dicts in place, each process its shards. Every process calls this function.
+    """Load the tensors of a sharded checkpoint in place; each process loads its shards, and every process must call this.
 
     Args:
         path: path of the folder, written by any number of processes.
@@ -156,7 +156,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """Load a complete sharded checkpoint as the dict that training in one process writes.
+    """Load a sharded checkpoint completely, as the dict that training in one process would write.
 
     Raises:
         ValueError: if the checkpoint is damaged or cannot be read safely.
@@ -172,7 +172,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state from names to numbers of parameters, as torch's optimizers number them."""
+    """Convert the state of an optimizer from names of parameters to their numbers, as torch's optimizers store it."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Prefetching of shards."""
+"""Prefetching of remote shards in threads, ahead of their first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE = 4
 
 
 class FetchAhead:
-    """Context in which shards are prefetched in the order of their first use, as far as the cache limit allows.
+    """Context manager that prefetches shards in the order of their first use, as far as the cache limit allows.
 
     If several passes share a cache, such as training and validation, only the one that read last prefetches.
 
@@ -42,13 +42,13 @@ class FetchAhead:
         self._plan(0)
 
     def passed(self, samples: int) -> None:
-        """Report the number of samples read by all processes together."""
+        """Report the number of samples that all processes together have read; called after each batch."""
         self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose the shards to keep: those that are needed next, as many as fit.
+        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit.
 
         Args:
             samples: number of samples read so far, by all processes together.

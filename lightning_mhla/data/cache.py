@@ -60,7 +60,14 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Register the shards at URLs, fetch the small files beside them, and return the paths that the shards will have."""
+        """Register remote shards, and download the small files beside them, such as the list of classes.
+
+        Args:
+            urls: URLs of the shards.
+
+        Returns:
+            Path that each shard will have in the cache; the shards themselves are not downloaded yet.
+        """
         paths = [kept_at(url, self.folder) for url in urls]
         if not set(paths) <= set(self.urls):
             self.urls |= dict(zip(paths, urls, strict=True))
@@ -69,7 +76,7 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """Return the member table of a shard: from the cache, from ``NAME.tar.index.npz`` on the server, or by a scan.
+        """Return the member table of a shard: from the cache, else from ``NAME.tar.index.npz`` on the server, else by a scan.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -97,14 +104,14 @@ class ShardCache:
         return table
 
     def _keep(self, file: Path, content: bytes) -> None:
-        """Write a small file after making room for it."""
+        """Write a small file to the cache, atomically, after making room for it."""
         with self._room_for(len(content), None):
             self._folder(file.parent)
             with written_whole(file) as aside:
                 aside.write_bytes(content)
 
     def _folder(self, folder: Path) -> Path:
-        """Return a folder of the cache, created if missing.
+        """Create a folder of the cache if it is missing, check it, and return it.
 
         Raises:
             ForeignFileError: if the folder is a link, or belongs to a different user.
@@ -139,11 +146,11 @@ class ShardCache:
     def fetch(
         self, path: Path, keep: Collection[Path] | None = None, stop: threading.Event | None = None
     ) -> int | None:
-        """Fetch a shard, and remove the least recently used shards to make room.
+        """Download a shard into the cache, removing the least recently used shards to make room.
 
         Args:
             path: path of the shard in the cache.
-            keep: shards that are not removed to make room; None removes any shard that no process reads, and waits for room.
+            keep: shards not to remove to make room; None to remove any shard that no process reads, and to wait for room.
             stop: event that cancels the download.
 
         Returns:
@@ -186,7 +193,17 @@ class ShardCache:
         return descriptor is not None
 
     def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
-        """Download a shard into an open file when there is room; return False if ``keep`` leaves none."""
+        """Download a shard into an open file, after making room for it.
+
+        Args:
+            descriptor: descriptor of the file.
+            path: path of the shard in the cache.
+            keep: shards not to remove to make room, see :meth:`fetch`.
+            stop: event that cancels the download.
+
+        Returns:
+            Whether the shard was downloaded; False if ``keep`` leaves no room.
+        """
         url, size = self.urls[path], self._size(path)
         with self._room_for(size, keep) as found:
             if not found:
@@ -203,7 +220,7 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a fetched shard with its saved member table, and replace the table if the shard has changed.
+        """Compare a downloaded shard with its saved member table, and replace the table if the shard has changed.
 
         Raises:
             ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
@@ -219,7 +236,7 @@ class ShardCache:
             )
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
-        """Check that the shards that are shuffled together fit within the limit.
+        """Check that the shards that are shuffled together fit in the cache.
 
         Args:
             paths: paths of the shards in the cache.
@@ -264,7 +281,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context manager that locks the folder against changes by different processes."""
+        """Context manager that locks the folder of the cache, so that no other process changes its contents."""
         self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -275,11 +292,14 @@ class ShardCache:
 
     @contextmanager
     def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
-        """Context manager that makes room and holds the lock of the folder; yields whether there is room.
+        """Context manager that makes room for a file, and locks the folder of the cache while the file is created.
 
         Args:
-            size: number of bytes.
-            keep: shards that are not removed to make room; None removes any shard that no process reads, and waits for room.
+            size: size of the file in bytes.
+            keep: shards not to remove; None to remove any shard that no process reads, and to wait for room.
+
+        Yields:
+            Whether there is room; never False if ``keep`` is None.
 
         Raises:
             ShardUnavailableError: if there is no room within :data:`PATIENCE` seconds.
@@ -305,7 +325,7 @@ class ShardCache:
             time.sleep(WAIT)
 
     def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
-        """Remove unused shards until there is room for ``size`` bytes; return whether there is."""
+        """Remove unused shards, least recently used first, until ``size`` bytes fit; return whether they fit."""
         used, shards = 0, []
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
@@ -324,12 +344,12 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker process, without times of use and prefetcher, which belong to this process."""
+        """Return the state to send to a worker process, without the prefetcher and the record of uses of this process."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the paths of all files in the subfolders of a cache that hold shards."""
+    """List all files in those subfolders of a cache that hold shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
@@ -339,9 +359,14 @@ def _is_shard(file: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file so that forked processes close their copy of the descriptor.
+    """Open a file of the cache, and return a descriptor that forked processes close.
 
-    A copy would keep the lock after this process releases it, and the disk space of a removed file.
+    In a forked process, a copy of the descriptor would keep the lock after this process releases it, and would keep the disk
+    space of a removed file in use.
+
+    Args:
+        path: path of the file.
+        flags: flags of ``os.open``.
     """
     with _holding:
         descriptor = open_own(path, flags)
@@ -368,7 +393,7 @@ os.register_at_fork(before=_holding.acquire, after_in_parent=_holding.release, a
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a path still refers to the file with an open descriptor."""
+    """Return whether a path still refers to the file that ``descriptor`` has open."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -376,7 +401,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unlocked(file: Path) -> bool:
-    """Remove a file if no process has locked it and it belongs to this user; return whether it was removed."""
+    """Remove a file if it belongs to this user and no process has locked it; return whether it was removed."""
     try:
         descriptor = _open(file, os.O_RDONLY)
     except ForeignFileError:

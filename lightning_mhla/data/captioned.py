@@ -32,7 +32,7 @@ MOST_CAPTIONS = 32
 
 
 class CaptionedFiles:
-    """Interface of captioned files by index. A sample may have several captions, of which training draws one each time.
+    """Base class of collections of files with captions, read by index. A sample may have several captions.
 
     Attributes:
         shard_sizes: number of samples in each shard.
@@ -41,14 +41,18 @@ class CaptionedFiles:
     shard_sizes: Sequence[int]
 
     def describe(self, index: int) -> str:
-        """Describe the location of a sample, for messages."""
+        """Describe the location of a sample in one phrase, for messages."""
         raise NotImplementedError
 
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """Read the member with the first of the ``wanted`` extensions that a sample has.
+        """Read one file of a sample, chosen by its extension.
+
+        Args:
+            index: index of the sample.
+            wanted: extensions in order of preference; the first that the sample has is read.
 
         Returns:
-            Extension and content of the member.
+            Extension and content of the file.
 
         Raises:
             BrokenSampleError: if the sample has none of the extensions.
@@ -56,7 +60,7 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """Read the first ``count`` bytes of the member that :meth:`member` returns."""
+        """Read the first ``count`` bytes of the file of a sample that :meth:`member` reads."""
         raise NotImplementedError
 
     def captions(self, index: int) -> list[str]:
@@ -68,7 +72,7 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """Return the caption of a sample, drawn at random if there are several. The random state is seeded for each sample."""
+        """Return the caption of a sample; if there are several, draw one with torch's global random generator."""
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
@@ -151,7 +155,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the first file beside a sample that has its name and one of the extensions; None if there is none."""
+        """Find the file beside a sample that has its name and the earliest of some extensions; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -170,7 +174,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origin of each sample: its files, and the captions that ``metadata.jsonl`` gives it."""
+        """List the origin of each sample: the files that it is read from, and its captions in ``metadata.jsonl``."""
         found = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -181,7 +185,7 @@ class FolderFiles(CaptionedFiles):
         return found
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn of captions that belong to no file, and of those that ``metadata.jsonl`` replaces."""
+        """Warn about captions that belong to no file, and about captions that ``metadata.jsonl`` overrides."""
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
@@ -212,12 +216,12 @@ class FolderFiles(CaptionedFiles):
 
 
 def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[str]:
-    """Parse the captions in a ``.txt`` file, or in a ``.json`` file under the entry ``key``, a text or a list of texts.
+    """Parse the captions of a sample from the content of a ``.txt`` or ``.json`` file.
 
     Args:
         data: content of the file.
         extension: ``"txt"`` or ``"json"``.
-        key: entry of a ``.json`` that holds the captions.
+        key: entry of a ``.json`` file that holds the captions, a text or a list of texts.
         where: location of the sample, for error messages.
 
     Raises:
@@ -247,14 +251,20 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """Encode the captions of a sample as a shard member, keyed by file extension: ``txt`` for one, ``json`` for several."""
+    """Encode the captions of a sample as a member of a shard, by extension: ``txt`` for one caption, ``json`` for several."""
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}
 
 
 def _listed(content: Any, key: str, where: str) -> list[Any]:
-    """Extract captions from a JSON value: a list, or the entry ``key`` of an object, a text or a list."""
+    """Extract the captions from a parsed JSON value.
+
+    Args:
+        content: list of captions, or an object with a caption or a list of captions under ``key``.
+        key: name of that entry.
+        where: location of the sample, for error messages.
+    """
     found = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
     if found is None:
         raise BrokenSampleError(f"{where} holds no caption under {key!r}; set caption_key")

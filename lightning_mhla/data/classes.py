@@ -21,7 +21,7 @@ LARGEST_LIST = 1 << 26
 
 
 def check_count(num_classes: int) -> int:
-    """Return the number of classes if it is valid.
+    """Check a number of classes, and return it.
 
     Raises:
         ValueError: if the number is not positive, or above :data:`MOST_CLASSES`.
@@ -60,11 +60,11 @@ def write_classes(file: Path, names: Sequence[str]) -> None:
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the classes of shards with a different prefix in a folder, such as ``train-classes.txt``; None if there are none.
+    """Read the class names that other shards in a folder use, such as those in ``train-classes.txt``; None if there are none.
 
     Args:
         folder: folder of the shards.
-        prefix: prefix of the shards whose own list is ignored.
+        prefix: prefix of the shards whose own list of classes is ignored.
 
     Raises:
         ValueError: if there are several lists and they differ.
@@ -81,12 +81,15 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
 
 
 def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list[int]:
-    """Map each class of a part of a data set to its label in the data set, by name.
+    """Map the labels of a part of a data set, such as its validation set, to labels of the data set, by class name.
 
     Args:
         own: names of the part's classes, in the order of its labels.
         wanted: names of all classes of the data set, in the order of their labels.
         where: location of the part, for messages.
+
+    Returns:
+        Label in the data set for each label in the part.
 
     Raises:
         ValueError: if the part has a class that the data set does not have.

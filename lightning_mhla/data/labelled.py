@@ -12,7 +12,7 @@ from lightning_mhla.data.remote import url_scheme
 
 
 class LabelledShards:
-    """Mixin of data modules that read labeled shards, or folders with one subfolder per class.
+    """Mixin for data modules that read labeled shards, or folders with one subfolder per class.
 
     The class names of the training data define the labels of the data set. A validation set with fewer classes keeps these
     labels. A trained model provides its own list of classes, which takes precedence.
@@ -24,7 +24,7 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes, as given or as found in the training data.
+        """Number of classes: the option if it was given, otherwise the number found in the training data.
 
         Raises:
             ValueError: if it was not given, and the training data does not name its classes.
@@ -55,7 +55,10 @@ class LabelledShards:
             return None
 
     def check_classes(self, stage: str) -> None:
-        """Check the given number of classes against the training data, if ``stage`` is ``"fit"``.
+        """Compare the option ``num_classes`` with the training data before training.
+
+        Args:
+            stage: stage that begins; nothing is compared unless it is ``"fit"``.
 
         Raises:
             ValueError: if the two numbers differ.
@@ -81,12 +84,12 @@ class LabelledShards:
         return names
 
     def stage_labels(self, stage: str) -> list[int] | None:
-        """Return the label in the data set for each label in a stage's shards; None if both are the same."""
+        """Map each label in the shards of a stage to its label in the data set; None if both are the same."""
         return shard_labels(self.shards, stage, self.stage_classes(stage))
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Return the class names of the training data in a configuration; None if they are not known without a download.
+        """Find the class names of the training data that a configuration names; None if they are not known without a download.
 
         Args:
             options: arguments of the data module, with the location of the training data under ``train``.
@@ -102,12 +105,12 @@ class LabelledShards:
 
 
 def contradiction(where: object, names: Sequence[str], said: str) -> str:
-    """Compose the message that the data and an option give different numbers of classes.
+    """Compose the error message for data and an option that give different numbers of classes.
 
     Args:
         where: location of the data.
         names: names of the classes in the data.
-        said: the option with its value.
+        said: the option with its value, such as ``num_classes=10``.
     """
     some = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
     few = f"{where} holds {len(names)} classes ({some})"

@@ -42,16 +42,16 @@ OPEN_FILES = 64
 def find_shards(
     where: str | Sequence[str], cache: Path | None = None, streamed: ShardCache | None = None
 ) -> list[Path]:
-    """Return the local paths of shards, after downloading them if needed.
+    """Find shards and return their local paths, after downloading remote ones.
 
     Args:
-        where: folder of ``*.tar`` files, path or URL with braces (``train-{0000..1023}.tar``), path with wildcards, or a list
-            of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
+        where: folder of ``*.tar`` files, a path or URL with braces (``train-{0000..1023}.tar``), a path with wildcards, or a
+            list of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
         cache: folder for downloads; None for :func:`default_cache`.
         streamed: cache that fetches shards at URLs when they are read; None to download them now.
 
     Raises:
-        FileNotFoundError: if a folder, path or pattern gives no shard.
+        FileNotFoundError: if a folder, path or pattern matches no shard.
         ValueError: if the scheme of a URL is not allowed, or braces cannot be expanded.
     """
     names = [where] if isinstance(where, str) else list(where)
@@ -64,7 +64,7 @@ def find_shards(
 
 
 def expand_braces(name: str) -> list[str]:
-    """Expand a pattern with braces into all names.
+    """Expand braces in a path or URL, such as ``train-{0000..1023}.tar``, into all names that they stand for.
 
     Raises:
         ValueError: if the braces are not balanced, or stand for too many names.
@@ -83,7 +83,7 @@ def expand_braces(name: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names of a pattern without expanding it."""
+    """Count the names that a pattern with braces stands for, without expanding it."""
     sums, products, starts = (
         [0],
         [1],
@@ -147,17 +147,17 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Return whether a folder contains shards, not sample files."""
+    """Return whether a folder contains shards instead of sample files."""
     return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """Return the path of a file shared by all shards of a prefix, such as ``train-manifest.json`` for ``train-00017.tar``."""
+    """Return the path of a file that the shards of a prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
 class ShardReader:
-    """Reader of members of samples by index, over many shards. Processes may share it.
+    """Reader of WebDataset shards: it reads the files (members) of a sample by the index of the sample over all shards.
 
     Args:
         shards: local paths of the shards, see :func:`find_shards`.
@@ -186,7 +186,7 @@ class ShardReader:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def describe(self, index: int) -> str:
-        """Return shard and key of a sample, for messages."""
+        """Describe the location of a sample by its shard and key, for messages."""
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
         where = self._urls.get(self.shards[shard], self.shards[shard])
@@ -207,7 +207,7 @@ class ShardReader:
         raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
 
     def sort_members(self, pattern: str) -> tuple[list[str], np.ndarray]:
-        """Find the member of each sample whose extension matches a regular expression.
+        """Find, for each sample, the member whose extension matches a regular expression.
 
         Args:
             pattern: regular expression for the complete extension.
@@ -225,7 +225,7 @@ class ShardReader:
         return names, found
 
     def count_members(self, pattern: str) -> np.ndarray:
-        """Count the members of each sample whose complete extension matches a regular expression, ``[samples]`` int64."""
+        """Count, for each sample, the members whose complete extension matches a regular expression, ``[samples]`` int64."""
         counts = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
             columns = [number for number, name in enumerate(table.extensions) if re.fullmatch(pattern, name)]
@@ -233,7 +233,7 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Return the size of a member in bytes."""
+        """Return the size in bytes of the member of a sample with an extension."""
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])
@@ -334,5 +334,5 @@ class ShardReader:
         yield self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop open files when pickled for a worker process."""
+        """Return the state to send to a worker process, without open files."""
         return {**self.__dict__, "_open": OrderedDict()}

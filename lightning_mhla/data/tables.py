@@ -1,4 +1,4 @@
-"""Member tables of tar shards: scanned once, checked, and saved beside the shard or in the cache folder."""
+"""Member tables of tar shards, which list the position of each file; saved beside the shard or in the cache folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True, eq=False)
 class MemberTable:
-    """Member table of one shard.
+    """Table of the files (members) in one tar shard, by sample and extension.
 
     Attributes:
         keys: keys of the samples, ``[n]`` str.
@@ -70,14 +70,14 @@ class MemberTable:
     written: int
 
     def agrees(self, other: MemberTable) -> bool:
-        """Return whether two tables have the same members at the same offsets."""
+        """Return whether another table lists the same members at the same offsets."""
         arrays = ((self.keys, other.keys), (self.offsets, other.offsets), (self.sizes, other.sizes))
         same = (self.size, self.extensions) == (other.size, other.extensions)
         return same and all(np.array_equal(one, two) for one, two in arrays)
 
 
 class _Member(tarfile.TarInfo):
-    """Tar member that limits the size of extended headers."""
+    """Tar member whose extended headers may not exceed :data:`LONGEST_HEADER`."""
 
     def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:
@@ -98,7 +98,7 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of tar headers during a download, which ends the download of anything but a shard early.
+    """Check of tar headers during a download, which stops the download of a file that is not a shard.
 
     Args:
         name: name of the file, for error messages.
@@ -111,7 +111,7 @@ class TarCheck:
         self._zeros = self._members = 0
 
     def __call__(self, data: bytes) -> None:
-        """Process the next bytes of the file.
+        """Check the next bytes of the file.
 
         Raises:
             BrokenContentError: if the bytes do not continue a shard.
@@ -159,7 +159,7 @@ class TarCheck:
 
 
 def scan_shard(path: Path, name: str | None = None) -> MemberTable:
-    """Read a shard's member table from its headers.
+    """Make the member table of a shard by reading its tar headers.
 
     Args:
         path: path of the shard.
@@ -214,7 +214,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
-    """Return the member table of a shard, from a saved file if that matches the shard, otherwise by a scan.
+    """Return the member table of a local shard, from a saved file if that matches the shard, otherwise by a scan.
 
     A new table is saved beside the shard or, if that folder is read-only, in the cache folder.
 
@@ -249,7 +249,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file exists and was not put into the cache by a different user."""
+    """Return whether a file exists and belongs to this user, so that it can be trusted."""
     try:
         check_own(file.parent, is_kind=S_ISDIR)
         check_own(file)
@@ -259,7 +259,7 @@ def _is_own(file: Path) -> bool:
 
 
 def table_file(shard: Path) -> Path:
-    """Return the path of the member table beside a shard."""
+    """Return the path of the saved member table beside a shard."""
     return shard.with_name(shard.name + INDEX)
 
 

@@ -178,7 +178,7 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Process the next tokens of every row in a causal backbone, and update the cache with them.
+        """Process the next tokens of every row during generation with a causal backbone, and update the cache.
 
         Args:
             x: next tokens, ``[B, N, dim]``; tokens of a row beyond its count are padding.
@@ -201,7 +201,12 @@ class Backbone(LayoutTables):
         return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
-        """This process's part of sequences of ``tokens`` tokens that the processes of ``group`` share."""
+        """Return this process's part of sequences that several processes share.
+
+        Args:
+            group: process group.
+            tokens: number of tokens in a sequence.
+        """
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
         return SequenceShare(group, tokens, int(size))
@@ -217,12 +222,16 @@ class Backbone(LayoutTables):
 
     @property
     def max_tokens(self) -> int | None:
-        """Number of tokens in the longest sequence that all layers take; None for sequences of any length."""
+        """Number of tokens in the longest sequence that every layer supports; None for sequences of any length."""
         limits = [block.attn.max_tokens for block in self.layers]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def extend(self, tokens: int) -> None:
-        """Extend a causal backbone to sequences of ``tokens`` tokens. Its results for shorter ones stay the same."""
+        """Extend a causal backbone to longer sequences; its results for shorter ones stay the same.
+
+        Args:
+            tokens: number of tokens in the longest sequence.
+        """
         if tokens <= self.layout.num_tokens:
             return
         for block in self.layers:
@@ -230,14 +239,21 @@ class Backbone(LayoutTables):
         self.layout = self.layers[0].attn.layout
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
-        """Rotary angles by rotary base, for the layers that rotate by sequence positions; computed once for each base."""
+        """Compute the rotary angles of positions for all layers that rotate by sequence position, once for each rotary base.
+
+        Args:
+            positions: positions of the tokens, ``[N]`` or ``[B, N]``.
+
+        Returns:
+            Angles by rotary base.
+        """
         layers = [block.attn for block in self.layers if block.attn.rotary and not block.attn.turns_by_grid]
         using = {layer.config.rotary_base: layer for layer in layers}
         return {base: layer.angles(positions) for base, layer in using.items()}
 
 
 def _init_linear(module: nn.Module) -> None:
-    """Initialize weights from a truncated normal of standard deviation 0.02 and biases with zeros, as ViT and DeiT do."""
+    """Initialize a linear layer as ViT and DeiT do: weights from a truncated normal (standard deviation 0.02), biases zero."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

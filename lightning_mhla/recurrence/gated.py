@@ -25,7 +25,7 @@ def gated_linear_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Gated linear attention (GLA, arXiv 2312.06635, equation 3).
+    """Compute gated linear attention (GLA, arXiv 2312.06635, equation 3).
 
         state_t = diag(exp(log_decay_t)) state_{t-1} + k_t v_t^T
         out_t = scale * q_t state_t
@@ -45,7 +45,7 @@ def gated_linear_attention(
         float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
+        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape)

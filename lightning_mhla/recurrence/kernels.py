@@ -18,7 +18,7 @@ def installed() -> bool:
 
 
 def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
-    """Return whether a call with queries ``q`` uses the kernels of fla-core.
+    """Return whether a recurrence uses the kernels of flash-linear-attention (fla-core).
 
     Args:
         backend: ``"torch"``, ``"triton"`` or ``"auto"``.
@@ -26,7 +26,7 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
         widest: largest Dk that the kernels support; None for any.
 
     Raises:
-        ValueError: for an unknown backend, and for ``"triton"`` if the kernels cannot run.
+        ValueError: if the backend is unknown, or if it is ``"triton"`` and the kernels cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")

@@ -37,17 +37,20 @@ def validates_after_this_batch(trainer: Trainer) -> bool:
 
 
 def accumulates_gradients(trainer: Trainer) -> bool:
-    """Return whether the gradients of the last batch await an optimizer step that later batches complete."""
+    """Return whether the last batch did not complete its optimizer step, since gradients are accumulated over more batches."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Return the number of batches of the current epoch that training has started."""
+    """Return the number of batches of the current epoch that training has begun to process."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def inside_accumulation(trainer: Trainer) -> bool:
-    """Return whether a checkpoint was saved between two batches of one optimizer step. Call it at the start of training."""
+    """Return whether the loaded checkpoint was saved between two batches of one optimizer step.
+
+    Call it at the start of training.
+    """
     return bool(trainer.fit_loop.restarted_mid_epoch) and accumulates_gradients(trainer)
 
 
@@ -63,12 +66,12 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Set the saved progress of training that stopped inside an epoch to the end of its last batch.
+    """Correct the progress in a checkpoint of training that stopped inside an epoch, so that the epoch is not counted as done.
 
-    Lightning counts the epoch as done, and a longer run would start with the next one.
+    Lightning counts it as done, and a longer run that resumes would start with the next epoch.
 
     Args:
-        loops: progress of the loops in the form of a checkpoint, changed in place.
+        loops: entry ``loops`` of the checkpoint, changed in place.
     """
     fit_loop = loops["fit_loop"]
     for progress, count in (("epoch_progress", "processed"), ("epoch_loop.batch_progress", "completed")):
@@ -78,7 +81,7 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 
 
 def start_next_epoch(trainer: Trainer) -> None:
-    """Start with the next epoch after loading a checkpoint that was saved at the end of an epoch.
+    """Move on to the next epoch after loading a checkpoint that was saved at the end of an epoch.
 
     Otherwise Lightning repeats the end of that epoch if ``max_steps`` limits the run, without the metrics that callbacks
     monitor.
@@ -98,17 +101,17 @@ def defer_saves(
     pending: Callable[[str], bool],
     outdated: Callable[[Trainer], bool],
 ) -> None:
-    """Make a ModelCheckpoint pass on the paths it would write and remove, instead of writing and removing them itself.
+    """Make a ModelCheckpoint report the paths it would write and remove, instead of writing and removing them itself.
 
-    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It also stops writing
-    ``last.ckpt``.
+    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It no longer writes
+    ``last.ckpt`` either.
 
     Args:
-        callback: changed in place until :func:`stop_deferring`.
-        save: called with a path to write the current state to.
-        remove: called with the path of a checkpoint that is no longer among the best.
-        pending: whether a path was passed on but is not written yet, so that no second checkpoint takes the same name.
-        outdated: whether the monitored value at the end of an epoch belongs to earlier weights.
+        callback: the ModelCheckpoint, changed in place until :func:`stop_deferring`.
+        save: called with each path to which it would write the current state.
+        remove: called with the path of each checkpoint that is no longer among the best.
+        pending: function that returns whether a path was reported but is not written yet, so that it is not taken twice.
+        outdated: function that returns whether the monitored value at the end of an epoch belongs to earlier weights.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end
 
@@ -141,5 +144,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return ``every_n_train_steps`` of a ModelCheckpoint; 0 if it saves at no fixed number of steps."""
+    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save by steps."""
     return callback._every_n_train_steps

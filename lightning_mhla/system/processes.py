@@ -39,10 +39,10 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes that do not synchronize with an accelerator.
+    """Votes among all processes, which do not wait for an accelerator.
 
-    Creating an instance is collective: create it on every process, after the process group exists. In a run with one process,
-    each vote is that of the process itself.
+    Creating an instance is collective: create it on every process, after the process group exists. With one process, the result
+    of a vote is the answer of the process itself.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,12 @@ class Agreement:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def any(self, *said: bool) -> tuple[bool, ...]:
-        """Return for each question whether any process answers yes.
+        """Return, for each of several questions, whether any process answers yes.
 
         Collective: call it on every process with the same number of answers.
+
+        Args:
+            said: this process's answer to each question.
         """
         if not self.shared:
             return said
@@ -65,7 +68,7 @@ class Agreement:
 
 
 def check_open_files(workers: int) -> None:
-    """Check that the limit on open files allows a number of worker processes.
+    """Check that the system's limit on open files is high enough for a number of worker processes.
 
     Without the check, a worker that cannot open a file for a batch makes the loader wait for this batch forever.
 

@@ -110,7 +110,12 @@ def check_secrets(url: str, option: str | None = None) -> None:
 
 
 def hidden_options(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted names of options whose secrets were removed when they were written to a file."""
+    """Iterate over the dotted names of options whose secrets were replaced when they were written to a file.
+
+    Args:
+        value: nested options.
+        path: dotted name of ``value`` itself.
+    """
     if isinstance(value, str):
         if _HIDDEN_IN_URL.search(value) or (value == HIDDEN and _is_secret(path.rpartition(".")[2])):
             yield path
@@ -137,7 +142,7 @@ def _redact_in_text(match: re.Match[str]) -> str:
 
 
 def _redact_url(url: str) -> str:
-    """Remove the secrets from a URL, or from several URLs chained by ``::`` in the syntax of fsspec."""
+    """Replace the secrets in a URL, or in several URLs chained by ``::`` in the syntax of fsspec, by ``***``."""
     return "::".join(_redact_link(link) for link in re.split(rf"::(?={_START})", url))
 
 
