@@ -26,7 +26,7 @@ class FiniteWatch(Callback):
     """Check the loss and the norm of all gradients before each optimizer step.
 
     If one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module with
-    a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes take the same
+    a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes make the same
     decision.
 
     Args:
@@ -116,7 +116,7 @@ class FiniteWatch(Callback):
 
 
 def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str | None:
-    """Repeat a training step to find where its numbers stop being finite.
+    """Repeat a training step to find where its numbers first become NaN or infinite.
 
     Collective: call it on every process, because a sharded forward pass needs all of them.
 
@@ -127,7 +127,8 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         batch_idx: index of the batch in its epoch.
 
     Returns:
-        Text that names the batch, the weight, the module or the gradient; None if all numbers are finite in the repetition.
+        Text that names the entry of the batch, the weight, the module or the gradient; None if all numbers of the repeated step
+        are finite.
     """
     bad_inputs = [name for name, value in _named(batch) if not _is_finite(value)]
     bad_weights = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
@@ -155,7 +156,15 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """Return the finding of the first process that has one, on every process."""
+    """Share the results of :func:`explain` among all processes, and describe the one of the lowest rank.
+
+    Args:
+        where: result of this process.
+        processes: number of processes.
+
+    Returns:
+        Description, the same on every process; it says so if no process has a result.
+    """
     answers: list[str | None] = [where]
     if processes > 1:
         answers = [None] * processes
@@ -180,7 +189,7 @@ def _is_finite(value: Tensor) -> bool:
 
 @contextmanager
 def _silent(module: LightningModule) -> Iterator[None]:
-    """Disable logging of a module inside a ``with`` block."""
+    """Context manager that disables the logging of metrics by a module."""
     nothing: Any = lambda *_, **__: None  # noqa: E731
     module.log, module.log_dict = nothing, nothing  # type: ignore[method-assign]
     try:
@@ -191,13 +200,14 @@ def _silent(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def _watched(module: LightningModule, forward: list[str], backward: list[str], first_bad: list[str]) -> Iterator[None]:
-    """Record the submodules with non-finite outputs, and where gradients stop being finite, inside a ``with`` block.
+    """Context manager that records which submodules have non-finite outputs, and where gradients stop being finite.
 
     Args:
         module: module whose submodules are all watched.
-        forward: receives the names of submodules with non-finite outputs, in the order of the forward pass.
-        backward: receives the names of submodules while gradients of outputs are finite, in the order of the backward pass.
-        first_bad: receives the name of the first submodule whose output has a non-finite gradient.
+        forward: list to which the names of submodules with non-finite outputs are appended, in the order of the forward pass.
+        backward: list to which the names of submodules whose outputs have finite gradients are appended, in the order of the
+            backward pass, until the first gradient that is not finite.
+        first_bad: list to which the name of the first submodule whose output has a non-finite gradient is appended.
     """
 
     def note_gradient(name: str, gradient: Tensor) -> None:

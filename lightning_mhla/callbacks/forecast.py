@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class Forecast(Callback):
-    """Print the number of parameters and steps and the memory per device when training starts, then speed and remaining time.
+    """Print the number of parameters and steps and the memory per device at the start, and later the speed and remaining time.
 
     Args:
         warm_up_steps: optimizer steps before the speed is measured.
@@ -68,7 +68,7 @@ class Forecast(Callback):
                 self._print((now - self._clock) / (done - self._clock_step), trainer)
 
     def _print(self, each: float, trainer: Trainer) -> None:
-        """Print the time per optimizer step and the remaining time.
+        """Print the measured time per optimizer step, and the estimated remaining time.
 
         Args:
             each: seconds per optimizer step.
@@ -81,7 +81,9 @@ class Forecast(Callback):
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
-    """Describe the number of parameters, and the memory per device for weights, gradients, optimizer and average.
+    """Describe in one line how many parameters a module has, and how much memory training needs per device.
+
+    The memory includes weights, gradients, the optimizer's state and the moving average, but no activations.
 
     Args:
         module: module with full or sharded parameters.
@@ -89,7 +91,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
         processes: number of processes, for the text.
 
     Returns:
-        One line of text. The memory does not include activations.
+        One line of text.
     """
     parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

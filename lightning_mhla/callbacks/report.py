@@ -1,4 +1,4 @@
-"""Report of a run, printed at its end and written to its folder: results, and the paths of its files."""
+"""Report of a run, printed at its end and written to its folder: results, duration, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD = "run.json"
 
 
 class RunReport(Callback):
-    """Print the last validation metrics, the training time, and the paths of checkpoints, logs and pictures.
+    """Report on a run: print the last validation metrics, the training time, and the paths of checkpoints, logs and pictures.
 
     After every validation the callback also writes two files to the folder of the run. ``run.json`` holds validation metrics
     by step, the best value that a checkpoint was chosen by, steps, seconds (of all starts together), numbers of parameters,
@@ -55,7 +55,7 @@ class RunReport(Callback):
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return validation metrics, seconds so far and versions; ``lightning export`` writes them into the model card."""
+        """Return validation metrics, seconds so far and versions, which ``lightning export`` writes to the model card."""
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,12 +143,12 @@ def versions() -> dict[str, str]:
 
 
 def _number(value: Any) -> float | None:
-    """Convert to a float; None for NaN and infinities, which JSON cannot represent."""
+    """Convert a metric to a float; None for NaN and infinities, which JSON cannot represent."""
     found = float(value)
     return found if math.isfinite(found) else None
 
 
 def _short(path: str | Path) -> str:
-    """Format a path for display, relative to the working folder if it lies inside."""
+    """Format a path for display, relative to the working folder if it lies inside that."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
