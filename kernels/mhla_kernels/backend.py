@@ -91,13 +91,14 @@ def _triton_version() -> str:
 
 
 @lru_cache
-def _distrust(major: int, found: str) -> str | None:
-    least = LEAST_TRITON.get(major, (0, 0))
-    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= least:
+def _distrust(major: int, installed_version: str) -> str | None:
+    oldest_trusted = LEAST_TRITON.get(major, (0, 0))
+    if tuple(int(number) for number in re.findall(r"\d+", installed_version)[:2]) >= oldest_trusted:
         return None
     text = (
-        f"Triton {found} can miscompile matrix products for compute capability {major}.x; the PyTorch form is used. "
-        f'Triton {".".join(map(str, least))} is trusted there, and backend="triton" uses the kernels in spite of it.'
+        f"Triton {installed_version} can miscompile matrix products for compute capability {major}.x; the PyTorch form is "
+        f'used. Triton {".".join(map(str, oldest_trusted))} is trusted there, and backend="triton" uses the kernels in spite '
+        "of it."
     )
     warnings.warn(text, RuntimeWarning, stacklevel=2)
     return text

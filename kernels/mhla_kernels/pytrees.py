@@ -36,8 +36,8 @@ def register(
     def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Tensor]], Any]:
         return [(pytree.GetAttrKey(name), getattr(instance, name)) for name in tensors], context(instance)
 
-    def unflatten(leaves: Iterable[Any], rest: Any) -> Any:
-        return build(dict(zip(tensors, leaves, strict=True)), rest)
+    def unflatten(leaves: Iterable[Any], values: Any) -> Any:
+        return build(dict(zip(tensors, leaves, strict=True)), values)
 
     pytree.register_pytree_node(
         kind,

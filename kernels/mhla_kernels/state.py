@@ -399,12 +399,12 @@ def groups_of_rows(values: Sequence[Value], chosen: Sequence[bool], device: torc
     Returns:
         Each distinct value with its rows: indices, or a full slice if all rows are chosen and have one value.
     """
-    distinct: list[Value] = sorted({value for value, kept in zip(values, chosen, strict=True) if kept})  # type: ignore[type-var]
+    distinct: list[Value] = sorted({value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen})  # type: ignore[type-var]
     if len(distinct) == 1 and all(chosen):  # the common case: a slice needs no index on the device, and no copy
         return [(distinct[0], slice(None))]
     return [
-        (wanted, on_device([row for row, v in enumerate(values) if v == wanted and chosen[row]], device))
-        for wanted in distinct
+        (value, on_device([row for row, v in enumerate(values) if v == value and chosen[row]], device))
+        for value in distinct
     ]
 
 
@@ -436,8 +436,8 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
         ``[B, H, 1]``, where B or H is 1 if the coefficient does not depend on it.
     """
     last = max(blocks, default=0)
-    own = mixing.own(slice(last, last + 1) if len(set(blocks)) < 2 else blocks, last + 1)
-    return own.reshape(-1, own.shape[-1]).T[..., None]
+    coefficients = mixing.own(slice(last, last + 1) if len(set(blocks)) < 2 else blocks, last + 1)
+    return coefficients.reshape(-1, coefficients.shape[-1]).T[..., None]
 
 
 def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, writes: bool) -> MHLAState:
@@ -451,9 +451,12 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """
     size = start.kind.block_size
-    lengths = tuple(before + count for before, count in zip(start.lengths, counts, strict=True))
+    lengths = tuple(old_length + count for old_length, count in zip(start.lengths, counts, strict=True))
     moved = [count > 0 for count in counts]
-    blocks = [(before // size, max(after - 1, 0) // size) for before, after in zip(start.lengths, lengths, strict=True)]
+    blocks = [
+        (old_length // size, max(new_length - 1, 0) // size)
+        for old_length, new_length in zip(start.lengths, lengths, strict=True)
+    ]
     draft = Draft(start, mixing, max((block for _, block in blocks), default=0), writes)
     for (first, block), rows in groups_of_rows(blocks, moved, start.open.device):
         done, summaries = block - first, summaries_BHMW[rows]

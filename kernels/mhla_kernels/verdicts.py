@@ -284,7 +284,7 @@ def _warn(kind: str, device: str, reason: str) -> None:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    return isinstance(error, FATAL) or any(words in str(error) for words in EXHAUSTED)
+    return isinstance(error, FATAL) or any(fragment in str(error) for fragment in EXHAUSTED)
 
 
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:

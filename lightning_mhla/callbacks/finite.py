@@ -65,13 +65,13 @@ class FiniteWatch(Callback):
             ValueError: if one of them is not finite and ``action`` is ``stop``, the weights are not finite already, or more
                 than ``max_skipped`` steps were skipped.
         """
-        seen, self._seen = self._seen, []
+        batches, self._seen = self._seen, []
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if is_shard(norm) else norm
-        losses = [loss for _, _, loss in seen if loss is not None]
+        losses = [loss for _, _, loss in batches if loss is not None]
         # One stacked tensor, so that the check synchronizes with the accelerator only once per step.
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
@@ -80,14 +80,14 @@ class FiniteWatch(Callback):
         if not any(wrong):
             return
         # The votes make this index equal on all processes, which then repeat the same batch together.
-        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)
-        batch, batch_idx, loss = seen[first]
-        what = (
+        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(batches) - 1)
+        batch, batch_idx, loss = batches[first]
+        problem = (
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
         )
-        where = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
-        message = f"{what} at step {trainer.global_step}: {where}"
-        if self.action == "stop" or "the weights hold" in where:
+        cause = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
+        message = f"{problem} at step {trainer.global_step}: {cause}"
+        if self.action == "stop" or "the weights hold" in cause:
             raise ValueError(
                 f"{message}. The weights are unchanged by this step; lower the learning rate, warm up longer, clip "
                 "gradients (trainer.gradient_clip_val), or skip such steps: "

@@ -67,16 +67,24 @@ class Forecast(Callback):
             if trainer.is_global_zero:
                 self._print((now - self._clock) / (done - self._clock_step), trainer)
 
-    def _print(self, each: float, trainer: Trainer) -> None:
+    def _print(self, step_seconds: float, trainer: Trainer) -> None:
         """Print the measured time per optimizer step, and the estimated remaining time.
 
         Args:
-            each: seconds per optimizer step.
+            step_seconds: seconds per optimizer step.
             trainer: trainer of the run.
         """
-        left = steps_of_run(trainer) - trainer.global_step
-        rest = f", {duration(each * left)} to go, validation aside" if math.isfinite(left) else ""
-        text = f"{each:.3g} s a step{rest}" if each >= 1 else f"{1 / max(each, 1e-9):.3g} steps a second{rest}"
+        remaining_steps = steps_of_run(trainer) - trainer.global_step
+        remaining_text = (
+            f", {duration(step_seconds * remaining_steps)} to go, validation aside"
+            if math.isfinite(remaining_steps)
+            else ""
+        )
+        text = (
+            f"{step_seconds:.3g} s a step{remaining_text}"
+            if step_seconds >= 1
+            else f"{1 / max(step_seconds, 1e-9):.3g} steps a second{remaining_text}"
+        )
         Console(soft_wrap=True, highlight=False, stderr=True).print(text)
 
 

@@ -160,12 +160,12 @@ def _text(title: str, path: Path, open_: bool = False) -> list[str]:
 
 def _resume(folder: Path, checkpoints: Path) -> str:
     """Format the command that resumes the run, with paths relative to the working folder; empty if it cannot be resumed."""
-    where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    shown_folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if checkpoints.parent == folder and (folder / "lock").exists():
-        command = f"lightning fit --run_dir {shlex.quote(str(where))}"
+        command = f"lightning fit --run_dir {shlex.quote(str(shown_folder))}"
     elif (folder / "config.yaml").exists():
-        config, place = (shlex.quote(str(path)) for path in (where / "config.yaml", where))
-        command = f"lightning fit --config {config} --ckpt_path {place}"
+        config, quoted_folder = (shlex.quote(str(path)) for path in (shown_folder / "config.yaml", shown_folder))
+        command = f"lightning fit --config {config} --ckpt_path {quoted_folder}"
     else:
         return ""
     return f"<h2>Resume</h2><pre>{html.escape(command)}</pre>"

@@ -197,8 +197,8 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
         axis.set(title=f"layer {number}", xticks=[], yticks=[])
         figure.colorbar(shown, ax=axis, shrink=0.8)
     folded = len(next(iter(layouts.values())).block_grid) == 2
-    what = "tile (i, j) = row of query block (i, j), folded to the block grid" if folded else "row = query block"
-    figure.suptitle(f"mixing coefficients: {what}", fontsize=10)
+    legend = "tile (i, j) = row of query block (i, j), folded to the block grid" if folded else "row = query block"
+    figure.suptitle(f"mixing coefficients: {legend}", fontsize=10)
     return figure
 
 

@@ -76,8 +76,8 @@ class RunReport(Callback):
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         # without a logger or --run_dir, a run has no folder of its own, and must not write into the working folder
-        own = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
-        if not trainer.is_global_zero or not own or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        is_run_folder = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
+        if not trainer.is_global_zero or not is_run_folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = self.points.under("val/")
         best: dict[str, Any] = {}
@@ -121,8 +121,8 @@ class RunReport(Callback):
                 best, last = callback.best_model_path, callback.last_model_path
                 if not callback.monitor:  # without a monitor, Lightning's best checkpoint is the newest
                     best, last = "", last or best
-                kept = {"best checkpoint": best, "last checkpoint": last}
-                lines += [(name, _short(path)) for name, path in kept.items() if path]
+                checkpoint_paths = {"best checkpoint": best, "last checkpoint": last}
+                lines += [(name, _short(path)) for name, path in checkpoint_paths.items() if path]
         lines.append(("log folder", _short(folder)))
         if (folder / PAGE).exists():
             lines.append(("page of the run", _short(folder / PAGE)))
@@ -144,8 +144,8 @@ def versions() -> dict[str, str]:
 
 def _number(value: Any) -> float | None:
     """Convert a metric to a float; None for NaN and infinities, which JSON cannot represent."""
-    found = float(value)
-    return found if math.isfinite(found) else None
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _short(path: str | Path) -> str:

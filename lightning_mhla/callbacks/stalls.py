@@ -113,8 +113,8 @@ class StallWatch(Callback):
             if self._rank == 0 and evaluates:
                 log.info("evaluating for %.0f s so far", stalled_seconds)
             elif self._rank == 0:
-                words = describe(behind, states[behind], self.seconds / 2, self._world)
-                log.warning("no step for %.0f s: %s", stalled_seconds, words)
+                description = describe(behind, states[behind], self.seconds / 2, self._world)
+                log.warning("no step for %.0f s: %s", stalled_seconds, description)
             if behind == self._rank and not evaluates:
                 log.warning("stack of process %d:\n%s", self._rank, self._stack())
 

@@ -30,7 +30,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
         FileNotFoundError: if there is no such checkpoint.
         ValueError: if a run would lose its own progress, or if :data:`BEST` is given without a run.
     """
-    own = find_checkpoints(run) if run is not None else []
+    checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
         if run is None:
             raise ValueError("--ckpt_path=best needs the run that it is the best of: --run_dir=FOLDER, or give a path")
@@ -38,13 +38,13 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
     elif run is not None and asked is not None and (asked == NEWEST or Path(asked).resolve() == run.resolve()):
         asked = None
     if asked is None:
-        return str(run) if own or (run is not None and not training) else None
-    if not training or run is None or not own:
+        return str(run) if checkpoints or (run is not None and not training) else None
+    if not training or run is None or not checkpoints:
         return asked
     # The run has checkpoints, and a start from a different one would lose their progress. A repeated command (a requeued job,
     # for example) names the checkpoint that the run started from, and is to resume.
     path, inside = Path(asked), lies_in(Path(asked), run)
-    saved = _recovery_state(own)
+    saved = _recovery_state(checkpoints)
     if saved.get("started_from") == name_of_start(path, run) and not (inside and saved.get("finished")):
         log.info("%s started from %s already, and continues from its latest checkpoint", run, asked)
         return str(run)
@@ -89,8 +89,8 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 def name_of_start(path: Path, run: Path) -> str:
     """Return the path of the checkpoint that a run starts from, relative to the run's folder if it lies inside."""
-    place, own = path.resolve(), run.resolve()
-    return os.path.relpath(place, own) if place.is_relative_to(own) else str(place)
+    target, folder = path.resolve(), run.resolve()
+    return os.path.relpath(target, folder) if target.is_relative_to(folder) else str(target)
 
 
 def lies_in(path: Path, folder: Path) -> bool:

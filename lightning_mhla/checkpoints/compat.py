@@ -26,8 +26,8 @@ ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
     """Log the path, the epoch and the step of a checkpoint that :class:`WholeCheckpointIO` has read."""
     if READ_FROM in checkpoint:
-        where = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
-        log.info("using checkpoint %s: %s", checkpoint[READ_FROM], where)
+        position = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
+        log.info("using checkpoint %s: %s", checkpoint[READ_FROM], position)
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
@@ -61,7 +61,7 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
     """
     entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
     # checkpoints hold redacted secrets, so both sides are compared redacted
-    saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
+    saved, present = (plain(redacted(dict(part_options or {}))) for part_options in (checkpoint.get(entry), options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
             log.info("resumed with another option: %s.%s %s -> %s", part, name, saved[name], present[name])

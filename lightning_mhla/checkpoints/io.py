@@ -88,15 +88,15 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             with _told(path):
                 return super().load_checkpoint(path, map_location, weights_only=True)  # whatever the caller asked for
-        found = resolve_checkpoint(Path(path))
-        if found.is_dir():
+        resolved = resolve_checkpoint(Path(path))
+        if resolved.is_dir():
             from lightning_mhla.checkpoints.sharded_tensors import load_whole  # slow to import
 
-            content = load_whole(found)
-            check_entries(found, content)
+            content = load_whole(resolved)
+            check_entries(resolved, content)
         else:
-            content = read_file(found)
-        return {**content, READ_FROM: str(found)}
+            content = read_file(resolved)
+        return {**content, READ_FROM: str(resolved)}
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
@@ -221,8 +221,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     Args:
         folder: folder of a run, or of its checkpoints. Folders of other runs in it are not searched.
     """
-    place = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    states, others = _checkpoints_in(place / RECOVERY), _checkpoints_in(place)
+    checkpoint_folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    states, others = _checkpoints_in(checkpoint_folder / RECOVERY), _checkpoints_in(checkpoint_folder)
     if states:
         states += [path for path in others if path.name == LAST]
         others = [path for path in others if path.name != LAST]
@@ -231,8 +231,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 def _checkpoints_in(folder: Path) -> list[Path]:
     """List the checkpoints directly in a folder, without temporary files, whose names begin with a dot."""
-    found = folder.glob("*.ckpt") if folder.is_dir() else ()
-    return [path for path in found if path.name[0] != "." and (path.is_file() or is_sharded(path))]
+    candidates = folder.glob("*.ckpt") if folder.is_dir() else ()
+    return [path for path in candidates if path.name[0] != "." and (path.is_file() or is_sharded(path))]
 
 
 def _rank(path: Path) -> tuple[float, bool]:
@@ -281,9 +281,9 @@ def consolidate(source: Path, target: Path) -> Path:
         raise ValueError(f"{target} exists already; choose another name")
     reading = WholeCheckpointIO()
     content = reading.load_checkpoint(source)
-    found = Path(content.pop(READ_FROM))
+    checkpoint = Path(content.pop(READ_FROM))
     reading.save_checkpoint(content, target)
-    return found
+    return checkpoint
 
 
 def _checked(path: Path) -> Path:

@@ -147,14 +147,14 @@ def adopt(
     Raises:
         ValueError: if the weights are those of a model of a different width or depth.
     """
-    own, fitted, report = network.state_dict(), {}, Report()
+    state, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
     wrong: list[str] = []
     for name, tensor in source.weights.items():
         owner, _, leaf = name.rpartition(".")
-        if name not in own:
+        if name not in state:
             (report.left if _is_added(name) or name.startswith(tuple(heads)) else wrong).append(name)
-        elif own[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
+        elif state[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
             fitted[name] = tensor
             report.taken.append(name)
         elif owner in mixing:
@@ -163,13 +163,13 @@ def adopt(
             if carried is not None:
                 fitted[name] = carried
         elif name in positions:
-            fitted[name] = resize_positions(tensor, own[name].shape[1])
+            fitted[name] = resize_positions(tensor, state[name].shape[1])
             report.resized.append(name)
         elif name.startswith(tuple(heads)) or _is_added(name):
             report.initialized.append(name)
         else:
-            wrong.append(f"{name} {list(tensor.shape)} for {list(own[name].shape)}")
-    missing = [name for name in own if name not in source.weights]
+            wrong.append(f"{name} {list(tensor.shape)} for {list(state[name].shape)}")
+    missing = [name for name in state if name not in source.weights]
     lacking = [name for name in missing if not _is_added(name) and not name.startswith(tuple(heads))]
     report.initialized += [name for name in missing if name not in lacking]
     if wrong or lacking:

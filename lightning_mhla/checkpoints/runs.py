@@ -137,11 +137,11 @@ class RunFolder:
 
 def _folders_of_checkpoints(run: Path) -> list[Path]:
     """List a run's folder of checkpoints and all folders below it, except sharded checkpoints and other runs."""
-    found = []
-    for place, folders, _ in os.walk(run / CHECKPOINTS):
-        found.append(Path(place))
-        folders[:] = [name for name in folders if not _is_unit(Path(place, name))]
-    return found
+    result = []
+    for parent, folders, _ in os.walk(run / CHECKPOINTS):
+        result.append(Path(parent))
+        folders[:] = [name for name in folders if not _is_unit(Path(parent, name))]
+    return result
 
 
 def _is_unit(folder: Path) -> bool:
@@ -218,15 +218,15 @@ def _foreign(folder: Path) -> Iterator[Path]:
 
 def _foreign_in(folder: Path) -> Iterator[Path]:
     try:
-        held = list(folder.iterdir())
+        entries = list(folder.iterdir())
     except OSError:
         yield folder
         return
     if folder.name == CHECKPOINTS:
-        yield from (path for path in held if path.name != RECOVERY and path.suffix != ".ckpt")
-    elif folder.is_symlink() and held:
+        yield from (path for path in entries if path.name != RECOVERY and path.suffix != ".ckpt")
+    elif folder.is_symlink() and entries:
         yield folder
-    elif held:
+    elif entries:
         yield from _foreign(folder)
 
 

@@ -63,17 +63,17 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         if rank == 0:
             torch.save(rest, aside / REST)
             (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
-        mine = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
-        mine += sorted(aside.glob(f"__{rank}_*"))
-        for file in mine:
+        own_files = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
+        own_files += sorted(aside.glob(f"__{rank}_*"))
+        for file in own_files:
             flush(file)
-        files = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in mine}
+        files = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in own_files}
     except (OSError, RuntimeError, CheckpointException) as error:
         failure, files = f"{type(error).__name__}: {error}", {}
     # Failures are exchanged instead of raised above, so that no process waits for one that has failed.
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (failure, files))
-    failures = [what for what, _ in parts if what]
+    failures = [failure for failure, _ in parts if failure]
     if failures:
         if rank == 0:
             remove(aside)
@@ -89,12 +89,12 @@ class _Reader(FileSystemReader):
     """Storage reader that takes the layout of the tensors from ``layout.json`` instead of torch's pickled ``.metadata``."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        where = Path(self.path) / LAYOUT
-        files = {file.name: file.stat().st_size for file in where.parent.iterdir()}
+        layout_file = Path(self.path) / LAYOUT
+        files = {file.name: file.stat().st_size for file in layout_file.parent.iterdir()}
         try:
-            metadata = unpack_layout(read_json(where), files)
+            metadata = unpack_layout(read_json(layout_file), files)
         except (OSError, *BROKEN) as error:
-            raise ValueError(f"{where} cannot be read ({reason(error)})") from error
+            raise ValueError(f"{layout_file} cannot be read ({reason(error)})") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

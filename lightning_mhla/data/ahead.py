@@ -53,10 +53,10 @@ class FetchAhead:
         Args:
             samples: number of samples read so far, by all processes together.
         """
-        left = self._last >= samples
+        remaining = self._last >= samples
         # the plan changes only when the last sample of a shard has been read
-        self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
-        coming = [self.paths[number] for number in self._numbers[left] if self.paths[number] in self.cache.urls]
+        self._next = int(self._last[remaining].min(initial=np.iinfo(np.int64).max - 1)) + 1
+        coming = [self.paths[number] for number in self._numbers[remaining] if self.paths[number] in self.cache.urls]
         fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
         with self._changed:
             self._wanted = coming[: int(fitting.sum())]

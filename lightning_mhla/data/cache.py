@@ -89,11 +89,11 @@ class ShardCache:
             check_own(file)
         table = read_table(file)
         if table is None:
-            found = io.BytesIO()
+            downloaded = io.BytesIO()
             with suppress(FileNotFoundError):
                 address, mark, query = self.urls[path].partition("?")
-                download(f"{address}{INDEX}{mark}{query}", found, min(LARGEST_SIDE_FILE, self.limit))
-                self._keep(file, found.getvalue())
+                download(f"{address}{INDEX}{mark}{query}", downloaded, min(LARGEST_SIDE_FILE, self.limit))
+                self._keep(file, downloaded.getvalue())
                 table = read_table(file)
         if table is None:
             with self.open(path):
@@ -160,24 +160,24 @@ class ShardCache:
         part = path.with_name(f"{path.name}.part")
         self._folder(path.parent)
         while True:
-            descriptor, mine, whole = _open(part, os.O_RDWR | os.O_CREAT), False, False
+            descriptor, is_current, complete = _open(part, os.O_RDWR | os.O_CREAT), False, False
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if keep is None else fcntl.LOCK_NB))
                 # while this one waited for the lock, a different process may have renamed or removed the file
-                mine = _is_at(descriptor, part)
-                if mine and not os.path.lexists(path):
+                is_current = _is_at(descriptor, part)
+                if is_current and not os.path.lexists(path):
                     if not self._fill(descriptor, path, keep, stop):
                         return None
                     with self._changing():  # a process that adds up sizes must not see both names, or neither
                         part.rename(path)
                     fcntl.flock(descriptor, fcntl.LOCK_SH)
-                    whole = True
+                    complete = True
                     return descriptor
             except BlockingIOError:
                 return None
             finally:
-                if not whole:
-                    if mine and _is_at(descriptor, part):
+                if not complete:
+                    if is_current and _is_at(descriptor, part):
                         part.unlink()
                     _close(descriptor)
             with suppress(FileNotFoundError):
@@ -205,8 +205,8 @@ class ShardCache:
             Whether the shard was downloaded; False if ``keep`` leaves no room.
         """
         url, size = self.urls[path], self._size(path)
-        with self._room_for(size, keep) as found:
-            if not found:
+        with self._room_for(size, keep) as has_room:
+            if not has_room:
                 return False
             os.ftruncate(descriptor, size)  # reserves the room: other processes count the size of the file
         with open(descriptor, "r+b", closefd=False) as sink:
@@ -225,11 +225,11 @@ class ShardCache:
         Raises:
             ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
         """
-        kept = read_table(table_file(path))
-        if kept is None:
+        saved_table = read_table(table_file(path))
+        if saved_table is None:
             return
         table = scan_shard(path.with_name(f"{path.name}.part"), self.urls[path])
-        if not kept.agrees(table):
+        if not saved_table.agrees(table):
             self._keep(table_file(path), table_bytes(table))
             raise ShardUnavailableError(
                 f"{self.urls[path]} is not the shard that its table was made of: it has changed on the server; start again"
@@ -259,11 +259,11 @@ class ShardCache:
     @property
     def room(self) -> int:
         """Bytes available for shards: the limit minus the size of member tables."""
-        kept = 0
+        other_bytes = 0
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
-                kept += 0 if _is_shard(file) else file.lstat().st_size
-        return self.limit - kept
+                other_bytes += 0 if _is_shard(file) else file.lstat().st_size
+        return self.limit - other_bytes
 
     def _check_size(self, path: Path, room: int) -> None:
         if 2 * self.sizes[path] > room:
@@ -313,9 +313,9 @@ class ShardCache:
         end = time.monotonic() + PATIENCE
         while True:
             with self._changing():
-                found = self._make_room(size, keep)
-                if found or keep is not None:
-                    yield found
+                has_room = self._make_room(size, keep)
+                if has_room or keep is not None:
+                    yield has_room
                     return
             if time.monotonic() > end:
                 raise ShardUnavailableError(
@@ -335,12 +335,12 @@ class ShardCache:
                 used += stat.st_size
                 if file.suffix == ".tar" and (keep is None or file not in keep):
                     shards.append((stat.st_mtime_ns, file, stat.st_size))
-        for _, file, there in sorted(shards):
+        for _, file, file_size in sorted(shards):
             if used + size <= self.limit:
                 break
             with suppress(FileNotFoundError):
                 if _remove_unlocked(file):
-                    used -= there
+                    used -= file_size
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:

@@ -145,17 +145,17 @@ class FolderFiles(CaptionedFiles):
 
     @override
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        own = self.paths[index]
-        extension = own.suffix.lower().lstrip(".")
+        path = self.paths[index]
+        extension = path.suffix.lower().lstrip(".")
         if extension in wanted:
-            return extension, read_sample(own)
+            return extension, read_sample(path)
         beside = self._beside(index, wanted)
         if beside is None:
-            raise BrokenSampleError(f"{shown(own)} has no .{' or .'.join(wanted)} beside it")
+            raise BrokenSampleError(f"{shown(path)} has no .{' or .'.join(wanted)} beside it")
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the file beside a sample that has its name and the earliest of some extensions; None if there is none."""
+        """Find the file beside a sample that has its name and the first existing of some extensions; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -175,14 +175,14 @@ class FolderFiles(CaptionedFiles):
 
     def origins(self) -> list[Origin]:
         """List the origin of each sample: the files that it is read from, and its captions in ``metadata.jsonl``."""
-        found = []
+        result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
             beside = self._beside(index, (TEXT, JSON)) if lines is None else None
             files = (path,) if beside is None else (path, beside)
             note = "" if lines is None else json.dumps([line.get(self.caption_key) for line in lines])
-            found.append(Origin(str(path.relative_to(self.folder)), files, note))
-        return found
+            result.append(Origin(str(path.relative_to(self.folder)), files, note))
+        return result
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
         """Warn about captions that belong to no file, and about captions that ``metadata.jsonl`` overrides."""
@@ -265,10 +265,10 @@ def _listed(content: Any, key: str, where: str) -> list[Any]:
         key: name of that entry.
         where: location of the sample, for error messages.
     """
-    found = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
-    if found is None:
+    captions = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
+    if captions is None:
         raise BrokenSampleError(f"{where} holds no caption under {key!r}; set caption_key")
-    return found if isinstance(found, list) else [found]
+    return captions if isinstance(captions, list) else [captions]
 
 
 def _checked(captions: Sequence[Any], where: str) -> list[str]:

@@ -100,8 +100,8 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
         raise ValueError(
             f"{where} has classes that the training data does not have: {_some(unknown)}; it has {_some(wanted)}"
         )
-    there = set(own)
-    missing = [name for name in wanted if name not in there]
+    present = set(own)
+    missing = [name for name in wanted if name not in present]
     if missing:
         log.warning("%s has no images of the classes %s", where, _some(missing))
     return [numbers[name] for name in own]

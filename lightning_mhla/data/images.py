@@ -182,11 +182,13 @@ class LabelledFolder(LabelledImages):
         folders = visible_folders(self.folder) if self.folder.is_dir() else []
         if not folders:
             raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
-        own = folder_classes(self.folder)
-        self.classes = own if classes is None else list(classes)
-        labels = match_classes(own, self.classes, str(folder))
+        folder_names = folder_classes(self.folder)
+        self.classes = folder_names if classes is None else list(classes)
+        labels = match_classes(folder_names, self.classes, str(folder))
         self.labelled = [
-            (path, label) for label, place in zip(labels, folders, strict=True) for path in image_files(place)
+            (path, label)
+            for label, class_folder in zip(labels, folders, strict=True)
+            for path in image_files(class_folder)
         ]
         super().__init__(transform, [len(self.labelled)])
 
@@ -236,10 +238,10 @@ def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> 
     Returns:
         Label in the data set for each label in the shards; None if both are the same, or if the classes have no names.
     """
-    own = class_names(sets, stage)
-    if own is None or classes is None or own == list(classes):
+    stage_names = class_names(sets, stage)
+    if stage_names is None or classes is None or stage_names == list(classes):
         return None
-    return match_classes(own, classes, f"{sets.locations[stage]} ({CLASSES})")
+    return match_classes(stage_names, classes, f"{sets.locations[stage]} ({CLASSES})")
 
 
 def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:

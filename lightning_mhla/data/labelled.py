@@ -75,11 +75,11 @@ class LabelledShards:
         """
         names, folder = self.class_names, self.shards.class_folder(stage)
         if names is None and folder is not None and stage != "train":
-            own = class_names(self.shards, stage) or []
-            if len(own) != self.num_classes:
+            folder_names = class_names(self.shards, stage) or []
+            if len(folder_names) != self.num_classes:
                 raise ValueError(
-                    f"{folder} has folders for {len(own)} of {self.num_classes} classes, and the training data does not name "
-                    "its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
+                    f"{folder} has folders for {len(folder_names)} of {self.num_classes} classes, and the training data does "
+                    "not name its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
                 )
         return names
 
@@ -95,11 +95,13 @@ class LabelledShards:
             options: arguments of the data module, with the location of the training data under ``train``.
         """
         train = options.get("train")
-        places = train if isinstance(train, str) else [str(place) for place in train or ()]
-        if not places or any(url_scheme(place) for place in ([places] if isinstance(places, str) else places)):
+        locations = train if isinstance(train, str) else [str(location) for location in train or ()]
+        if not locations or any(
+            url_scheme(location) for location in ([locations] if isinstance(locations, str) else locations)
+        ):
             return None
         try:
-            return class_names(ShardSets(places, places))
+            return class_names(ShardSets(locations, locations))
         except FileNotFoundError:
             return None  # the data module raises the error when it opens the data
 
@@ -112,6 +114,6 @@ def contradiction(where: object, names: Sequence[str], said: str) -> str:
         names: names of the classes in the data.
         said: the option with its value, such as ``num_classes=10``.
     """
-    some = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
-    few = f"{where} holds {len(names)} classes ({some})"
-    return f"{few}, but {said} is given; leave it out: the number follows from the data"
+    examples = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
+    finding = f"{where} holds {len(names)} classes ({examples})"
+    return f"{finding}, but {said} is given; leave it out: the number follows from the data"

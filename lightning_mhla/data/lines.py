@@ -201,17 +201,17 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
     number, length = 1, 0
     with open_bytes(source) as stream:
         for text in _decode(stream, shown(source)):
-            head, *others = text.split("\n")
+            head, *more_lines = text.split("\n")
             parts.append(head)
             length += len(head)
             if length > longest:
                 raise ValueError(
                     f"{shown(source)}: line {number} has more than {longest} characters; break it into several lines"
                 )
-            if others:
+            if more_lines:
                 yield "".join(parts)
-                yield from others[:-1]
-                parts, length, number = [others[-1]], len(others[-1]), number + len(others)
+                yield from more_lines[:-1]
+                parts, length, number = [more_lines[-1]], len(more_lines[-1]), number + len(more_lines)
     last = "".join(parts)
     if number == 1 and "\r" in last.rstrip("\r"):
         raise ValueError(
@@ -292,8 +292,8 @@ def parse_json(text: str, where: str) -> Any:
         except ValueError:  # an integer has more digits than Python converts
             return json.loads(text, parse_int=float)
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
-        raise ValueError(f"{where} is not JSON ({error.msg} at {place}): {text.strip()[:60]!r}") from error
+        position = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
+        raise ValueError(f"{where} is not JSON ({error.msg} at {position}): {text.strip()[:60]!r}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deep to be read: {text.strip()[:60]!r}") from error
 
@@ -351,11 +351,13 @@ def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            before = error.object[: error.start]
-            place = f"byte {offset - pending + error.start} in line {line + before.decode(encoding).count(chr(10))}"
+            decodable = error.object[: error.start]
+            position = (
+                f"byte {offset - pending + error.start} in line {line + decodable.decode(encoding).count(chr(10))}"
+            )
             byte = f"0x{error.object[error.start]:02x}"
             raise NotTextError(
-                f"{where} is not text in {encoding.removesuffix('-le').removesuffix('-be').upper()}: {byte}, {place} "
+                f"{where} is not text in {encoding.removesuffix('-le').removesuffix('-be').upper()}: {byte}, {position} "
                 f"({error.reason}); convert it, for example with iconv -f LATIN1 -t UTF-8, or leave it out",
                 "not UTF-8",
             ) from error

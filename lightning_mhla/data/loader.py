@@ -268,9 +268,9 @@ class ResumableLoader:
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
         if self.groups is not None:
             order = grouped_order(order, self.groups, self.batch_size)
-        left = slice(done * self.batch_size, None if steps is None else steps * self.batch_size)
+        remaining = slice(done * self.batch_size, None if steps is None else steps * self.batch_size)
         order, copies = repeated(order, self.repeats)
-        return order[left], copies[left], epoch
+        return order[remaining], copies[remaining], epoch
 
     def _evaluation(self, order: np.ndarray) -> Iterator[list[Ticket]]:
         parts = [order] if self.groups is None else np.split(order, np.cumsum(np.bincount(self.groups))[:-1])
@@ -329,10 +329,10 @@ class ResumableLoader:
         Raises:
             ValueError: if an option that determines the order differs.
         """
-        for key, now in self.state_dict().items():
-            before = state.get(key, UNSAID.get(key, now))
-            if before != now:
+        for key, current in self.state_dict().items():
+            saved = state.get(key, UNSAID.get(key, current))
+            if saved != current:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={before}, this run has {key}={now}: it could not resume "
+                    f"the checkpoint was trained with {key}={saved}, this run has {key}={current}: it could not resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"
                 )

@@ -184,10 +184,10 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         """
         assert self.trainer is not None
         steps = int(self.trainer.num_training_batches)
-        before = (self._trained_with or {}).get("steps", steps)
-        if before != steps:
+        saved_steps = (self._trained_with or {}).get("steps", steps)
+        if saved_steps != steps:
             raise ValueError(
-                f"the checkpoint's epochs had {before} batches, this run's have {steps}: it could not resume with the "
+                f"the checkpoint's epochs had {saved_steps} batches, this run's have {steps}: it could not resume with the "
                 "very next sample. Set limit_train_batches back, or start a new run from the weights alone"
             )
         self._order["steps"] = steps

@@ -152,9 +152,11 @@ def resume_order(
     if repaired := [sample for sample in samples if sample.place == SKIPPED and sample.changed]:
         log.warning("%d files that were skipped have changed since; --force makes all shards with them", len(repaired))
     if any(sample.place == OPEN and sample.changed for sample in samples):
-        now = _record_all(origins)
+        current_lines = _record_all(origins)
         pairs = zip(samples, lines, strict=True)
-        _write(shards, options, [line if sample.origin is None else now[sample.origin] for sample, line in pairs])
+        _write(
+            shards, options, [line if sample.origin is None else current_lines[sample.origin] for sample, line in pairs]
+        )
     return [sample.origin for sample in samples]
 
 
@@ -205,10 +207,10 @@ class _Sample(NamedTuple):
 def _compare(lines: Sequence[Mapping[str, Any]], origins: Sequence[Origin], places: Sequence[str]) -> list[_Sample]:
     numbers = {origin.name: number for number, origin in enumerate(origins)}
     samples = []
-    for line, place in zip(lines, places, strict=True):
+    for line, state in zip(lines, places, strict=True):
         number = numbers.get(line["name"])
         changed = number is not None and not _is_unchanged(origins[number], line)
-        samples.append(_Sample(line["name"], place, number, changed))
+        samples.append(_Sample(line["name"], state, number, changed))
     return samples
 
 
@@ -255,8 +257,8 @@ def _record_all(origins: Sequence[Origin]) -> list[dict[str, Any]]:
     assert len(set(names)) == len(names), "names of origins are unique"
     with ThreadPoolExecutor(8) as pool:
         records = pool.map(_record, origins)
-        few = sum(len(origin.files) for origin in origins) < 1000
-        return list(track(records, "reading what shards are made from", total=len(origins), disable=few))
+        is_quick = sum(len(origin.files) for origin in origins) < 1000
+        return list(track(records, "reading what shards are made from", total=len(origins), disable=is_quick))
 
 
 def _record(origin: Origin) -> dict[str, Any]:

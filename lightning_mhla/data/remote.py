@@ -269,9 +269,11 @@ def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
         raise ShardUnavailableError(f"{answer.url} does not send a file (status {answer.status})")
     size, first = answer.content_length, 0
     if answer.status == 206:
-        place = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", answer.headers.get("Content-Range", ""))
-        first = -1 if place is None else int(place[1])
-        size = None if place is None or place[2] == "*" else int(place[2])
+        content_range = re.fullmatch(
+            r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", answer.headers.get("Content-Range", "")
+        )
+        first = -1 if content_range is None else int(content_range[1])
+        size = None if content_range is None or content_range[2] == "*" else int(content_range[2])
     return Version(answer.headers.get("ETag"), answer.headers.get("Last-Modified"), None if encoded else size), first
 
 
@@ -423,9 +425,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     """Iterate over an error and its chain of causes, including those that libraries store in attributes of their own."""
     waiting, seen = [error], set[int]()
     while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            inner = (each.__cause__, each.__context__, *(getattr(each, name, None) for name in INNER), *each.args)
+        cause = waiting.pop()
+        if id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            inner = (cause.__cause__, cause.__context__, *(getattr(cause, name, None) for name in INNER), *cause.args)
             waiting += [cause for cause in inner if isinstance(cause, BaseException)]

@@ -71,10 +71,12 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
     Returns:
         Samples in their new order, ``[m]`` int64 with ``m <= n``; samples that do not fill a batch of their group are left out.
     """
-    found = groups[order]
-    places = [np.flatnonzero(found == group) for group in np.unique(found)]
-    whole = [place[: len(place) // batch * batch].reshape(-1, batch) for place in places]
-    batches = np.concatenate([*whole, np.zeros((0, batch), np.int64)])
+    group_of_sample = groups[order]
+    positions_by_group = [np.flatnonzero(group_of_sample == group) for group in np.unique(group_of_sample)]
+    batches_by_group = [
+        positions[: len(positions) // batch * batch].reshape(-1, batch) for positions in positions_by_group
+    ]
+    batches = np.concatenate([*batches_by_group, np.zeros((0, batch), np.int64)])
     return order[batches[np.argsort(batches[:, -1])]].reshape(-1)
 
 

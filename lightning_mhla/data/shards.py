@@ -113,18 +113,18 @@ def _count_names(pattern: str) -> int:
 def _local(name: str) -> list[Path]:
     path = Path(name)
     if path.is_dir():
-        found = sorted(file for file in path.glob("*.tar") if is_visible(file.name))
+        shards = sorted(file for file in path.glob("*.tar") if is_visible(file.name))
     elif path.is_file():
-        found = [path]
+        shards = [path]
     else:
-        found = sorted(path.parent.glob(path.name)) if any(c in path.name for c in "*?[") else []
-    if not found:
-        what = "holds no *.tar files" if path.is_dir() else "does not exist"
+        shards = sorted(path.parent.glob(path.name)) if any(c in path.name for c in "*?[") else []
+    if not shards:
+        problem = "holds no *.tar files" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{name} {what}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; images also as "
-            "a folder with one folder for each class"
+            f"{name} {problem}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; images also "
+            "as a folder with one folder for each class"
         )
-    return found
+    return shards
 
 
 def _download(urls: list[str], folder: Path) -> list[Path]:
@@ -174,8 +174,8 @@ class ShardReader:
 
         with ThreadPoolExecutor(8) as pool:
             tables = pool.map(load, self.shards)
-            few = len(self.shards) < 32
-            self.tables = list(track(tables, "reading shard tables", total=len(self.shards), disable=few))
+            is_quick = len(self.shards) < 32
+            self.tables = list(track(tables, "reading shard tables", total=len(self.shards), disable=is_quick))
         self.shard_sizes = [len(table.keys) for table in self.tables]
         self._ends = np.cumsum(self.shard_sizes)
         self._open: OrderedDict[int, int] = OrderedDict()
@@ -189,8 +189,8 @@ class ShardReader:
         """Describe the location of a sample by its shard and key, for messages."""
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
-        where = self._urls.get(self.shards[shard], self.shards[shard])
-        return f"{where}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
+        location = self._urls.get(self.shards[shard], self.shards[shard])
+        return f"{location}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, wanted: Sequence[str]) -> str:
         """Return the first of the ``wanted`` extensions that a sample has.
@@ -217,12 +217,12 @@ class ShardReader:
             for a sample without such a member.
         """
         names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
-        found = np.zeros(len(self), np.int64)
+        extension_numbers = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
             for name in set(names) & set(table.extensions):
                 has = table.offsets[:, table.extensions.index(name)] >= 0
-                found[end - len(table.keys) : end][has] = names.index(name)
-        return names, found
+                extension_numbers[end - len(table.keys) : end][has] = names.index(name)
+        return names, extension_numbers
 
     def count_members(self, pattern: str) -> np.ndarray:
         """Count, for each sample, the members whose complete extension matches a regular expression, ``[samples]`` int64."""
@@ -253,8 +253,8 @@ class ShardReader:
         """
         shard, row = self._find(index)
         table = self.tables[shard]
-        rest = max(0, self.size(index, extension) - start)
-        size = rest if count is None else min(count, rest)
+        remaining = max(0, self.size(index, extension) - start)
+        size = remaining if count is None else min(count, remaining)
         if size > LARGEST_SAMPLE:
             raise BrokenSampleError(
                 f"{self.describe(index)}: .{extension} has {size} bytes, at most {LARGEST_SAMPLE} are read at once"

@@ -116,17 +116,17 @@ class TarCheck:
         Raises:
             BrokenContentError: if the bytes do not continue a shard.
         """
-        rest = memoryview(data)
-        while rest:
+        remaining = memoryview(data)
+        while remaining:
             if self._left:
-                part, rest = rest[: self._left], rest[self._left :]
+                part, remaining = remaining[: self._left], remaining[self._left :]
                 self._left -= len(part)
                 if self._kept:
                     self._further += part
                 continue
             count = tarfile.BLOCKSIZE - len(self._header)
-            self._header += rest[:count]
-            rest = rest[count:]
+            self._header += remaining[:count]
+            remaining = remaining[count:]
             if len(self._header) == tarfile.BLOCKSIZE:
                 block = bytes(self._header)
                 self._header.clear()
@@ -150,8 +150,8 @@ class TarCheck:
         if self._members > MOST_MEMBERS:
             raise BrokenContentError(f"{self.name} has more than {MOST_MEMBERS} members; write smaller shards")
         size = member.size
-        if self._kept and (given := re.search(rb"\d+ size=(\d{1,18})\n", self._further)):
-            size = int(given[1])  # members of more than 8 GiB have their size in a PAX header
+        if self._kept and (size_record := re.search(rb"\d+ size=(\d{1,18})\n", self._further)):
+            size = int(size_record[1])  # members of more than 8 GiB have their size in a PAX header
         self._kept = member.type == tarfile.XHDTYPE
         self._further.clear()
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES or member.type in FURTHER
@@ -232,9 +232,9 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     for file in candidates:
         if file.is_relative_to(root) and not _is_own(file):
             continue
-        kept = read_table(file)
-        if kept is not None and (kept.size, kept.written) == (stat.st_size, stat.st_mtime_ns):
-            return kept
+        saved = read_table(file)
+        if saved is not None and (saved.size, saved.written) == (stat.st_size, stat.st_mtime_ns):
+            return saved
     table = scan_shard(path)
     for file in candidates:
         try:
@@ -284,14 +284,14 @@ def read_table(file: Path) -> MemberTable | None:
         The table; None if there is no such file or, after a warning, if it is not a valid table.
     """
     try:
-        with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as kept:
+        with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as arrays:
             # a table is saved uncompressed; a compressed one could expand to fill the memory
             if sum(info.file_size for info in archive.infolist()) > file.stat().st_size:
                 raise ValueError("its arrays are larger than the file")
-            stamp = kept["stamp"]
+            stamp = arrays["stamp"]
             if stamp.shape != (2,) or stamp.dtype != np.int64 or stamp[0] < 0:
                 raise ValueError("no member table")
-            return _checked_table(kept, int(stamp[0]), int(stamp[1]))
+            return _checked_table(arrays, int(stamp[0]), int(stamp[1]))
     except FileNotFoundError:
         return None
     except (OSError, BadZipFile, zlib.error, NotImplementedError, *BROKEN) as error:
@@ -299,24 +299,24 @@ def read_table(file: Path) -> MemberTable | None:
         return None
 
 
-def _checked_table(kept: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
+def _checked_table(arrays: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
     """Build a member table from the arrays of a file, after checking them.
 
     Args:
-        kept: arrays by name.
+        arrays: arrays by name.
         total: size of the shard in bytes.
         written: modification time of the shard, in nanoseconds.
 
     Raises:
         ValueError: if the arrays are not a member table, or a member lies outside the shard.
     """
-    keys, extensions, offsets, sizes = (kept[name] for name in ("keys", "extensions", "offsets", "sizes"))
+    keys, extensions, offsets, sizes = (arrays[name] for name in ("keys", "extensions", "offsets", "sizes"))
     shape = (len(keys), len(extensions))
     plain = keys.ndim == extensions.ndim == 1 and keys.dtype.kind == extensions.dtype.kind == "U"
     if len(keys) > MOST_MEMBERS:
         raise ValueError(f"more than {MOST_MEMBERS} samples")
-    whole = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
-    if not (plain and whole and (offsets >= -1).all() and (sizes >= 0).all()):
+    matches = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
+    if not (plain and matches and (offsets >= -1).all() and (sizes >= 0).all()):
         raise ValueError("no member table")
     if len(keys) * 512 > total or (len(keys) and not len(extensions)) or len(extensions) > MOST_EXTENSIONS:
         raise ValueError("more samples or kinds of members than a shard of its size has")

@@ -139,11 +139,11 @@ class Preparation:
         """
         rank, world = self.share
         shards = shard_ranges(self.shards.folder, self.shards.prefix, count, per_shard, digits)
-        mine = shards[rank::world]
+        own_shards = shards[rank::world]
         fill_shards(
-            ((path, len(here), samples(here)) for path, here in mine),
+            ((path, len(numbers), samples(numbers)) for path, numbers in own_shards),
             title,
-            sum(len(here) for _, here in mine),
+            sum(len(numbers) for _, numbers in own_shards),
             quiet=rank > 0,
         )
         return [path for path, _ in shards]
@@ -225,10 +225,10 @@ def write_shards(
     ):
 
         def samples(here: range) -> Iterator[dict[str, Any]]:
-            for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
-                numbers = [call.order[number] for number in few]
+            for batch in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
+                numbers = [call.order[number] for number in batch]
                 chosen = [None if number is None else items[number] for number in numbers]
-                for number, members in zip(few, pool.map(attempt, chosen), strict=True):
+                for number, members in zip(batch, pool.map(attempt, chosen), strict=True):
                     if isinstance(members, BrokenSampleError):
                         call.skipped.add(members)
                     elif members is not None:
@@ -321,8 +321,8 @@ def readable(
 def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
     """Iterate over items in lists of ``count`` consecutive ones; the last list may be shorter."""
     iterator = iter(items)
-    while few := list(itertools.islice(iterator, count)):
-        yield few
+    while group := list(itertools.islice(iterator, count)):
+        yield group
 
 
 def array_bytes(values: Tensor | np.ndarray) -> bytes:
@@ -346,7 +346,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     Raises:
         FileExistsError: if the unfinished file was removed, and the shard does not exist.
     """
-    left = {part: _stamp(part) for part in _unfinished(path)}
+    abandoned = {part: _stamp(part) for part in _unfinished(path)}
     aside = beside(path)
     stream = aside.open("xb")
     try:
@@ -365,7 +365,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
             raise FileExistsError(
                 f"{aside} was removed while it was written; call again once nothing else writes it"
             ) from error
-    for part, stamp in left.items():
+    for part, stamp in abandoned.items():
         if stamp is not None and _stamp(part) == stamp:
             part.unlink(missing_ok=True)
 

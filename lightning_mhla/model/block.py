@@ -43,8 +43,8 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
     raise ValueError(f"norm={kind!r} is not one of 'layernorm', 'rmsnorm'")
 
 
-def _keep(kept: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
-    return x if kept is None else x * kept[branch]
+def _keep(factors: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
+    return x if factors is None else x * factors[branch]
 
 
 class Block(nn.Module):

@@ -116,8 +116,8 @@ class _DecayedProducts(torch.autograd.Function):
 def _padded(*tensors: Tensor) -> list[Tensor]:
     """Pad tensors ``[..., C, D]`` with zeros so that C is a power of two."""
     size = tensors[0].shape[-2]
-    more = (1 << (size - 1).bit_length()) - size if size else 0
-    return [F.pad(x, (0, 0, 0, more)) if more else x for x in tensors]
+    padding = (1 << (size - 1).bit_length()) - size if size else 0
+    return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in tensors]
 
 
 def _part(x: Tensor, half: int, side: int) -> Tensor:

@@ -128,8 +128,8 @@ def _carry(
     Raises:
         FileExistsError: if one folder has a file where the other has a folder.
     """
-    for place, folders, files in os.walk(source):
-        empty = Path(place).relative_to(source)
+    for parent, folders, files in os.walk(source):
+        empty = Path(parent).relative_to(source)
         if not (folders or files) and empty.parts and is_carried(empty):
             (target / empty).mkdir(parents=True, exist_ok=True)
     for path in filter(is_carried, _files_below(source)):
@@ -155,7 +155,7 @@ def _restore(folder: Path) -> None:
 
 def _files_below(folder: Path) -> list[Path]:
     """List all files and links below a folder, as paths relative to the folder."""
-    paths = (Path(place) / name for place, folders, files in os.walk(folder) for name in (*files, *folders))
+    paths = (Path(parent) / name for parent, folders, files in os.walk(folder) for name in (*files, *folders))
     return [path.relative_to(folder) for path in paths if path.is_symlink() or not path.is_dir()]
 
 

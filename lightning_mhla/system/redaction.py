@@ -102,10 +102,10 @@ def check_secrets(url: str, option: str | None = None) -> None:
         ValueError: if the URL contains ``***`` in place of a secret; the message asks for the complete URL.
     """
     if _HIDDEN_IN_URL.search(url):
-        again = f"--{option}=URL" if option else "the option that holds it"
+        option_text = f"--{option}=URL" if option else "the option that holds it"
         raise ValueError(
             f"{url}: user names, passwords and queries of URLs are not written to files, so this URL is not complete; "
-            f"give it again on the command line ({again})"
+            f"give it again on the command line ({option_text})"
         )
 
 
@@ -150,14 +150,14 @@ def _redact_link(url: str) -> str:
     parts = _PARTS.fullmatch(url)
     if parts is None:
         return url
-    start, authority, path, rest = parts.groups()
+    start, authority, path, query = parts.groups()
     host = authority.rpartition("@")[2]
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else ""
-    behind = path + rest
+    behind = path + query
     if "@" not in authority and "@" in behind and not re.fullmatch(r"\d*", port):
         # The text after the colon is not a port, so it begins a password that contains a slash, a question mark or a number
         # sign which should have been written as %2F, %3F or %23. The host follows the last @.
         path, mark, _ = behind.rpartition("@")[2].partition("?")
         return f"{start}{HIDDEN}@{path}{f'?{HIDDEN}' if mark else ''}"
     user = f"{HIDDEN}@" if "@" in authority else ""
-    return f"{start}{user}{host}{path}{f'?{HIDDEN}' if rest else ''}"
+    return f"{start}{user}{host}{path}{f'?{HIDDEN}' if query else ''}"

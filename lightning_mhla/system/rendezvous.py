@@ -60,10 +60,10 @@ def _is_ip_address(text: str) -> bool:
 
 def _serve(address: str, port: int, world_size: int) -> Store:
     """Create torch's ``TCPStore`` listening on one address only; by default it listens on all addresses."""
-    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(socket_address)
         listener.listen(socket.SOMAXCONN)
         store: Store = distributed.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
             address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

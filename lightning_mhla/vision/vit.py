@@ -235,5 +235,5 @@ class VisionTransformer(
         }
 
 
-def _keep(found: dict[int, Tensor], index: int, module: nn.Module, inputs: object, output: Tensor) -> None:
-    found[index] = output
+def _keep(maps: dict[int, Tensor], index: int, module: nn.Module, inputs: object, output: Tensor) -> None:
+    maps[index] = output

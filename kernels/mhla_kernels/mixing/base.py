@@ -212,8 +212,8 @@ class Mixing(ABC):
         if in_place:
             finished[rows, :, first:end] = summary
             return finished
-        before = finished[rows]
-        grown = torch.cat([before[:, :, :first], summary, before[:, :, end:]], 2)
+        selected = finished[rows]
+        grown = torch.cat([selected[:, :, :first], summary, selected[:, :, end:]], 2)
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
@@ -243,9 +243,9 @@ class Mixing(ABC):
         blocks = summary.shape[2]
         rows = self.matrix(first + blocks)[..., first : first + blocks, :]
         inside = rows[..., first : first + blocks].tril(-1)
-        known = inside.shape[-1]
-        mixed = inside @ summary[:, :, :known] + rows[..., :first] @ finished[:, :, :first]
-        return F.pad(mixed, (0, 0, 0, blocks - known))
+        covered = inside.shape[-1]
+        mixed = inside @ summary[:, :, :covered] + rows[..., :first] @ finished[:, :, :first]
+        return F.pad(mixed, (0, 0, 0, blocks - covered))
 
     # Sequence parallelism: processes hold ranges of blocks.
 
@@ -309,8 +309,8 @@ class Mixing(ABC):
 
 def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
     """Return names and values of the fields that are not learned tensors."""
-    others = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
-    return tuple((name, getattr(mixing, name)) for name in others)
+    names = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
+    return tuple((name, getattr(mixing, name)) for name in names)
 
 
 def _from_json(value: Any) -> Any:

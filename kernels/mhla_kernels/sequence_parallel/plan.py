@@ -117,11 +117,11 @@ def traffic(
         token_bytes: size in bytes of one number of k and v.
     """
     width = key_width * (value_width + normalize)
-    others = processes - 1
+    other_processes = processes - 1
     if terms is not None:
-        return Traffic(batch * heads * others * terms * (1 if causal else 2) * width * 4, None)
-    summaries = batch * heads * others * -(-blocks // processes) * width * 4
-    shares = batch * heads * others * -(-tokens // processes) * (key_width + value_width) * token_bytes
+        return Traffic(batch * heads * other_processes * terms * (1 if causal else 2) * width * 4, None)
+    summaries = batch * heads * other_processes * -(-blocks // processes) * width * 4
+    shares = batch * heads * other_processes * -(-tokens // processes) * (key_width + value_width) * token_bytes
     return Traffic(summaries, shares)
 
 

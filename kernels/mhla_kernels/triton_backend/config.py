@@ -193,14 +193,14 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
         dtype: dtype of the operands, float32 or bfloat16.
         blocks: number of blocks.
     """
-    few = blocks <= 32
+    has_few_blocks = blocks <= 32
     if dtype == torch.bfloat16:
         return (
             MixTiles(rows=16, terms=16, columns=256, stages=2)
-            if few
+            if has_few_blocks
             else MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
         )
-    return MixTiles(rows=16, terms=16, columns=128) if few else MixTiles(rows=32, terms=32, columns=64)
+    return MixTiles(rows=16, terms=16, columns=128) if has_few_blocks else MixTiles(rows=32, terms=32, columns=64)
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:

@@ -125,23 +125,25 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _operations(given: Any) -> int:
+def _operations(shapes: Any) -> int:
     """Count the additions and multiplications in the matrix products of a forward pass.
 
     Args:
-        given: arguments of the operator, with shapes in place of tensors.
+        shapes: arguments of the operator, with shapes in place of tensors.
     """
-    batch, tokens, heads, key_width = given.q
-    width, causal = given.v[-1], given.causal
-    chunked = given.form != "parallel"
-    blocks, size = given.table[1], given.largest
+    batch, tokens, heads, key_width = shapes.q
+    width, causal = shapes.v[-1], shapes.causal
+    chunked = shapes.form != "parallel"
+    blocks, size = shapes.table[1], shapes.largest
     pairs = tokens * (min(size, tokens) if chunked else tokens) / (2 if causal else 1) * (key_width + width)
     if not chunked:
         return int(2 * batch * heads * pairs)
-    terms = given.coefficients[1][1] if given.form == "spanning" else 1
-    mixed = 0 if given.form == "spanning" else blocks * (blocks if given.mixer == "dense" else given.coefficients[0][1])
+    terms = shapes.coefficients[1][1] if shapes.form == "spanning" else 1
+    mixed = (
+        0 if shapes.form == "spanning" else blocks * (blocks if shapes.mixer == "dense" else shapes.coefficients[0][1])
+    )
     products = (2 * tokens * terms + mixed) * key_width * width
-    return int(2 * batch * heads * (products + (pairs if causal or given.form == "spanning" else 0)))
+    return int(2 * batch * heads * (products + (pairs if causal or shapes.form == "spanning" else 0)))
 
 
 @register_flop_formula(torch.ops.mhla.attention)

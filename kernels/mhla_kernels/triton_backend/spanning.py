@@ -52,13 +52,13 @@ def carry_kernel(
     ``[H or 1, TERMS]``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
-    part, place = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
-    term, head = place % TERMS, place // TERMS % heads
+    part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    term, head = series % TERMS, series // TERMS % heads
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < WIDTH
     fade = tl.exp(-tl.load(decay + head * decay_stride_h + term))
     backwards = (term >= EARLIER) != REVERSE
-    sums += place * blocks * WIDTH
+    sums += series * blocks * WIDTH
     state = tl.zeros([COLUMNS], tl.float32)
     for step in range(0, blocks):
         i = tl.where(backwards, blocks - 1 - step, step)
@@ -66,9 +66,9 @@ def carry_kernel(
         begin = tl.load(table + tl.where(backwards, LAST, FIRST) * blocks + i)
         state = tl.where(begin == tl.where(backwards, i + 1, i), 0.0, state)
         offset = sums + i.to(tl.int64) * WIDTH + columns
-        own = tl.load(offset, mask=inside, other=0.0)
+        chunk_sum = tl.load(offset, mask=inside, other=0.0)
         tl.store(offset, state, mask=inside)
-        state = state * fade + own
+        state = state * fade + chunk_sum
 
 
 def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:

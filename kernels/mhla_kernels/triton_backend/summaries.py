@@ -152,9 +152,9 @@ def running_kernel(
     for step in range(0, pieces):
         piece = pieces - 1 - step if REVERSE else step
         offset = pieces_summary + ((row * blocks + block) * pieces + piece) * WIDTH + columns
-        own = tl.load(offset, mask=inside, other=0.0).to(tl.float32)
+        piece_sum = tl.load(offset, mask=inside, other=0.0).to(tl.float32)
         tl.store(offset, round_to(total, pieces_summary.dtype.element_ty), mask=inside)
-        total += own
+        total += piece_sum
     offset = block_summary + (row * blocks + block) * WIDTH + columns
     tl.store(offset, round_to(total, block_summary.dtype.element_ty), mask=inside)
 

@@ -136,13 +136,13 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     return Verdict(not wrong, "; ".join(wrong) or errors, time.perf_counter() - start)
 
 
-def _run(given: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype = given.q.dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
-    leaves = [x.to(dtype).requires_grad_() for x in given[:3]]
+def _run(arguments: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    dtype = arguments.q.dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
+    leaves = [x.to(dtype).requires_grad_() for x in arguments[:3]]
     coefficient_dtype = torch.float32 if fused else torch.float64
-    coefficients = [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in given.coefficients]
-    given = given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
-    out = torch.ops.mhla.attention(*given) if fused else fallback.outputs(given, torch.float64)
+    coefficients = [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in arguments.coefficients]
+    arguments = arguments._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
+    out = torch.ops.mhla.attention(*arguments) if fused else fallback.outputs(arguments, torch.float64)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
     cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # rounded first, so that both runs get equal values
