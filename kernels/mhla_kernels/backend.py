@@ -107,18 +107,18 @@ def _distrust(major: int, installed_version: str) -> str | None:
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
     """Return the reason why Triton cannot run a call; None if it can."""
     if form == "reference":
-        return "the reference form is PyTorch only"
+        return "the reference form exists only in PyTorch"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return "it takes float32 and bfloat16, not float64"
+        return "the kernels take float32 and bfloat16, not float64"
     widest = max(q.shape[-1], v.shape[-1])
     if widest > WIDEST:
-        return f"keys and values may be {WIDEST} wide, not {widest}"
+        return f"keys and values may have at most {WIDEST} features, not {widest}"
     if not INSTALLED:
         return "triton is not installed"
     if q.is_cuda and torch.version.hip is not None:
-        return "the kernels are built for NVIDIA GPUs, and not tried on AMD's"
+        return "the kernels are built for NVIDIA GPUs, and are untested on AMD GPUs"
     if q.is_cuda and not torch.cuda.is_available():
-        return "there is no GPU: the tensors are fake ones"
+        return "there is no GPU, only fake tensors"
     if q.is_cuda:
         capability = _capability(q.device.index or 0)
         if capability < LEAST_CAPABILITY:
@@ -126,7 +126,7 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
         return None
     if q.device.type == "cpu" and INTERPRETED:
         return None
-    return f"tensors lie on {q.device.type!r}, and TRITON_INTERPRET=1 was not set when the process started"
+    return f"the tensors are on {q.device.type!r}, and TRITON_INTERPRET=1 was not set when the process started"
 
 
 @lru_cache

@@ -105,7 +105,7 @@ def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callabl
     """
     status = path.lstat() if status is None else status
     if not is_kind(status.st_mode):
-        problem = "is a link" if stat.S_ISLNK(status.st_mode) else "is not what belongs there"
+        problem = "is a link" if stat.S_ISLNK(status.st_mode) else "is not of the expected type"
         raise ForeignFileError(f"{path} {problem}, and nothing is read or written through it: {REMEDY}")
     if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _owner_of_new_files(path.parent):
         raise ForeignFileError(f"{path} belongs to another user ({status.st_uid}) and is not used: {REMEDY}")

@@ -76,14 +76,14 @@ class Forecast(Callback):
         """
         remaining_steps = steps_of_run(trainer) - trainer.global_step
         remaining_text = (
-            f", {duration(step_seconds * remaining_steps)} to go, validation aside"
+            f", {duration(step_seconds * remaining_steps)} remaining, without validation"
             if math.isfinite(remaining_steps)
             else ""
         )
         text = (
-            f"{step_seconds:.3g} s a step{remaining_text}"
+            f"{step_seconds:.3g} s per step{remaining_text}"
             if step_seconds >= 1
-            else f"{1 / max(step_seconds, 1e-9):.3g} steps a second{remaining_text}"
+            else f"{1 / max(step_seconds, 1e-9):.3g} steps per second{remaining_text}"
         )
         Console(soft_wrap=True, highlight=False, stderr=True).print(text)
 
@@ -116,7 +116,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     count = sum(parameter.numel() for parameter in trained)
     return (
         f"{_short(sum(p.numel() for p in parameters))} parameters, {_short(count)} of them trained, on {processes} "
-        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations come on top"
+        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations are not included"
     )
 
 
@@ -131,7 +131,7 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 def _steps(trainer: Trainer) -> str:
     steps, epoch_steps = steps_of_run(trainer), steps_of_epochs(trainer, 1)
-    epoch = f"{int(epoch_steps):,} steps an epoch" if math.isfinite(epoch_steps) else "no epochs"
+    epoch = f"{int(epoch_steps):,} steps per epoch" if math.isfinite(epoch_steps) else "no epochs"
     end = f"{int(steps):,} in all" if math.isfinite(steps) else "without an end"
     done = f", {trainer.global_step:,} done" if trainer.global_step else ""
     return f"{epoch}, {end}{done}"

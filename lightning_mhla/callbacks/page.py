@@ -45,7 +45,7 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
     name = html.escape("/".join(folder.parts[-2:]))
     state = "finished" if record["finished"] else "not finished"
     seconds, steps = record["seconds"], record["steps"]
-    speed = f", {steps / seconds:.3g} steps a second over all" if seconds and steps else ""
+    speed = f", {steps / seconds:.3g} steps per second overall" if seconds and steps else ""
     parts = [
         f"<h1>{name}</h1>",
         f'<p class="muted">{state}; {steps:,} steps, {duration(seconds)}{speed}; '

@@ -64,7 +64,7 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path 
         for name in names:
             axis.plot(*zip(*points[name], strict=True), label=name.split("/", 1)[0], linewidth=1.2)
         axis.set_title(title, parse_math=False)
-        axis.set_xlabel("optimiser step")
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         if len(names) > 1:
             axis.legend()

@@ -183,8 +183,8 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
     if world == 1:
         return f"at batch {step}, the process {PHASES[phase]}"
     if state["silent"] > silence:
-        return f"process {rank} on {state['host']} gives no sign of life for {state['silent']:.0f} s (last at batch {step})"
-    return f"process {rank} on {state['host']} holds the others up at batch {step}: it {PHASES[phase]}"
+        return f"process {rank} on {state['host']} has given no sign of life for {state['silent']:.0f} s (last at batch {step})"
+    return f"process {rank} on {state['host']} holds up the others at batch {step}: it {PHASES[phase]}"
 
 
 def _connect() -> TCPStore | None:

@@ -33,7 +33,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
     checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
         if run is None:
-            raise ValueError("--ckpt_path=best needs the run that it is the best of: --run_dir=FOLDER, or give a path")
+            raise ValueError("--ckpt_path=best needs a run: add --run_dir=FOLDER, or give a path")
         asked = str(best_checkpoint(run))
     elif run is not None and asked is not None and (asked == NEWEST or Path(asked).resolve() == run.resolve()):
         asked = None
@@ -72,7 +72,7 @@ def best_checkpoint(run: Path) -> Path:
                 path = run / CHECKPOINTS / relative if folder.name == CHECKPOINTS else best
                 if path.exists():
                     return path
-                raise FileNotFoundError(f"{run}: its best checkpoint, {relative}, is not there any more")
+                raise FileNotFoundError(f"{run}: its best checkpoint, {relative}, no longer exists")
         if callbacks:
             break
     raise FileNotFoundError(f"{run} has no best checkpoint: no ModelCheckpoint with a monitor has saved one")

@@ -64,7 +64,7 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
     saved, present = (plain(redacted(dict(part_options or {}))) for part_options in (checkpoint.get(entry), options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
-            log.info("resumed with another option: %s.%s %s -> %s", part, name, saved[name], present[name])
+            log.info("resumed with a changed option: %s.%s %s -> %s", part, name, saved[name], present[name])
 
 
 def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -91,14 +91,14 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
         raise ValueError(
-            f"the checkpoint was trained with another optimiser than {kind}; set optimizer.kind back, or start a new run "
+            f"the checkpoint was trained with a different optimizer than {kind}; set optimizer.kind back, or start a new run "
             "from the weights (--model.pretrained)"
         )
     saved_sizes = [len(group["params"]) for group in saved]
     if saved_sizes != list(group_sizes):
         raise ValueError(
-            f"the checkpoint's optimiser has groups of {saved_sizes} parameters, this run's of {list(group_sizes)}: what is "
-            "trained, or layer_decay, is not the same. Set it back, or start a new run from the weights (--model.pretrained)"
+            f"the checkpoint's optimizer has groups of {saved_sizes} parameters, this run's of {list(group_sizes)}: the "
+            "trained parameters or layer_decay differ. Set them back, or start a new run from the weights (--model.pretrained)"
         )
 
 
@@ -126,8 +126,8 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
     ]
     if different:
         raise ValueError(
-            f"the checkpoint is of a model of other sizes: {'; '.join(different[:3])} ({len(different)} tensors in all). "
-            "Leave the model options out to take those that the checkpoint remembers"
+            f"the checkpoint was saved from a model with different sizes: {'; '.join(different[:3])} ({len(different)} tensors "
+            "in all). Leave the model options out to take those that the checkpoint remembers"
         )
 
 

@@ -158,12 +158,12 @@ def check_checkpoint(path: Path) -> None:
             damaged = None if compressed else records.testzip()
             names = records.namelist()
     except (zipfile.BadZipFile, OSError, *BROKEN) as error:
-        raise ValueError(f"{path} is no whole checkpoint ({reason(error)})") from error
+        raise ValueError(f"{path} is not a complete checkpoint ({reason(error)})") from error
     if compressed:
-        raise ValueError(f"{path} holds compressed records, which no checkpoint of torch does")
+        raise ValueError(f"{path} holds compressed records, unlike checkpoints of torch")
     if damaged is not None or not any(name.endswith("/data.pkl") for name in names):
         raise ValueError(
-            f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it")
+            f"{path} is damaged: " + (f"{damaged} does not match its checksum" if damaged else "no data.pkl in it")
         )
 
 
@@ -176,7 +176,7 @@ def read_file(path: Path) -> dict[str, Any]:
     with _told(path):
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"{path} holds no state_dict: it is no checkpoint of training")
+        raise ValueError(f"{path} holds no state_dict: it is not a training checkpoint")
     check_entries(path, content)
     return content
 
@@ -203,7 +203,7 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
         for key, value in content.get(name, {}).items():
             plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
             if not isinstance(key, str) or not plain:
-                raise ValueError(f"{path}: {str(key)[:80]!r} in its {name} is no plain tensor")
+                raise ValueError(f"{path}: {str(key)[:80]!r} in its {name} is not a plain tensor")
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -301,11 +301,11 @@ def _latest_complete(folder: Path) -> Path:
         try:
             check_checkpoint(path)
         except ValueError as error:
-            log.warning("Passed over a damaged checkpoint: %s", error)
+            log.warning("Skipped a damaged checkpoint: %s", error)
         else:
             return path
     raise ValueError(
-        f"none of the {len(candidates)} checkpoints in {folder} is whole; move the folder away to train from the start"
+        f"none of the {len(candidates)} checkpoints in {folder} is complete; move the folder away to train from the start"
     )
 
 

@@ -69,7 +69,7 @@ def read_trained(path: str | Path) -> Pretrained | None:
     content = WholeCheckpointIO().load_checkpoint(local)
     weights = {k.removeprefix("network."): v for k, v in content["state_dict"].items() if k.startswith("network.")}
     if not weights:
-        raise ValueError(f"{path} holds no network of this suite")
+        raise ValueError(f"{path} contains no network of this suite")
     return Pretrained(weights, content.get("hyper_parameters") or {})
 
 
@@ -86,8 +86,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
     files = sorted(folder.glob("*.safetensors")) if (folder / "config.json").is_file() else []
     if not files:
         raise FileNotFoundError(
-            f"pretrained {path} is no folder of a run, no checkpoint (.ckpt) and no exported folder (config.json and "
-            "safetensors)"
+            f"pretrained {path} is not a run folder, a checkpoint (.ckpt) or an exported folder (config.json and safetensors)"
         )
     try:
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -113,7 +112,7 @@ class Report:
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        words = {"taken": "taken", "resized": "resized", "initialized": "newly initialised", "left": "left"}
+        words = {"taken": "taken", "resized": "resized", "initialized": "newly initialized", "left": "left"}
         return "; ".join(f"{len(names)} {words[key]}{_some(names, key)}" for key, names in vars(self).items())
 
 
@@ -175,8 +174,8 @@ def adopt(
     if wrong or lacking:
         parts = [*wrong, *(f"{name} is missing" for name in lacking)]
         raise ValueError(
-            f"pretrained {path} is of a model of another shape: {'; '.join(parts[:3])} ({len(parts)} tensors in all); set "
-            "width, depth, heads and patches as it was trained"
+            f"pretrained {path} is from a model of a different shape: {'; '.join(parts[:3])} ({len(parts)} tensors in all); "
+            "set width, depth, heads and patches as it was trained"
         )
     network.load_state_dict(fitted, strict=False)
     log.info("started from %s: %s", path, report)
@@ -208,7 +207,9 @@ def resize_positions(position: Tensor, tokens: int) -> Tensor:
     """
     old, new = math.isqrt(position.shape[1]), math.isqrt(tokens)
     if old * old != position.shape[1] or new * new != tokens:
-        raise ValueError(f"positions of {position.shape[1]} tokens cannot be carried to {tokens}: both must be squares")
+        raise ValueError(
+            f"positions of {position.shape[1]} tokens cannot be resized to {tokens}: both numbers must be squares"
+        )
     grid = position.float().transpose(1, 2).unflatten(-1, (old, old))
     grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=new < old, align_corners=False)
     return grid.flatten(2).transpose(1, 2).to(position.dtype)

@@ -102,10 +102,10 @@ class RunFolder:
                     continue
                 stream.seek(0)
                 raise ValueError(
-                    f"{self.path} is in use by {_owner(stream.read())}; stop that one, or give another --run_dir"
+                    f"{self.path} is in use by {_owner(stream.read())}; stop that process, or give another --run_dir"
                 ) from error
             except OSError as error:
-                log.warning("%s keeps no locks (%s): make sure that no two jobs use it", self.path, error)
+                log.warning("%s does not support locks (%s): make sure that no two jobs use it", self.path, error)
                 break
         stream.truncate(0)
         owner = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}

@@ -31,15 +31,17 @@ def check_sharded(path: Path) -> None:
         listed = json.loads((path / MANIFEST).read_text())
         expected = {str(name): (int(facts["bytes"]), int(facts["crc32"])) for name, facts in listed.items()}
     except FileNotFoundError as error:
-        raise ValueError(f"{path} has no {MANIFEST}: it was not written to its end") from error
+        raise ValueError(f"{path} has no {MANIFEST}: it was not written completely") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path / MANIFEST} is no list of files ({error})") from error
+        raise ValueError(f"{path / MANIFEST} is not a list of files ({error})") from error
     for name, (size, crc32) in expected.items():
         file = path / name
         if Path(name).name != name or not file.is_file():
             raise ValueError(f"{file} is missing")
         if file.stat().st_size != size or checksum(file) != crc32:
-            raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes, and {size} with another checksum belong")
+            raise ValueError(
+                f"{file} is damaged: it has {file.stat().st_size} bytes instead of {size}, or a different checksum"
+            )
 
 
 def checksum(path: Path) -> int:

@@ -76,7 +76,9 @@ class FetchAhead:
                     except DownloadStoppedError:
                         return
                     except (OSError, ValueError) as error:
-                        log.warning("nothing more is fetched ahead: %s", error)  # the reader fetches it again, or fails
+                        log.warning(
+                            "prefetching of shards has stopped: %s", error
+                        )  # the reader fetches it again, or fails
                         return
                     if fetched:
                         break

@@ -213,9 +213,9 @@ class ShardCache:
             try:
                 download(url, sink, size, stop, make_check=partial(TarCheck, url))
             except FileNotFoundError as error:
-                raise ShardUnavailableError(f"{url} is gone; it was there when its table was read") from error
+                raise ShardUnavailableError(f"{url} no longer exists; it did when its member table was read") from error
             if sink.tell() < size:
-                raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the {size} that are expected")
+                raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the expected {size}")
         self._check_table(path)
         return True
 
@@ -252,8 +252,8 @@ class ShardCache:
             fitting = int(np.searchsorted(np.cumsum(sizes), self.room, side="right"))
             raise ValueError(
                 f"shuffle_window={'null' if window is None else window} shuffles more shards together than fit in "
-                f"cache_bytes={self.limit}: they and one ahead have up to {needed} bytes; set shuffle_window to "
-                f"{max(1, fitting - 1)}, or better half of that, or raise cache_bytes"
+                f"cache_bytes={self.limit}: they and one prefetched shard have up to {needed} bytes; set shuffle_window to "
+                f"{max(1, fitting - 1)}, or preferably half of that, or raise cache_bytes"
             )
 
     @property

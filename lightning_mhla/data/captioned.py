@@ -205,7 +205,7 @@ class FolderFiles(CaptionedFiles):
         if not path.is_file():
             if other := [name for name in ("metadata.csv", "metadata.parquet") if (self.folder / name).is_file()]:
                 raise ValueError(
-                    f"{self.folder / other[0]} is not read; write its rows to {METADATA}, a JSON object a line"
+                    f"{self.folder / other[0]} is not read; write its rows to {METADATA}, one JSON object per line"
                 )
             return {}
         lines: dict[Path, list[Mapping[str, Any]]] = {}

@@ -45,7 +45,7 @@ def read_classes(file: Path) -> list[str] | None:
     if not file.is_file():
         return None
     if (size := file.stat().st_size) > LARGEST_LIST:
-        raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write a name on each line")
+        raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write one name per line")
     names = file.read_text(encoding="utf-8").split("\n")
     names = names[:-1] if names and not names[-1] else names
     if len(set(names)) < len(names):
@@ -74,9 +74,7 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
     files = list(lists)
     for file in files[1:]:
         if lists[file] != lists[files[0]]:
-            raise ValueError(
-                f"{files[0]} and {file} do not list the same classes; say with --classes FILE which ones to follow"
-            )
+            raise ValueError(f"{files[0]} and {file} do not list the same classes; choose a list with --classes FILE")
     return lists[files[0]] if files else None
 
 

@@ -34,7 +34,7 @@ class LabelledShards:
             if names is None:
                 raise ValueError(
                     f"the number of classes of {self.shards.locations['train']} is not known: shards without a "
-                    "PREFIX-classes.txt do not say it; give --data.num_classes"
+                    "PREFIX-classes.txt do not state it; give --data.num_classes"
                 )
             self._num_classes = len(names)
         return self._num_classes

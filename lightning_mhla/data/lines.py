@@ -295,7 +295,7 @@ def parse_json(text: str, where: str) -> Any:
         position = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
         raise ValueError(f"{where} is not JSON ({error.msg} at {position}): {text.strip()[:60]!r}") from error
     except RecursionError as error:
-        raise ValueError(f"{where} is nested too deep to be read: {text.strip()[:60]!r}") from error
+        raise ValueError(f"{where} is nested too deeply to be read: {text.strip()[:60]!r}") from error
 
 
 def text_entry(row: dict[str, Any], key: str, where: str) -> str:

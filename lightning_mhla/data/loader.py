@@ -333,6 +333,6 @@ class ResumableLoader:
             saved = state.get(key, UNSAID.get(key, current))
             if saved != current:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={saved}, this run has {key}={current}: it could not resume "
+                    f"the checkpoint was trained with {key}={saved}, this run has {key}={current}: it cannot resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"
                 )

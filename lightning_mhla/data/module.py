@@ -187,7 +187,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         saved_steps = (self._trained_with or {}).get("steps", steps)
         if saved_steps != steps:
             raise ValueError(
-                f"the checkpoint's epochs had {saved_steps} batches, this run's have {steps}: it could not resume with the "
+                f"the checkpoint's epochs had {saved_steps} batches, this run's have {steps}: it cannot resume with the "
                 "very next sample. Set limit_train_batches back, or start a new run from the weights alone"
             )
         self._order["steps"] = steps

@@ -94,7 +94,7 @@ class ShardSet:
         """
         if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
             raise ValueError(
-                f"{self.folder / self.prefix}-*.tar are there, and neither {self.origins.name} nor {self.manifest.name} says "
+                f"{self.folder / self.prefix}-*.tar exist, but neither {self.origins.name} nor {self.manifest.name} says "
                 "that they were prepared here, so they are not deleted; move them away, or choose another folder or --prefix"
             )
         self.origins.unlink(missing_ok=True)  # deleted first, because shards without it are an error and never resumed
@@ -133,7 +133,7 @@ def resume_order(
     if written is None:
         remedy = "--force makes them again, or " if _is_manifest(shards.manifest) else "move them away, or "
         raise ValueError(
-            f"{shards.folder / shards.prefix}-*.tar are there, and no {shards.origins.name} says what they were made from; "
+            f"{shards.folder / shards.prefix}-*.tar exist, but no {shards.origins.name} says what they were made from; "
             f"{remedy}choose another folder or --prefix"
         )
     begun_with, lines = written
@@ -146,11 +146,11 @@ def resume_order(
     }
     if message := _describe(begun_with, options, changes):
         raise ValueError(
-            f"{shards.folder / shards.prefix}-*.tar were made from something else ({message}); --force makes them again, or "
-            "choose another folder or --prefix"
+            f"{shards.folder / shards.prefix}-*.tar were made from different files or options ({message}); --force makes them "
+            "again, or choose another folder or --prefix"
         )
     if repaired := [sample for sample in samples if sample.place == SKIPPED and sample.changed]:
-        log.warning("%d files that were skipped have changed since; --force makes all shards with them", len(repaired))
+        log.warning("%d skipped files have changed since; --force makes all shards again with them", len(repaired))
     if any(sample.place == OPEN and sample.changed for sample in samples):
         current_lines = _record_all(origins)
         pairs = zip(samples, lines, strict=True)
@@ -179,7 +179,7 @@ def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard:
     changed = [sample.name for sample in samples if sample.changed and sample.place == USED]
     if changes := _describe({}, {}, {"changed": changed}):
         raise ValueError(
-            f"{shards.folder / shards.prefix}-*.tar may hold parts of two contents: files changed while they were read "
+            f"{shards.folder / shards.prefix}-*.tar may mix old and new content: files changed while they were read "
             f"({changes}); --force makes them again"
         )
 

@@ -125,7 +125,7 @@ def remote_size(url: str) -> int:
             failures += 1
             _wait(url, error, failures, FIRST_ATTEMPTS, None)
     if not isinstance(size, int) or size <= 0:
-        raise ShardUnavailableError(f"{url}: the server does not say how many bytes it has, which cache_bytes needs")
+        raise ShardUnavailableError(f"{url}: the server does not report its size, which cache_bytes needs")
     return size
 
 
@@ -217,7 +217,7 @@ class Download:
             if first != start or self.version.differs(version):
                 self.restart()
                 if first:
-                    raise EOFError("the file has changed on the server, or it sends a different part; from the start")
+                    raise EOFError("the file has changed on the server, or it sends a different part; starting over")
             self.version = version
             try:
                 self._copy(source)
@@ -243,18 +243,18 @@ class Download:
         begun, brought = time.monotonic(), 0
         while chunk := source.read(CHUNK):
             if self.sink.tell() + len(chunk) > self.most:
-                raise ShardUnavailableError(f"{self.url} has more than the {self.most} bytes that are expected")
+                raise ShardUnavailableError(f"{self.url} has more than the expected {self.most} bytes")
             self.check(chunk)
             try:
                 self.sink.write(chunk)
             except OSError as error:  # an error of the local disk, which another attempt does not fix
-                raise ShardUnavailableError(f"{self.url} cannot be kept ({reason(error)})") from error
+                raise ShardUnavailableError(f"{self.url} cannot be stored ({reason(error)})") from error
             if self.stop is not None and self.stop.is_set():
                 raise DownloadStoppedError(self.url)
             brought += len(chunk)
             if time.monotonic() - begun > SILENCE:
                 if brought < PROGRESS:
-                    raise TimeoutError(f"only {brought} bytes came in {SILENCE} s")
+                    raise TimeoutError(f"only {brought} bytes arrived in {SILENCE} s")
                 begun, brought = time.monotonic(), 0
 
 
@@ -311,7 +311,7 @@ def download(
         except Exception as error:
             if _status(error) == RANGE_OUTSIDE and sink.tell():
                 parts.restart()  # the file is shorter than it was
-                error = EOFError("the file has changed on the server; from the start")
+                error = EOFError("the file has changed on the server; starting over")
             failures = 1 if sink.tell() >= furthest + PROGRESS else failures + 1
             furthest = max(furthest, sink.tell())
             _wait(url, error, failures, attempts, stop)

@@ -73,7 +73,9 @@ def expand_braces(name: str) -> list[str]:
     count = _count_names(name) if len(name) <= LONGEST_PATTERN else None
     if count is None or count > MOST_SHARDS or count * len(name) > LONGEST_NAMES:
         many = f"{len(name)} characters" if count is None else f"{count} names"
-        raise ValueError(f"{start}: {many} are more than shards have (at most {MOST_SHARDS} names); check the braces")
+        raise ValueError(
+            f"{start}: {many} are too many for a list of shards (at most {MOST_SHARDS} names); check the braces"
+        )
     try:
         return list(braceexpand(name))
     except (ValueError, RecursionError) as error:
@@ -121,8 +123,8 @@ def _local(name: str) -> list[Path]:
     if not shards:
         problem = "holds no *.tar files" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{name} {problem}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; images also "
-            "as a folder with one folder for each class"
+            f"{name} {problem}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; for images, "
+            "also a folder with one subfolder for each class"
         )
     return shards
 
@@ -268,8 +270,8 @@ class ShardReader:
         written = table.written if self.shards[shard] not in self._urls else status.st_mtime_ns
         if (status.st_size, status.st_mtime_ns) != (table.size, written):
             raise ShardUnavailableError(
-                f"{self.shards[shard]} was written again while it is in use, so that its members lie elsewhere; leave shards "
-                "as they are, and call the same command again"
+                f"{self.shards[shard]} was rewritten while it is in use, so the positions of its members have changed; leave "
+                "shards unchanged, and run the same command again"
             )
         return data
 
@@ -283,7 +285,7 @@ class ShardReader:
         try:
             values = parse_array(data)
         except ValueError as error:
-            raise BrokenSampleError(f"{self.describe(index)}: .{extension} is no array ({error})") from error
+            raise BrokenSampleError(f"{self.describe(index)}: .{extension} is not an array ({error})") from error
         if values.dtype.kind != "f" or not np.isfinite(values).all():
             raise BrokenSampleError(
                 f"{self.describe(index)}: .{extension} holds {values.dtype}, not finite numbers only"

@@ -136,16 +136,16 @@ class TarCheck:
         if block.count(0) == len(block):
             self._zeros += len(block)
             if self._zeros > LONGEST_TAIL or not self._members:
-                raise BrokenContentError(f"{self.name} is not a tar file: zeros where a member belongs")
+                raise BrokenContentError(f"{self.name} is not a tar file: zeros in place of a member")
             return
         try:
             if self._zeros:
-                raise tarfile.ReadError("something follows its end")
+                raise tarfile.ReadError("data follows its end")
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             if member.size < 0 or (member.type in FURTHER and member.size > LONGEST_HEADER):
                 raise tarfile.ReadError(f"a header of {member.size} bytes, at most {LONGEST_HEADER} are read")
         except (tarfile.TarError, *BROKEN) as error:
-            raise BrokenContentError(f"{self.name} is not a whole tar file ({reason(error)})") from error
+            raise BrokenContentError(f"{self.name} is not a complete tar file ({reason(error)})") from error
         self._members += 1
         if self._members > MOST_MEMBERS:
             raise BrokenContentError(f"{self.name} has more than {MOST_MEMBERS} members; write smaller shards")
@@ -190,13 +190,13 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
     except PermissionError:
         raise
     except (tarfile.TarError, OSError, *BROKEN) as error:
-        raise ValueError(f"{where}: not a whole tar file ({reason(error)}); write or download it again") from error
+        raise ValueError(f"{where}: not a complete tar file ({reason(error)}); write or download it again") from error
     extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
     if len(extensions) > MOST_EXTENSIONS:
-        raise ValueError(f"{where}: {len(extensions)} kinds of members, at most {MOST_EXTENSIONS} are read")
+        raise ValueError(f"{where}: {len(extensions)} different extensions, at most {MOST_EXTENSIONS} are read")
     if end + 512 > total:
         raise ValueError(
-            f"{where}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
+            f"{where}: cut short, {total} bytes instead of at least {end + 1024}; write or download it again"
         )
     if total - end > LONGEST_TAIL:
         raise ValueError(f"{where}: {total - end} bytes follow its last member; write or download it again")
@@ -204,7 +204,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
         stream.seek(end)
         if any(chunk.count(0) != len(chunk) for chunk in iter(lambda: stream.read(1 << 20), b"")):
             raise ValueError(
-                f"{where}: not a whole tar file (no member where byte {end} is); write or download it again"
+                f"{where}: not a complete tar file (no member where byte {end} is); write or download it again"
             )
     missing = (-1, 0)
     table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
@@ -244,7 +244,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
                 aside.write_bytes(table_bytes(table))
             break
         except OSError as error:
-            log.info("member table of %s not kept at %s: %s", path, file, error)
+            log.info("member table of %s could not be saved at %s: %s", path, file, error)
     return table
 
 
@@ -319,9 +319,9 @@ def _checked_table(arrays: Mapping[str, np.ndarray], total: int, written: int) -
     if not (plain and matches and (offsets >= -1).all() and (sizes >= 0).all()):
         raise ValueError("no member table")
     if len(keys) * 512 > total or (len(keys) and not len(extensions)) or len(extensions) > MOST_EXTENSIONS:
-        raise ValueError("more samples or kinds of members than a shard of its size has")
+        raise ValueError("more samples or different extensions than a shard of its size can have")
     if max(keys.dtype.itemsize, extensions.dtype.itemsize) > 4 * LONGEST_NAME:
-        raise ValueError("names longer than a shard has")
+        raise ValueError("names longer than a shard may have")
     if (offsets > total).any() or (sizes > total - np.maximum(offsets, 0)).any():
         raise ValueError("members outside the shard")
     return MemberTable(keys, tuple(extensions.tolist()), offsets, sizes, total, written)

@@ -363,7 +363,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     except FileNotFoundError as error:  # a process that does not see our lock removed it as a leftover
         if not path.exists():
             raise FileExistsError(
-                f"{aside} was removed while it was written; call again once nothing else writes it"
+                f"{aside} was removed while it was being written; run the command again once no other process writes it"
             ) from error
     for part, stamp in abandoned.items():
         if stamp is not None and _stamp(part) == stamp:

@@ -37,7 +37,7 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
         if installed():
             limit = "" if widest is None else f", keys of at most {widest} features"
             reason = (
-                f"they take tensors of a GPU, not float64{limit}; these are {list(q.shape)}, {q.dtype} on {q.device}"
+                f"they take tensors on a GPU, not float64{limit}; these are {list(q.shape)}, {q.dtype} on {q.device}"
             )
         raise ValueError(f"backend='triton' needs the kernels of flash-linear-attention: {reason}; use backend='auto'")
     return able and backend != "torch"
