@@ -120,7 +120,7 @@ class BlockState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """All tensors of the state, by name."""
         return {name: getattr(self, name) for name in self.tensor_names}
 
     @property

@@ -49,7 +49,7 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a trial of one kind of kernel.
+    """Result of a trial in which a kind of fused kernel was compared with PyTorch.
 
     Attributes:
         agrees: whether the kernel may be used.
@@ -217,7 +217,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear the verdicts of this process; verdicts stored in the cache stay."""
+    """Clear this process's record of trials; verdicts stored in the cache stay."""
     for record in (_verdicts, _withdrawn, _unknown):
         record.clear()
     environment.cache_clear()

@@ -90,21 +90,20 @@ def mhla_window_prefill(
     """Compute windowed attention for the next tokens of every row, and return the generation state after them.
 
     Args:
-        q: as for :func:`mhla_kernels.mhla_window_attention`.
-        k: as for :func:`mhla_kernels.mhla_window_attention`.
-        v: as for :func:`mhla_kernels.mhla_window_attention`.
-        q_features: as for :func:`mhla_kernels.mhla_window_attention`.
-        k_features: as for :func:`mhla_kernels.mhla_window_attention`.
-        mixing: as for :func:`mhla_kernels.mhla_window_attention`; large enough for all tokens so far.
-        block_size: as for :func:`mhla_kernels.mhla_window_attention`.
-        far: as for :func:`mhla_kernels.mhla_window_attention`.
-        scale: as for :func:`mhla_kernels.mhla_window_attention`.
-        lengths: ``[B]`` integers, the number of real tokens of each row (rows are padded on the right); None if all N are
-            real.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
+        v: values, ``[B, N, Hkv, V]``.
+        q_features: nonnegative features of the queries, ``[B, N, H, K]``.
+        k_features: nonnegative features of the keys, ``[B, N, H, K]``.
+        mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
+        block_size: tokens in a block.
+        far: logarithm of the weight of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
+        scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
+        lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None if there is no padding.
         state: state from the last call; None at the start. It is not changed.
 
     Returns:
-        Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
+        Outputs ``[B, N, H, V]``, zero for padding, and the new state.
 
     Raises:
         ValueError: if shapes, lengths or the state do not fit together.
@@ -185,7 +184,7 @@ def mhla_window_step(
         v: value, ``[B, Hkv, V]``.
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
-        mixing: as for :func:`mhla_window_prefill`.
+        mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
         far: logarithm of the weight of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.

@@ -33,7 +33,7 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the average of an earlier fit; outside a fit the module keeps the loaded weights."""
+        """Discard the average of an earlier fit."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,7 +16,7 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Draw every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
+    """Plot every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
 
     Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints keep the points, so a resumed run
     continues the curves.

@@ -45,16 +45,16 @@ class Forecast(Callback):
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the timer."""
+        """Pause the timer during validation."""
         self._stopped = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the timer."""
+        """Resume the timer after validation."""
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Print the speed once, after the measured steps."""
+        """Print the speed and the remaining time once, after the measured steps."""
         # Optimizer steps, not batches: under gradient accumulation several batches end at the same step.
         done = trainer.global_step - self._first
         if self._said or done < self.warm_up_steps:

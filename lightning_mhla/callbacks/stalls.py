@@ -64,7 +64,7 @@ class StallWatch(Callback):
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that validation makes progress."""
+        """Record that validation finished a batch."""
         if self._thread is not None:
             self._move(trainer, 2)
 
@@ -74,18 +74,18 @@ class StallWatch(Callback):
             self._evaluates, self._moved = True, time.monotonic()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop the thread."""
+        """Stop the thread that watches for stalls."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
             self._thread = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop the thread, since Lightning does not call ``teardown`` after an exception."""
+        """Stop the thread that watches for stalls, since Lightning does not call ``teardown`` after an exception."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the thread, because work after training, such as a final evaluation, makes no steps."""
+        """Stop the thread that watches for stalls, because work after training, such as a final evaluation, makes no steps."""
         self.teardown(trainer, pl_module, "fit")
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:

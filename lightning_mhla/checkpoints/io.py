@@ -236,7 +236,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Return the sort key of a checkpoint: its step, infinite if unreadable, then whether Recovery wrote it."""
+    """Return the sort key of a checkpoint: its step (infinite if it cannot be read), then whether ``Recovery`` wrote it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):

@@ -97,7 +97,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 @dataclass
 class Report:
-    """Names of the tensors of a model by the outcome of loading pretrained weights.
+    """Result of loading pretrained weights into a model: the names of its tensors by outcome.
 
     Attributes:
         taken: tensors that were loaded unchanged.

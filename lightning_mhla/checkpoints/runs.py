@@ -197,7 +197,7 @@ def _is_blank(lock: Path) -> bool:
 
 
 def _head(file: Path) -> str:
-    """Read the beginning of a text file; empty if it does not exist or is a link."""
+    """Read the first 64 KiB of a text file; empty if the file does not exist or is a link."""
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
             return ""

@@ -78,7 +78,7 @@ class CaptionedFiles:
 
 
 class ShardFiles(CaptionedFiles):
-    """Captioned files in shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
+    """Captioned files in WebDataset shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
 
     Args:
         reader: reader of the shards.
@@ -239,7 +239,7 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
 
 
 def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
-    """Parse the only caption in a ``.txt`` or ``.json`` file; see :func:`parse_captions`.
+    """Parse a ``.txt`` or ``.json`` file that must hold exactly one caption; see :func:`parse_captions` for the arguments.
 
     Raises:
         BrokenSampleError: if there is no caption, or more than one.

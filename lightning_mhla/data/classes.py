@@ -32,12 +32,12 @@ def check_count(num_classes: int) -> int:
 
 
 def folder_classes(folder: Path) -> list[str]:
-    """List the classes of a folder with one subfolder per class, in alphabetical order."""
+    """List the class names of a folder with one subfolder per class, in alphabetical order."""
     return [shown(path.name) for path in visible_folders(folder)]
 
 
 def read_classes(file: Path) -> list[str] | None:
-    """Read the names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
+    """Read the class names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
 
     Raises:
         ValueError: if a name occurs twice, or the file is larger than :data:`LARGEST_LIST`.

@@ -53,7 +53,7 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
-    """Decode a JPEG, PNG or WebP image the way a viewer shows it.
+    """Decode a JPEG, PNG or WebP image to the pixels that a viewer would show.
 
     The EXIF orientation is applied, transparent pixels are composed on :data:`BACKGROUND`, and 16-bit gray levels are divided
     by 256.

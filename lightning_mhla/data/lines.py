@@ -81,7 +81,7 @@ PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
 
 
 class NotTextError(ValueError):
-    """Raised for a file that is not text in a supported encoding. The message names the file and the place.
+    """Raised for a file that is not text in a supported encoding. The message names the file and the position.
 
     Attributes:
         kind: ``"binary"`` or ``"not UTF-8"``.

@@ -165,15 +165,15 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
-        """Create the loader of validation batches, which reads every sample once."""
+        """Create the loader of validation batches, which together contain every sample once."""
         return self._loader("validate")
 
     def test_dataloader(self) -> ResumableLoader:
-        """Create the loader of test batches, which reads every sample once."""
+        """Create the loader of test batches, which together contain every sample once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """Create the loader of prediction batches, which reads every sample once."""
+        """Create the loader of prediction batches, which together contain every sample once."""
         return self._loader("predict")
 
     def _progress(self) -> Progress:
@@ -196,7 +196,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of training samples, and the number of batches trained on."""
+        """Return the options that determine the order of training samples, and the number of batches that were trained on."""
         return {**self._order, TRAINED: batches_trained(self.trainer)} if self.trainer is not None else self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

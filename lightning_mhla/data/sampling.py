@@ -145,7 +145,7 @@ def seed_sample(seed: int, ticket: Ticket) -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all global random generators of this process for one training step (dropout, stochastic depth, mixup)."""
+    """Seed all global random generators of this process for one training step, such as for dropout and mixup."""
     word = _seed_all([seed, _STEP, step, rank])
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(word)

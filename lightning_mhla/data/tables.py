@@ -278,7 +278,7 @@ def table_bytes(table: MemberTable) -> bytes:
 
 
 def read_table(file: Path) -> MemberTable | None:
-    """Read a saved member table.
+    """Read a saved member table from an ``.npz`` file.
 
     Returns:
         The table; None if there is no such file or, after a warning, if it is not a valid table.

@@ -125,7 +125,7 @@ class Preparation:
         title: str,
         digits: int = 5,
     ) -> list[Path]:
-        """Write the missing shards that are the task of this process: ``folder/prefix-00000.tar`` and so on.
+        """Write the missing shards that are assigned to this process: ``folder/prefix-00000.tar`` and so on.
 
         Args:
             count: number of samples in all shards.

@@ -23,7 +23,7 @@ SHARED_BLOCK = 64
 
 
 class Backbone(LayoutTables):
-    """Transformer blocks over the tokens of one layout, and a final norm.
+    """Transformer shared by all domains: a stack of blocks over a grid of tokens, and a final norm.
 
     Tokens are brought into block order before the first block, and back into raster order after the last one.
 
@@ -129,15 +129,15 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Apply all blocks and the final norm.
+        """Apply all blocks and the final norm to a batch of tokens.
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order, prefix tokens first.
-            condition: see :meth:`Block.forward`.
-            context: see :meth:`Block.forward`.
+            condition: conditioning vectors, ``[B, condition_dim]``; required with ``condition_dim``.
+            context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool, in raster order; None for all.
-            context_mask: see :meth:`Block.forward`.
-            cu_seqlens: see :meth:`Block.forward`.
+            context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
+            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal backbones only.
             share: this process's part of sequences that several processes share; None for complete sequences.
             positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to count the tokens of each sequence.
             states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each in raster
@@ -184,8 +184,9 @@ class Backbone(LayoutTables):
             x: next tokens, ``[B, N, dim]``; tokens of a row beyond its count are padding.
             cache: states of the earlier tokens, updated in place.
             counts: number of tokens in each row that are not padding.
-            positions: see :meth:`forward`; None for the positions that follow those in the cache.
-            states: see :meth:`forward`.
+            positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None for those that follow the cache.
+            states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each; None to skip
+                this.
 
         Returns:
             ``[B, N, dim]``.
@@ -217,7 +218,7 @@ class Backbone(LayoutTables):
 
     @property
     def layers(self) -> list[Block]:
-        """The blocks, first to last."""
+        """Transformer blocks, from first to last."""
         return cast(list[Block], list(self.blocks))
 
     @property

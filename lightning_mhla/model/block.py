@@ -138,9 +138,9 @@ class Block(nn.Module):
             context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool; None for all.
             context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
-            rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
-            cu_seqlens: see :meth:`lightning_mhla.attention.Attention.forward`.
-            share: see :meth:`lightning_mhla.attention.Attention.forward`.
+            rotary: rotary angles of the tokens, see :meth:`lightning_mhla.attention.Attention.forward`.
+            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
+            share: this process's part of sequences that several processes share; None for complete sequences.
             kept: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None to
                 draw it here.
 

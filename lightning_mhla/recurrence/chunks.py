@@ -47,12 +47,12 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Split a tensor into chunks like q, k and v: ``[B, N, H, ...]`` to ``[B, H, M, C, ...]``, with 3 or 4 dimensions."""
+        """Split a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the same chunks as q, k and v, ``[B, H, M, C, ...]``."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join the chunks of an output: ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype of the output."""
+        """Join the chunks of an output ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype that the caller expects."""
         return self.partition.merge(out).to(self.dtype)
 
 

@@ -36,9 +36,11 @@ def gated_linear_attention(
         v: values, ``[B, N, H, Dv]``.
         log_decay: logarithm of the decay at each token and feature of the key, ``[B, N, H, Dk]``, at most 0.
         scale: factor on the products; None for ``Dk ** -0.5``.
-        initial_state: see :func:`lightning_mhla.recurrence.retention`.
-        cu_seqlens: see :func:`lightning_mhla.recurrence.retention`.
-        backend: see :func:`lightning_mhla.recurrence.retention`.
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+            zeros.
+        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
+            row.
+        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for

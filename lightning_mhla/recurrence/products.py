@@ -114,7 +114,7 @@ class _DecayedProducts(torch.autograd.Function):
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Pad tensors ``[..., C, D]`` with zeros so that C is a power of two."""
+    """Pad tensors ``[..., C, D]`` with zeros along C to the next power of two."""
     size = tensors[0].shape[-2]
     padding = (1 << (size - 1).bit_length()) - size if size else 0
     return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in tensors]

@@ -24,7 +24,7 @@ def keep_plain(module: Any) -> None:
 
 
 def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested options to a dict from dotted names to values, with tuples as lists.
+    """Flatten nested options to a dict from dotted names to values; tuples become lists.
 
     Args:
         options: nested dicts and dataclasses.

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def logger_connector(trainer: Trainer) -> Any:
-    """Return the component of a trainer that collects logged metrics."""
+    """Return the component of a trainer that collects the logged metrics."""
     return trainer._logger_connector
 
 
@@ -25,7 +25,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step number that Lightning writes log rows for."""
+    """Return the step number under which Lightning logs metrics."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

@@ -31,7 +31,11 @@ def process_ranks() -> tuple[int, int, int]:
 
 
 def process_device(asked: str | None) -> torch.device:
-    """Return the requested device, or by default the GPU of this process, or the CPU if there is no GPU."""
+    """Return the requested device; by default the GPU of this process, or the CPU if there is no GPU.
+
+    Args:
+        asked: name of the requested device, such as ``cuda:0``; None for the default.
+    """
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", process_ranks()[2] % torch.cuda.device_count())

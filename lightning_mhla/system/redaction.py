@@ -92,7 +92,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Reject a URL whose secrets were removed when it was written to a file.
+    """Check that a URL has not lost its secrets, which are replaced by ``***`` when a URL is written to a file.
 
     Args:
         url: URL or path.

@@ -69,7 +69,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_rules(state: Any, where: str) -> None:
-    """Reject a tokenizer that makes a short text grow without bound.
+    """Check that no rule of a tokenizer makes a short text grow without bound.
 
     Args:
         state: parsed content of its ``tokenizer.json``.
@@ -96,8 +96,8 @@ def check_rules(state: Any, where: str) -> None:
 def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
     """Check that successive replacements of a tokenizer do not make a text many times longer.
 
-    Any text grows first at some replacement. The check therefore applies all later replacements to the output of each one,
-    so that the result does not depend on a choice of test texts.
+    A text that grows does so first at one of the replacements. The check therefore applies all later replacements to the output
+    of each one, so that the result does not depend on a choice of test texts.
 
     Args:
         rules: replacements in the order in which they are applied.
@@ -167,7 +167,7 @@ def _rules(step: Any, depth: int) -> Iterator[_Rule]:
     """Iterate over the replacement steps of a normalizer or decoder, in order.
 
     Args:
-        step: the part of ``tokenizer.json`` that describes it.
+        step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
         depth: number of steps in which this one is nested.
     """
     if not isinstance(step, dict):

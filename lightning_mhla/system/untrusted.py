@@ -56,7 +56,7 @@ DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np
 
 
 def reason(error: BaseException, length: int = 200) -> str:
-    """Return the first line of an error's message, without unprintable characters and cut to ``length`` characters."""
+    """Return the first line of an error's message, without unprintable characters and truncated to ``length`` characters."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "".join(sign if sign.isprintable() else "?" for sign in lines[0])[:length]
 
@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_array(data: bytes) -> np.ndarray:
-    """Parse the content of an ``.npy`` file.
+    """Parse the content of an ``.npy`` file from an untrusted source.
 
     Args:
         data: header and values; the dtype must be one of :data:`DTYPES`, in the byte order of this machine.

@@ -135,7 +135,7 @@ class VisionModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """All transformer blocks, first to last."""
+        """Transformer blocks of the model, from first to last."""
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:

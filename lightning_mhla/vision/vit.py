@@ -220,7 +220,7 @@ class VisionTransformer(
         self.global_pool = kind
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Set whether blocks are recomputed in the backward pass."""
+        """Enable or disable the recomputation of blocks in the backward pass (activation checkpointing)."""
         self.backbone.checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

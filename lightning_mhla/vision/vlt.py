@@ -288,7 +288,7 @@ class VLT(
         self.global_pool = SelectAdaptivePool2d(pool_type=kind, flatten=bool(kind))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Set whether blocks are recomputed in the backward pass."""
+        """Enable or disable the recomputation of blocks in the backward pass (activation checkpointing)."""
         for stage in self.stages:
             cast(Stage, stage).checkpointing = enable
 

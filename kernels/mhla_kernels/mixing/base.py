@@ -39,7 +39,7 @@ class BlockShares(Protocol):
 
     @property
     def blocks(self) -> list[int]:
-        """Number of blocks of each process."""
+        """Number of blocks that each process holds."""
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
         """Concatenate the tensors ``[B, H, length, ...]`` of all processes along axis 2.
@@ -55,8 +55,7 @@ class Mixing(ABC):
 
     A kind is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and defines
     :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can compute
-    at lower cost. Kinds are pytrees of their tensors. ``torch.load`` reads them with ``weights_only=True``, and so does
-    ``torch.export.load``.
+    at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read them.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -299,7 +298,7 @@ class Mixing(ABC):
         Args:
             blocks: number of blocks.
             causal: whether the attention is causal.
-            fused: whether the fused kernels do it.
+            fused: whether the fused kernels do the mixing.
 
         Returns:
             Number of summaries added up for each block.

@@ -54,7 +54,7 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
     Args:
         tokens: number of tokens N.
         block_size: tokens in a block; None with ``block_offsets``.
-        block_offsets: the result itself, for uneven blocks; None with ``block_size``.
+        block_offsets: the same bounds for uneven blocks, as the user gives them; None with ``block_size``.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
@@ -148,12 +148,12 @@ class SequencePlan:
 
     @property
     def blocks(self) -> list[int]:
-        """Number of blocks of each process."""
+        """Number of blocks that each process holds."""
         return [b - a for a, b in pairwise(self.shares)]
 
     @property
     def tokens(self) -> list[int]:
-        """Number of tokens of each process."""
+        """Number of tokens that each process holds."""
         return [self.bounds[b] - self.bounds[a] for a, b in pairwise(self.shares)]
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:

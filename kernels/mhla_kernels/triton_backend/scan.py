@@ -164,7 +164,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of m[i, i], the sum of the amplitudes, in place; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each; see :meth:`TritonMixer.add_own`."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 

@@ -27,7 +27,7 @@ token after the last one. An unused block has no tokens, FIRST = M and LAST = 0.
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Sizes and lookup tables of the blocks of one call, as the kernels read them.
+    """Lookup tables and sizes of the blocks in one call of the operator, in the form that the Triton kernels read.
 
     Attributes:
         tokens: number of tokens, N.
