@@ -55,7 +55,7 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write a ``PREFIX-classes.txt``, one name per line, with control characters such as line breaks escaped (``\\n``)."""
+    """Write class names to a ``PREFIX-classes.txt``, one per line, with control characters escaped (``\\n``)."""
     write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 
