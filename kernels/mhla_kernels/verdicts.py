@@ -108,7 +108,7 @@ def name_of(device: str) -> str:
 
 
 def folder_of(device: str) -> Path:
-    """Return the path of the folder for verdicts on a device."""
+    """Return the path of the folder that stores the results of kernel trials on a device."""
     return cache_folder() / "verdicts" / name_of(device)
 
 
@@ -290,9 +290,9 @@ def _is_fatal(error: BaseException) -> bool:
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     """Run the trial of a kernel, and store its verdict.
 
-    While it runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes. A
-    verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be temporary,
-    and its verdict is valid for this process only.
+    While it runs, a locked mark file exists. If the trial crashes the process, the file stays, so that later processes know.
+    A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
+    temporary, and its verdict is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()
     mark = folder / f"{kind}.{uuid4().hex}.running"

@@ -337,8 +337,8 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     """Context manager that writes a shard atomically, even if several processes write the same shard.
 
     Each process writes an unfinished file of its own beside the shard. At the end, it removes the unfinished files of other
-    processes that have not changed in the meantime, since their processes were killed. A process that does still write, on a
-    host whose locks are not visible here, finds its file missing and the shard complete.
+    processes that have not changed in the meantime, since their processes were killed. A process that is still writing, on
+    a host whose locks are not visible here, finds its file missing and the shard complete.
 
     Args:
         path: path of the shard.

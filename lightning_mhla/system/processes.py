@@ -43,7 +43,7 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes, which do not wait for an accelerator.
+    """Votes among all processes of a run, without synchronization with an accelerator.
 
     Creating an instance is collective: create it on every process, after the process group exists. With one process, the result
     of a vote is the answer of the process itself.

@@ -29,7 +29,7 @@ MOST_DEPTH = 8
 
 
 def check_tokenizer(tokenizer: Any, where: str) -> None:
-    """Check the rules of a loaded tokenizer of transformers.
+    """Check that the rules of a loaded transformers tokenizer are safe to apply.
 
     Args:
         tokenizer: the tokenizer; a tokenizer written in Python has no rules and always passes.

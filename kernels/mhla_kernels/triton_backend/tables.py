@@ -48,7 +48,7 @@ class BlockTables:
     sequences: Tensor
 
     def span(self, tile: int) -> int:
-        """Return the largest number of blocks that a tile of tokens overlaps, for tiles laid from the start of a sequence.
+        """Return the largest number of blocks that a tile of tokens overlaps, where tiles start at the beginning of a sequence.
 
         Args:
             tile: number of tokens in a tile.
