@@ -125,7 +125,7 @@ def _explained(error: Exception, path: Path) -> OSError:
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
     return OSError(
         f"checkpoint {path} could not be written ({reason(cause)}; {free / 2**30:.1f} GiB are free there). Earlier checkpoints "
-        "are as they were: make room and start the same command again, with --run_dir it resumes from the newest"
+        "are unchanged: make room and start the same command again, with --run_dir it resumes from the newest"
     )
 
 
