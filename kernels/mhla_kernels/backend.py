@@ -33,15 +33,15 @@ LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = {9: (3, 9), 10: (3, 9)}
 """Oldest version of Triton that ``"auto"`` trusts, by the first number of the compute capability.
 
-Before it, the compiler can overlap two products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821,
-fixed by #10988), and read shared memory or registers of Hopper's matrix products out of order (#9433, #11366)."""
+Older compilers can overlap two products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821, fixed
+by #10988), and read shared memory or registers of Hopper's matrix products out of order (#9433, #11366)."""
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Check the names of a form and a backend.
+    """Check that the names of a form and of a backend are known.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: if one of them is not.
     """
     for option, value, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if value not in choices:
@@ -49,7 +49,14 @@ def check_form_and_backend(form: str, backend: str) -> None:
 
 
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
-    """Return the backend for checked tensors.
+    """Choose between PyTorch and Triton for a call.
+
+    Args:
+        backend: requested backend: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton where it can be trusted.
+        q: queries.
+        k: keys.
+        v: values.
+        form: form of the operator.
 
     Raises:
         ValueError: if Triton is requested and cannot run the call.
@@ -65,12 +72,12 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Whether kernels for ``q`` would be compiled for its device, not interpreted."""
+    """Return whether Triton would compile kernels for the device of ``q``, instead of interpreting them."""
     return q.is_cuda
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return the reason not to choose kernels by default, or None; warn of it once."""
+    """Return the reason why ``"auto"`` does not choose the Triton kernels, and warn about it once; None if there is none."""
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())
@@ -84,33 +91,34 @@ def _triton_version() -> str:
 
 
 @lru_cache
-def _distrust(major: int, found: str) -> str | None:
-    least = LEAST_TRITON.get(major, (0, 0))
-    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= least:
+def _distrust(major: int, installed_version: str) -> str | None:
+    oldest_trusted = LEAST_TRITON.get(major, (0, 0))
+    if tuple(int(number) for number in re.findall(r"\d+", installed_version)[:2]) >= oldest_trusted:
         return None
     text = (
-        f"Triton {found} can miscompile matrix products for compute capability {major}.x; the PyTorch form is used. "
-        f'Triton {".".join(map(str, least))} is trusted there, and backend="triton" uses the kernels in spite of it.'
+        f"Triton {installed_version} can miscompile matrix products for compute capability {major}.x; the PyTorch form is "
+        f'used. Triton {".".join(map(str, oldest_trusted))} is trusted there, and backend="triton" uses the kernels in spite '
+        "of it."
     )
     warnings.warn(text, RuntimeWarning, stacklevel=2)
     return text
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
-    """Return the reason why Triton cannot run a call, or None."""
+    """Return the reason why Triton cannot run a call; None if it can."""
     if form == "reference":
-        return "the reference form is PyTorch only"
+        return "the reference form exists only in PyTorch"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return "it takes float32 and bfloat16, not float64"
+        return "the kernels take float32 and bfloat16, not float64"
     widest = max(q.shape[-1], v.shape[-1])
     if widest > WIDEST:
-        return f"keys and values may be {WIDEST} wide, not {widest}"
+        return f"keys and values may have at most {WIDEST} features, not {widest}"
     if not INSTALLED:
         return "triton is not installed"
     if q.is_cuda and torch.version.hip is not None:
-        return "the kernels are built for NVIDIA GPUs, and not tried on AMD's"
+        return "the kernels are built for NVIDIA GPUs, and are untested on AMD GPUs"
     if q.is_cuda and not torch.cuda.is_available():
-        return "there is no GPU: the tensors are fake ones"
+        return "there is no GPU, only fake tensors"
     if q.is_cuda:
         capability = _capability(q.device.index or 0)
         if capability < LEAST_CAPABILITY:
@@ -118,7 +126,7 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
         return None
     if q.device.type == "cpu" and INTERPRETED:
         return None
-    return f"tensors lie on {q.device.type!r}, and TRITON_INTERPRET=1 was not set when the process started"
+    return f"the tensors are on {q.device.type!r}, and TRITON_INTERPRET=1 was not set when the process started"
 
 
 @lru_cache

@@ -16,12 +16,12 @@ FEATURE_MAP_FLOOR = 1e-6
 def map_features(
     q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the feature map to q and k, and zero all three tensors where tokens are masked.
+    """Apply the feature map to queries and keys, and set masked tokens to zero in queries, keys and values.
 
     Args:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, Hkv, Dk]``.
-        v: ``[B, N, Hkv, Dv]``.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``.
         feature_map: ``"identity"`` or ``"relu"``.
         key_mask: ``[B, N]`` bool, False for masked tokens, which may hold any value, NaN included; None masks no token.
 
@@ -38,10 +38,10 @@ def map_features(
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
-    """Map features and rotate them in pairs: :func:`mhla_kernels.rotary_features` in PyTorch.
+    """Apply the feature map and then rotary position embedding, in PyTorch; see :func:`mhla_kernels.rotary_features`.
 
     Args:
-        x: ``[B, N, H, D]``.
+        x: queries or keys, ``[B, N, H, D]``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``; gets no gradient.
         sin: sine of the angles, of the same shape.
         relu: whether ``relu(x) + 1e-6`` is applied before the rotation.

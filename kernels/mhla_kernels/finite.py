@@ -10,10 +10,10 @@ LARGEST = torch.finfo(torch.float32).max * 2.0**-20
 
 
 def finite_(sums: Tensor) -> Tensor:
-    """Replace overflowed sums by a large finite number, in place and without an effect on gradients.
+    """Replace sums that are infinite or NaN by finite numbers, in place and without an effect on gradients.
 
-    Causal coefficients are applied as a matrix with zeros above its diagonal. A zero times infinity there would make earlier
-    tokens NaN. The overflow still shows in the row of the token that caused it.
+    Causal coefficients are applied as a matrix with zeros above its diagonal, and zero times infinity would make earlier
+    tokens NaN. The overflow remains visible in the outputs of the token that caused it.
     """
     with torch.no_grad():
         return sums.nan_to_num_(LARGEST, LARGEST, -LARGEST)

@@ -1,4 +1,4 @@
-"""Division of outputs by their normalizer, with finite gradients for rows that overflowed."""
+"""Division of attention outputs by their normalizer, with finite gradients for rows that overflowed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 class _Divide(torch.autograd.Function):
-    """Autograd function for ``out / (normalizer + eps)``; a row without gradient passes zeros back, even if it overflowed.
+    """Autograd function for ``out / (normalizer + eps)`` that returns zero gradients for rows with a zero output gradient.
 
-    A plain division would multiply zero by infinity there, and make the gradients of everything that the row has seen NaN.
+    For a row that overflowed, a plain division would multiply zero by infinity in the backward pass, and the gradients of all
+    tokens that the row attends to would be NaN.
     """
 
     generate_vmap_rule = True
@@ -36,7 +37,7 @@ class _Divide(torch.autograd.Function):
 
 
 class _DivideForward(_Divide):
-    """Variant of :class:`_Divide` with forward-mode derivatives, which ``torch.compile`` does not support."""
+    """Variant of :class:`_Divide` that supports forward-mode derivatives, but not ``torch.compile``."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
@@ -53,7 +54,13 @@ _Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: igno
 
 
 def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
-    """Compute ``out / (normalizer + eps)`` for ``out`` ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
+    """Divide attention outputs by their normalizer, ``out / (normalizer + eps)``, with finite gradients for overflowed rows.
+
+    Args:
+        out: sums of weighted values, ``[..., V]``.
+        normalizer: sums of weights, ``[..., 1]``.
+        eps: number added to the normalizer.
+    """
     if not torch.is_grad_enabled() or not (out.requires_grad or normalizer.requires_grad):
         return out / (normalizer + eps)
     function = _Divide if torch.compiler.is_compiling() else _DivideForward

@@ -18,21 +18,21 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Error for an entry of a cache that is a link, has an unexpected type, or belongs to another user."""
+    """Raised for an entry of a cache folder that is a link, has an unexpected type, or belongs to a different user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:
-    """Make a folder of a cache, and check every folder between ``root`` and it.
+    """Create a folder of a cache, and check that it and all folders between ``root`` and it belong to the user.
 
     Args:
         path: folder below ``root``, or ``root`` itself.
-        root: folder that the user has chosen; it may be reached through links.
+        root: root folder of the cache; its own path may contain links.
 
     Returns:
         ``path``.
 
     Raises:
-        ForeignFileError: if a folder is a link, or belongs to another user.
+        ForeignFileError: if a folder is a link, or belongs to a different user.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root
@@ -44,15 +44,15 @@ def own_folder(path: Path, root: Path) -> Path:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file in a cache and return its descriptor; with ``os.O_CREAT``, a missing file is made.
+    """Open a file in a cache, without following links, and return its file descriptor.
 
     Args:
         path: path of the file.
-        flags: flags of ``os.open``.
+        flags: flags of ``os.open``; with ``os.O_CREAT``, a missing file is created.
 
     Raises:
-        ForeignFileError: if it is a link, is not a regular file, or belongs to another user. For writing, also if it has a
-            second hard link, which may be in any folder.
+        ForeignFileError: if it is a link, is not a regular file, or belongs to a different user. If ``flags`` allow writing,
+            also if it has a second hard link, which may be in any folder.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
@@ -74,14 +74,14 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """Return the bytes of a file in a cache.
+    """Read the bytes of a file in a cache, without following links.
 
     Args:
         path: path of the file.
         most: largest allowed size in bytes.
 
     Raises:
-        ForeignFileError: see :func:`open_own`.
+        ForeignFileError: if it is a link, is not a regular file, or belongs to a different user.
         ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:
@@ -92,7 +92,7 @@ def read_own(path: Path, most: int) -> bytes:
 
 
 def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Check that no other user put a file or folder into a cache.
+    """Check that an entry of a cache is a file or folder of this user, not a link and not of a different user.
 
     Args:
         path: path of the file or folder.
@@ -100,13 +100,13 @@ def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callabl
         is_kind: function of :mod:`stat` that tests for the expected type, a regular file or a folder.
 
     Raises:
-        ForeignFileError: if it is a link or not of the expected type, or belongs to another user.
+        ForeignFileError: if it is a link or not of the expected type, or belongs to a different user.
         FileNotFoundError: if it does not exist.
     """
     status = path.lstat() if status is None else status
     if not is_kind(status.st_mode):
-        what = "is a link" if stat.S_ISLNK(status.st_mode) else "is not what belongs there"
-        raise ForeignFileError(f"{path} {what}, and nothing is read or written through it: {REMEDY}")
+        problem = "is a link" if stat.S_ISLNK(status.st_mode) else "is not of the expected type"
+        raise ForeignFileError(f"{path} {problem}, and nothing is read or written through it: {REMEDY}")
     if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _owner_of_new_files(path.parent):
         raise ForeignFileError(f"{path} belongs to another user ({status.st_uid}) and is not used: {REMEDY}")
 

@@ -19,15 +19,15 @@ def register(
     to_json: Callable[[Any], Any],
     from_json: Callable[[Any], Any],
 ) -> None:
-    """Make a class a pytree of its tensors, and one that ``torch.load`` accepts with ``weights_only=True``.
+    """Register a class as a pytree of its tensors, which ``torch.load`` accepts with ``weights_only=True``.
 
     Args:
-        kind: the class.
+        kind: class to register.
         tensors: names of the attributes that are its leaves.
-        context: everything else that an instance holds; it must be hashable.
-        build: an instance from the leaves by name and the context.
-        to_json: the context as JSON has it, for saved programs.
-        from_json: the context from JSON.
+        context: function that returns everything else that an instance holds, as a hashable value.
+        build: function that makes an instance of the leaves by name and the context.
+        to_json: function that converts the context to a JSON value, for saved programs.
+        from_json: function that converts the JSON value back to the context.
     """
 
     def flatten(instance: Any) -> tuple[list[Tensor], Any]:
@@ -36,8 +36,8 @@ def register(
     def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Tensor]], Any]:
         return [(pytree.GetAttrKey(name), getattr(instance, name)) for name in tensors], context(instance)
 
-    def unflatten(leaves: Iterable[Any], rest: Any) -> Any:
-        return build(dict(zip(tensors, leaves, strict=True)), rest)
+    def unflatten(leaves: Iterable[Any], values: Any) -> Any:
+        return build(dict(zip(tensors, leaves, strict=True)), values)
 
     pytree.register_pytree_node(
         kind,

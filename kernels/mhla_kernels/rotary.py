@@ -20,7 +20,7 @@ def rotary_features(
     """Apply the feature map, then rotary position embedding (RoFormer, arXiv 2104.09864), to queries or keys.
 
     Mapped features are rotated in pairs by angles that grow with the position. The results can be negative, so they are for
-    attention without a normalizer. Computed in float32; on a GPU by one fused kernel.
+    attention without a normalizer. They are computed in float32 (float64 for float64 inputs), on a GPU by one fused kernel.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``, D even; any strides.
@@ -35,7 +35,7 @@ def rotary_features(
         ``[B, N, H, D]`` in the dtype of ``x``.
 
     Raises:
-        ValueError: for shapes that do not fit together, and for unknown options.
+        ValueError: if the shapes do not fit together, or an option is unknown.
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [B, N, H, D] with D even")

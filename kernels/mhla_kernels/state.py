@@ -35,15 +35,15 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class StateKind:
-    """Properties in which a state and the calls that continue it must agree.
+    """Properties that a generation state and the calls that continue it must share.
 
     Attributes:
         mixing: kind of mixing.
-        running_sums: number of running sums that stand for the finished blocks; None if every summary is stored.
+        running_sums: number of running sums that replace the finished blocks; None if every summary is stored.
         block_size: tokens in a block.
         key_width: width of the keys that are summed, K.
         value_width: width of the values, V.
-        near: heads and width of the keys of a softmax window; None without a window.
+        near: number of heads and width of the keys in a softmax window; None without a window.
     """
 
     mixing: str
@@ -83,7 +83,7 @@ def _from_json(values: list[Any]) -> Context:
 
 @dataclass(frozen=True, eq=False)
 class BlockState:
-    """Base class of the states of generation.
+    """Base class of generation states: the tensors that replace earlier keys and values.
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
@@ -93,13 +93,13 @@ class BlockState:
     nothing: its tensors are copied even if it is donated.
 
     Attributes:
-        lengths: tokens so far in each row, as Python integers, so that no step waits for the device.
-        finished: summaries of the finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``,
+        lengths: number of tokens so far in each row, as Python integers, so that no step waits for the device.
+        finished: summaries of the finished blocks ``[B, H, capacity, W]``, or R running sums of them ``[B, H, R, W]``,
             depending on the mixing. Float32 (float64 for float64 inputs), like the other sums.
-        open: summary of the open block, ``[B, H, W]``.
+        open: summary of the open block, to which tokens are added, ``[B, H, W]``.
         mixture: mixed summaries of the finished blocks for the open block, ``[B, H, W]``.
         kind: properties that every call with the state must share.
-        spent: whether a step has taken over the memory of the state, which can no longer be used then.
+        spent: whether a step has taken over the memory of the state, so that it can no longer be used.
         owned: names of the tensors that a step may write to if the state is donated.
     """
 
@@ -120,7 +120,7 @@ class BlockState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """All tensors of the state, by name."""
         return {name: getattr(self, name) for name in self.tensor_names}
 
     @property
@@ -129,18 +129,21 @@ class BlockState:
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def __copy__(self) -> Self:
-        """Return a state over the same memory; neither of the two may write to it from now on."""
+        """Return a state that shares the memory of this one; from now on neither of the two may write to it."""
         object.__setattr__(self, "owned", ())  # both states share the memory now, so neither owns it
         return replace(self)
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """Return the state of the given rows, for example of the beams that survive.
+        """Select rows of the batch, for example the surviving beams of a beam search.
 
         Args:
             rows: integer indices of rows; an index may be repeated.
 
+        Returns:
+            State of these rows.
+
         Raises:
-            ValueError: for values that are not indices of rows, and for a state that was donated.
+            ValueError: if an index is not an integer or is out of range, or if the state was donated.
         """
         self.check_unspent()
         chosen = _indices(rows, len(self.lengths))
@@ -150,12 +153,12 @@ class BlockState:
         return self.with_tensors(tensors, lengths, self.own_names)
 
     def with_tensors(self, tensors: dict[str, Tensor], lengths: tuple[int, ...], owned: tuple[str, ...]) -> Self:
-        """Return a copy of the state with different tensors.
+        """Return a copy of the state with other tensors.
 
         Args:
             tensors: new tensors by name.
-            lengths: tokens so far in each row.
-            owned: names of the tensors that the new state owns.
+            lengths: number of tokens so far in each row.
+            owned: names of the tensors that the new state owns, and so may write to.
         """
         changes: dict[str, Any] = {**tensors, "lengths": lengths}
         state = replace(self, **changes)
@@ -163,14 +166,14 @@ class BlockState:
         return state
 
     def spend(self) -> None:
-        """Mark the state as donated."""
+        """Mark the state as donated: a step has taken over its memory, and it can no longer be used."""
         object.__setattr__(self, "spent", True)
 
     def check_unspent(self) -> None:
-        """Reject a state that was donated.
+        """Check that no step has taken over the memory of the state.
 
         Raises:
-            ValueError: naming the alternatives.
+            ValueError: if one has; the message names the alternatives.
         """
         if self.spent:
             raise ValueError(
@@ -181,8 +184,14 @@ class BlockState:
     def check(self, kind: StateKind, batch: int, heads: int, accumulate: torch.dtype) -> None:
         """Check that a call may continue the state.
 
+        Args:
+            kind: properties of the call.
+            batch: batch size of the call.
+            heads: number of heads of the call.
+            accumulate: dtype of the sums in the call.
+
         Raises:
-            ValueError: naming the mismatch, or for a state that was donated.
+            ValueError: if one of these differs, which the message names, or if the state was donated.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -201,18 +210,18 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that a state owns if all of them but ``finished`` are new.
+        """Return the names of the tensors that a new state owns, when all of them except perhaps ``finished`` are new.
 
         Args:
-            owned: names of the tensors owned before; the state owns ``finished`` only if it is among them.
+            owned: names of the tensors that the previous state owned; the new one owns ``finished`` only if it is among them.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
     def may_write(self, *others: Tensor) -> bool:
-        """Whether results of this state and other tensors may be written into existing memory.
+        """Return whether results computed from this state and from other tensors may be written into existing memory.
 
-        Memory is not overwritten where a backward pass may need its present values, while torch traces, and under
-        ``torch.func``, whose tensors do not fit into ordinary ones.
+        Memory is not overwritten where a backward pass may need its present values, while torch records a graph, and under
+        ``torch.func``, whose tensors cannot be written into ordinary ones.
         """
         if is_traced():
             return False
@@ -228,13 +237,13 @@ class BlockState:
         return not self.open.is_inference() or torch.is_inference_mode_enabled()
 
     def advance(self, mixing: Mixing, moves: Sequence[bool], writes: bool, donated: bool = False) -> Self:
-        """Close the full open block of every row that is about to get a token, and open an empty one.
+        """Close the open block of every row that gets a token and whose open block is full, and open an empty block there.
 
         Args:
             mixing: the coefficients.
-            moves: whether each row gets a token.
-            writes: whether memory may be written to, see :meth:`may_write`.
-            donated: whether memory of this state may be written to.
+            moves: for each row, whether it gets a token.
+            writes: whether existing memory may be written to, see :meth:`may_write`.
+            donated: whether the tensors that this state owns may be written to as well.
 
         Returns:
             The new state, or this state if no block is closed.
@@ -250,23 +259,29 @@ class BlockState:
         return draft.state(self.lengths)
 
     def _finished_at(self, block: int) -> int:
-        """Return the number of finished blocks while ``block`` is open."""
+        """Return the number of finished blocks while block number ``block`` is open."""
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
-        """Open ``block``, which is empty, in some rows of a draft."""
+        """Open an empty block in some rows of a state under construction.
+
+        Args:
+            draft: the state under construction.
+            rows: rows in which to open the block.
+            block: index of the block.
+        """
         raise NotImplementedError
 
 
 class Draft:
-    """New state under construction; tensors are copied before they are written to, unless they are new or donated.
+    """Generation state under construction. Tensors are copied before they are written to, unless they are new or donated.
 
     Args:
-        state: state to start from; it changes only if ``donated``.
+        state: state to start from; its tensors are written to only if ``donated``.
         mixing: the coefficients.
         finished: number of finished blocks to make room for.
-        writes: whether anything may be written in place.
-        donated: whether tensors that ``state`` owns may be written in place.
+        writes: whether any tensor may be written to in place.
+        donated: whether tensors that ``state`` owns may be written to in place.
     """
 
     def __init__(self, state: BlockState, mixing: Mixing, finished: int, writes: bool, donated: bool = False) -> None:
@@ -278,12 +293,23 @@ class Draft:
             self.put_all("finished", room)
 
     def put_all(self, name: str, x: Tensor) -> None:
-        """Replace a tensor by a new one, which the new state owns."""
+        """Replace a tensor by a new one, which the state under construction then owns.
+
+        Args:
+            name: name of the tensor.
+            x: the new tensor.
+        """
         self.tensors[name] = x
         self.mine.add(name)
 
     def put(self, name: str, rows: Rows, values: Tensor) -> None:
-        """Replace rows of a tensor by new values, which must not share memory with another tensor."""
+        """Replace rows of a tensor.
+
+        Args:
+            name: name of the tensor.
+            rows: rows to replace.
+            values: new values of these rows, which must not share memory with another tensor.
+        """
         x = self.tensors[name]
         if self.writes and name in self.mine:
             x[rows] = values
@@ -291,12 +317,12 @@ class Draft:
             self.put_all(name, values if isinstance(rows, slice) else x.index_copy(0, rows, values))
 
     def finish(self, rows: Rows, first: int, summaries: Tensor, reader: int) -> None:
-        """Append finished blocks and update the mixture of all finished blocks.
+        """Append finished blocks to some rows, and update the mixture of all finished blocks there.
 
         Args:
-            rows: rows that the blocks belong to.
+            rows: rows of the batch that the blocks belong to.
             first: index of the first appended block.
-            summaries: summaries of the appended blocks, ``[B, H, n, W]``.
+            summaries: summaries of n appended blocks in these rows, ``[rows, H, n, W]``.
             reader: index of the block that the mixture is for.
         """
         in_place = self.writes and "finished" in self.mine
@@ -304,14 +330,18 @@ class Draft:
         self.put("mixture", rows, self.mixing.read(self.tensors["finished"][rows], reader))
 
     def state(self, lengths: tuple[int, ...]) -> Any:
-        """Return the new state."""
+        """Create the new state from the draft.
+
+        Args:
+            lengths: number of tokens so far in each row.
+        """
         owned = tuple(name for name in self.begun.own_names if name in self.mine)
         return self.begun.with_tensors(self.tensors, lengths, owned)
 
 
 @dataclass(frozen=True, eq=False)
 class MHLAState(BlockState):
-    """State of :func:`mhla_prefill` and :func:`mhla_step` between calls; see :class:`BlockState`."""
+    """Generation state that :func:`mhla_prefill` and :func:`mhla_step` take and return; see :class:`BlockState`."""
 
     @override
     def _finished_at(self, block: int) -> int:
@@ -328,12 +358,30 @@ torch.serialization.add_safe_globals([StateKind])
 
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None) -> StateKind:
-    """Return the kind of a state for queries ``[..., K]`` and values ``[..., V]``."""
+    """Describe the generation states that a call can continue.
+
+    Args:
+        q: queries, ``[..., K]``.
+        v: values, ``[..., V]``.
+        mixing: the coefficients.
+        block_size: tokens in a block.
+        near: number of heads and width of the keys in a softmax window; None without a window.
+    """
     return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
 
 
 def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, problem: Problem) -> dict[str, Any]:
-    """Return the tensors of a state before the first token, by name; ``q`` is ``[B, N, H, K]`` and ``v`` ``[..., V]``."""
+    """Create the tensors of a generation state before the first token.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        v: values, ``[..., V]``.
+        mixing: the coefficients.
+        problem: checked options of the call; it provides the dtype of the sums.
+
+    Returns:
+        Tensors of zeros by name.
+    """
     batch, _, heads, width = q.shape
     zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=problem.accumulate, device=q.device)
     finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])
@@ -341,31 +389,34 @@ def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, problem: Problem) -> dic
 
 
 def groups_of_rows(values: Sequence[Value], chosen: Sequence[bool], device: torch.device) -> list[tuple[Value, Rows]]:
-    """Group the chosen rows by value.
+    """Group chosen rows of a batch by a value, so that each group can be computed at once.
 
     Args:
         values: value of each row.
-        chosen: whether each row counts.
-        device: device of the returned indices.
+        chosen: for each row, whether it is in a group.
+        device: device of the returned row indices.
 
     Returns:
-        Each distinct value with the rows that have it; a full slice if all rows are chosen and equal.
+        Each distinct value with its rows: indices, or a full slice if all rows are chosen and have one value.
     """
-    distinct: list[Value] = sorted({value for value, kept in zip(values, chosen, strict=True) if kept})  # type: ignore[type-var]
+    distinct: list[Value] = sorted({value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen})  # type: ignore[type-var]
     if len(distinct) == 1 and all(chosen):  # the common case: a slice needs no index on the device, and no copy
         return [(distinct[0], slice(None))]
     return [
-        (wanted, on_device([row for row, v in enumerate(values) if v == wanted and chosen[row]], device))
-        for wanted in distinct
+        (value, on_device([row for row, v in enumerate(values) if v == value and chosen[row]], device))
+        for value in distinct
     ]
 
 
 def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows], Tensor]) -> Tensor:
-    """Compute a result for each group of rows, and return the results in the order of the rows.
+    """Compute a result for each group of rows, and combine the results in the order of the rows.
 
     Args:
-        groups: values with their rows; every row belongs to exactly one group.
-        make: function from a value and its rows to a tensor with these rows.
+        groups: values with their rows, see :func:`groups_of_rows`; every row belongs to exactly one group.
+        make: function from a value and its rows to a tensor for these rows.
+
+    Returns:
+        Tensor for all rows of the batch.
     """
     parts = [make(value, rows) for value, rows in groups]
     if len(parts) == 1:
@@ -375,26 +426,37 @@ def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows]
 
 
 def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
-    """Return m[i, i] for block i of each row: ``[B, H, 1]``, where B or H is 1 if the coefficient does not depend on it."""
+    """Return the coefficients that blocks have for themselves, m[i, i].
+
+    Args:
+        mixing: the coefficients.
+        blocks: index i of a block for each row of the batch.
+
+    Returns:
+        ``[B, H, 1]``, where B or H is 1 if the coefficient does not depend on it.
+    """
     last = max(blocks, default=0)
-    own = mixing.own(slice(last, last + 1) if len(set(blocks)) < 2 else blocks, last + 1)
-    return own.reshape(-1, own.shape[-1]).T[..., None]
+    coefficients = mixing.own(slice(last, last + 1) if len(set(blocks)) < 2 else blocks, last + 1)
+    return coefficients.reshape(-1, coefficients.shape[-1]).T[..., None]
 
 
 def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, writes: bool) -> MHLAState:
-    """Return the state after more tokens.
+    """Create the generation state after the tokens of a call.
 
     Args:
         start: state in which the first block of the call is open in every row.
-        summaries_BHMW: summaries of the blocks of the call; the first one includes the earlier tokens of the block.
-        counts: number of new tokens of each row.
+        summaries_BHMW: summaries of the M blocks of the call; the first one includes the earlier tokens of the block.
+        counts: number of new tokens in each row.
         mixing: the coefficients.
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """
     size = start.kind.block_size
-    lengths = tuple(before + count for before, count in zip(start.lengths, counts, strict=True))
+    lengths = tuple(old_length + count for old_length, count in zip(start.lengths, counts, strict=True))
     moved = [count > 0 for count in counts]
-    blocks = [(before // size, max(after - 1, 0) // size) for before, after in zip(start.lengths, lengths, strict=True)]
+    blocks = [
+        (old_length // size, max(new_length - 1, 0) // size)
+        for old_length, new_length in zip(start.lengths, lengths, strict=True)
+    ]
     draft = Draft(start, mixing, max((block for _, block in blocks), default=0), writes)
     for (first, block), rows in groups_of_rows(blocks, moved, start.open.device):
         done, summaries = block - first, summaries_BHMW[rows]
@@ -407,7 +469,15 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
 
 
 def _indices(rows: Tensor | Sequence[int], batch: int) -> list[int]:
-    """Check indices of rows and return them as Python integers."""
+    """Return row indices as Python integers, after a check that they are integers in the range of the batch.
+
+    Args:
+        rows: integer indices of rows.
+        batch: number of rows.
+
+    Raises:
+        ValueError: if an index is not an integer or is out of range.
+    """
     if isinstance(rows, Tensor):
         if rows.dtype == torch.bool or rows.is_floating_point() or rows.dim() != 1:
             raise ValueError(f"rows must be one dimension of integer indices, got {rows.dtype} {list(rows.shape)}")

@@ -13,14 +13,14 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Return the plain tensor inside all transformations of ``torch.func``, with all rows that are mapped."""
+    """Return the plain tensor inside all wrappers of ``torch.func``; a mapped tensor keeps its mapped axes."""
     while is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether the tensor stands for several tensors that ``torch.vmap`` maps over."""
+    """Return whether ``torch.vmap`` maps over the tensor, directly or inside other transformations of ``torch.func``."""
     while is_wrapped(x):
         if torch._C._functorch.is_batchedtensor(x):
             return True
@@ -29,12 +29,12 @@ def is_mapped(x: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a graph is being recorded: by ``torch.compile``, ``torch.export``, ``make_fx`` or ``torch.func.linearize``."""
+    """Return whether ``torch.compile``, ``torch.export``, ``make_fx`` or ``torch.func.linearize`` is recording a graph."""
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(PROXY) is not None
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """Whether the numbers of all tensors can be read.
+    """Return whether the values of all tensors can be read.
 
     They cannot be read while a graph is recorded, under ``torch.func``, on the meta device, and in fake tensors.
     """

@@ -49,7 +49,7 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a trial of one kind of kernel.
+    """Result of a trial in which a kind of fused kernel was compared with PyTorch.
 
     Attributes:
         agrees: whether the kernel may be used.
@@ -71,7 +71,7 @@ _unknown: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Return the folder of verdicts: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
+    """Return the folder that stores trial results of fused kernels: ``$MHLA_CACHE``, or ``mhla`` in the user's cache folder."""
     if folder := os.environ.get("MHLA_CACHE"):
         return Path(folder)
     try:
@@ -82,10 +82,10 @@ def cache_folder() -> Path:
 
 @lru_cache
 def environment(device: str) -> dict[str, str]:
-    """Return the name of the device and the versions that compile and run a kernel on it; a verdict is valid for these.
+    """Return the properties for which a stored verdict is valid: the device, software versions, and a hash of the kernels.
 
     Args:
-        device: name of the device in torch, ``"cuda:0"`` or ``"cpu"`` (the interpreter).
+        device: name of the device in torch, ``"cuda:0"`` or ``"cpu"`` (Triton's interpreter).
     """
     details = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for package in ("triton", "pytorch-triton"):
@@ -103,23 +103,23 @@ def environment(device: str) -> dict[str, str]:
 
 
 def name_of(device: str) -> str:
-    """Return the name of the folder of verdicts for a device and its versions."""
+    """Return the name of the folder for verdicts on a device: a hash of the result of :func:`environment`."""
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def folder_of(device: str) -> Path:
-    """Return the folder that stores the verdicts for a device."""
+    """Return the path of the folder that stores the results of kernel trials on a device."""
     return cache_folder() / "verdicts" / name_of(device)
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Whether a kernel may be used, by a stored verdict or by a trial; warns once for each kind that may not.
+    """Return whether a fused kernel may be used on a device, from a stored verdict or else from a new trial.
 
     Args:
         kind: kind of kernel, a name that can be part of a file name.
         device: device that the kernel would run on.
         trial: function that compares the kernel with the PyTorch form. It runs in a separate thread, where no mode of torch
-            is active.
+            (such as autocast) is active.
     """
     key = device, kind
     # True even if the kernel was withdrawn since: its operator then computes the PyTorch form. Another path would save other
@@ -143,35 +143,47 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
 
 def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run a new trial, replace the stored verdict by its result and return it; the arguments are those of :func:`may_use`."""
+    """Run the trial of a kernel again, and replace the stored verdict by the new one.
+
+    Args:
+        kind: kind of kernel, as for :func:`may_use`.
+        device: device that the kernel runs on.
+        trial: function that compares the kernel with the PyTorch form.
+
+    Returns:
+        The new verdict.
+    """
     _withdrawn.pop(kind, None)
     _verdicts[device, kind] = _tried(kind, device, trial)
     return _verdicts[device, kind]
 
 
 def withdraw(kind: str, device: str, reason: str) -> None:
-    """Stop using a kind of kernel in this process, and warn of it once."""
+    """Stop using a kind of kernel in this process, and warn about it once, with the reason."""
     if kind not in _withdrawn:
         _withdrawn[kind] = reason
         _warn(kind, device, reason)
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the kinds of kernels that this process no longer uses, with the reasons."""
+    """Return the kinds of kernels that this process no longer uses, each with the reason."""
     return dict(_withdrawn)
 
 
 def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-    """Return ``run()``; if it fails, withdraw the kernel and return ``instead()``.
+    """Run a kernel; if it fails, withdraw it for the rest of the process and compute the result with PyTorch.
 
     Args:
-        kind: kind of kernel; with an empty name, every error of ``run`` is raised.
+        kind: kind of kernel; an empty name means that every error of ``run`` is raised.
         device: device that the kernel runs on.
         run: function that calls the kernel.
         instead: function that computes the same result with PyTorch.
 
+    Returns:
+        The result of ``run``, or that of ``instead``.
+
     Raises:
-        Exception: errors of ``run`` that do not mean that the kernel is wrong, such as out of memory.
+        Exception: if ``run`` fails for a reason other than a wrong kernel, such as lack of memory.
     """
     if kind in _withdrawn:
         return instead()
@@ -190,10 +202,10 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     This is a collective operation: every process of the group must call it.
 
     Args:
-        group: the processes; None for all.
+        group: processes that agree; None for all processes.
 
     Returns:
-        The kinds that no process uses from now on, with the reasons.
+        The kinds of kernels that no process uses from now on, each with the reason.
     """
     if dist.is_available() and dist.is_initialized():
         withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)
@@ -205,17 +217,24 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear the verdicts of this process; verdicts stored in the cache stay."""
+    """Clear this process's record of trials; verdicts stored in the cache stay."""
     for record in (_verdicts, _withdrawn, _unknown):
         record.clear()
     environment.cache_clear()
 
 
 def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
-    """Return ``run()`` from a thread in which no mode of torch (fake tensors, inference, autocast) is active.
+    """Call a function in a separate thread, where no mode of torch (fake tensors, inference, autocast) is active.
 
     The thread uses the current stream. Backward passes run in this thread too, since autograd's own thread for the device may
     be waiting for it.
+
+    Args:
+        run: function to call.
+        device: device whose current stream the thread uses.
+
+    Returns:
+        The result of ``run``.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -235,10 +254,11 @@ def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, 
         name: name of the result, for the message.
         got: the result.
         want: the expected result.
-        bound: allowed error.
+        bound: largest allowed relative error.
 
     Returns:
-        The norm of the difference relative to that of ``want``, and a message, which is empty if the error is allowed.
+        The relative error (norm of the difference divided by the norm of ``want``), and a message, empty if the error is
+        allowed.
     """
     got, want = got.double(), want.double()
     error = float((got - want).norm() / want.norm().clamp(min=1e-30))
@@ -247,7 +267,7 @@ def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, 
 
 
 def short(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Format an error as its type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
@@ -264,14 +284,15 @@ def _warn(kind: str, device: str, reason: str) -> None:
 
 
 def _is_fatal(error: BaseException) -> bool:
-    return isinstance(error, FATAL) or any(words in str(error) for words in EXHAUSTED)
+    return isinstance(error, FATAL) or any(fragment in str(error) for fragment in EXHAUSTED)
 
 
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run a trial under a locked mark file, and store its verdict.
+    """Run the trial of a kernel, and store its verdict.
 
-    If the trial ends the process, the mark file shows this to later processes. Verdicts from numbers and from errors of
-    Triton's compiler are stored. Any other error may be temporary, and its verdict is valid for this process only.
+    While it runs, a locked mark file exists. If the trial crashes the process, the file stays, so that later processes know.
+    A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
+    temporary, and its verdict is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()
     mark = folder / f"{kind}.{uuid4().hex}.running"
@@ -299,7 +320,14 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
-    """Write a verdict to the cache; if this fails, later processes run the trial again."""
+    """Write a verdict to the cache, atomically; if this fails, later processes run the trial again.
+
+    Args:
+        verdict: verdict to write.
+        aside: path of the temporary file.
+        path: path of the verdict file.
+        device: device that the verdict is for.
+    """
     text = json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n"
     with suppress(OSError):
         with aside.open("x") as stream:
@@ -310,7 +338,7 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored verdict, a negative one if trials of the kind ended their processes, or None."""
+    """Return the stored verdict on a kind of kernel; a negative one if its trials crashed twice; None if there is neither."""
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):
         return stored
@@ -321,7 +349,7 @@ def _kept(kind: str, device: str) -> Verdict | None:
 
 
 def _read(path: Path) -> Verdict | None:
-    """Return the verdict in a file; None if the file is missing, damaged, a link, or of another user."""
+    """Read the verdict in a file; None if the file is missing or damaged, is a link, or belongs to a different user."""
     try:
         fields = json.loads(read_own(path, LARGEST))
         agrees, reason, seconds = fields["agrees"], fields["reason"], fields["seconds"]
@@ -334,7 +362,7 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """Return the mark files that trials left behind when their processes ended: no process holds their locks."""
+    """List the mark files of trials that crashed their processes: files that no running process has locked."""
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:
@@ -345,7 +373,7 @@ def _ended_trials(kind: str, folder: Path) -> list[Path]:
 
 
 def forget_kept(device: str) -> None:
-    """Remove all stored verdicts for a device, so that every kind of kernel is tried again at its next use."""
+    """Remove all stored verdicts for a device, so that each kind of kernel gets a new trial at its next use."""
     with suppress(OSError):
         for path in folder_of(device).iterdir():
             if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):

@@ -1,4 +1,4 @@
-"""Softmax over the own block and the one before, joined with MHLA over all earlier blocks under one normalizer.
+"""Causal attention with softmax weights in the query's block and the previous one, and MHLA weights in all earlier blocks.
 
 For token t in block i = b(t), and tokens j <= t,
 
@@ -6,9 +6,10 @@ For token t in block i = b(t), and tokens j <= t,
     w[t, j] = exp(far_t) m[i - 1, b(j)] f_t . g_j                    b(j) <= i - 2   (far)
     o_t = sum_j w[t, j] v_j / sum_j w[t, j]
 
-f and g are nonnegative features of queries and keys. Softmax attention to near tokens is most of what linearized language
-models need (LoLCATs, arXiv 2410.10254, section 3.3, describes the join for plain linear attention). Far tokens cost one
-summary per block. The two sums are joined by their logarithms, so that neither overflows.
+f and g are nonnegative features of queries and keys. Both kinds of weights share one normalizer. Softmax attention to near
+tokens is most of what linearized language models need (LoLCATs, arXiv 2410.10254, section 3.3, describes the combination with
+plain linear attention). Far tokens cost one summary per block. The two sums are combined by their logarithms, so that neither
+overflows.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W =
 K V + K numbers of a summary.
@@ -30,7 +31,7 @@ from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 
 LEAST_WEIGHT = 0.8
-"""Exponent e: sums of far weights below ``tiny ** e`` (4e-31 in float32) are not scaled up further."""
+"""Exponent e: a sum of far weights below ``tiny ** e`` (4e-31 in float32) counts as this bound when the divisor is chosen."""
 MOST_GRADIENT = 0.5
 """Exponent e: ``max ** e`` bounds the gradient of coefficients that are zero, which ``far`` can increase."""
 
@@ -51,7 +52,7 @@ def mhla_window_attention(
 ) -> Tensor:
     """Compute causal attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
 
-    Near tokens are those of the block of the query and of the block before. :mod:`mhla_kernels.windowed` has the definition.
+    Near tokens are in the query's block or the block before it. :mod:`mhla_kernels.windowed` has the definition.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -70,8 +71,8 @@ def mhla_window_attention(
         Outputs ``[B, N, H, V]`` in the dtype of v; sums are held in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not fit together.
-        TypeError: for a dtype that is not float32, bfloat16 or float64.
+        ValueError: if the shapes do not fit together.
+        TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     problem = check_window(q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens)
@@ -111,20 +112,43 @@ def nothing_far(
     far: Tensor | None,
     mixing: Mixing,
 ) -> Tensor:
-    """Return zeros of ``shape`` for a call that has nothing to attend with; all arguments get zeros as gradients."""
+    """Return outputs of zeros for a call without tokens, heads or features.
+
+    Args:
+        shape: shape of the outputs.
+        problem: checked options of the call; it provides the dtype of the outputs.
+        q: queries.
+        k: keys.
+        v: values.
+        f: features of the queries.
+        g: features of the keys.
+        far: logarithm of the weight of far tokens; None for zeros.
+        mixing: the coefficients.
+
+    Returns:
+        Zeros that depend on all these tensors, so that each of them gets a gradient of zeros.
+    """
     others = [] if far is None else [far]
     return nothing(shape, problem.dtype, q, k, v, f, g, *others, *mixing.tensors.values())
 
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
-    """Expand ``far`` to ``[B, N, H, 1]`` in the dtype of ``q`` ``[B, N, H, Dk]``; None gives zeros."""
+    """Expand the logarithm of the weight of far tokens to one number for each query and head.
+
+    Args:
+        far: tensor broadcastable to ``[B, N, H]``; None for zeros.
+        q: queries, ``[B, N, H, Dk]``.
+
+    Returns:
+        ``[B, N, H, 1]`` in the dtype of ``q``.
+    """
     if far is None:
         return q.new_zeros(*q.shape[:3], 1)
     return far.to(q.dtype).expand(q.shape[:3])[..., None]
 
 
 def _later(x: Tensor) -> Tensor:
-    """Shift blocks ``[B, H, M, ...]`` by one: each takes the place of the next, and the first place gets zeros."""
+    """Shift a tensor of blocks ``[B, H, M, ...]`` by one: block i moves to index i + 1, and index 0 is filled with zeros."""
     # concatenate first, then cut: torch.export would make a constant of M - 1 blocks, which may be 1
     return torch.cat([torch.zeros_like(x[:, :, :1]), x], 2)[:, :, :-1]
 
@@ -142,20 +166,23 @@ def joined(
     seen_before: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute the outputs ``[B, H, M, C, V]`` of all blocks, from near tokens and mixed summaries.
+    """Compute the outputs of tokens in M blocks of C slots, from near tokens and mixed summaries.
 
     Args:
-        q: ``[B, H, M, C, Dk]``.
-        k: ``[B, H, M, C, Dk]``.
-        v: ``[B, H, M, C, V]``.
+        q: queries, ``[B, H, M, C, Dk]``.
+        k: keys, ``[B, H, M, C, Dk]``.
+        v: values, ``[B, H, M, C, V]``.
         f: features of the queries, ``[B, H, M, C, K]``.
         far: logarithm of the weight of far tokens, ``[B, H, M, C, 1]``.
         k_before: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v_before: values of the block before each block, ``[B, H, M, C, V]``.
         mixed: mixed summaries of the far blocks, with totals of their weights, ``[B, H, M, K, V + 1]``.
-        seen: ``[B, M, C]`` bool, True for slots whose tokens count.
-        seen_before: ``[B, M, C]`` bool, the same for the block before each block.
+        seen: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
+        seen_before: mask of these slots in the block before each block, ``[B, M, C]`` bool.
         scale: factor on the scores of near tokens.
+
+    Returns:
+        Outputs, ``[B, H, M, C, V]``.
     """
     slots = q.shape[-2]
     visible_own = seen[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=q.device).tril()
@@ -165,19 +192,22 @@ def joined(
 
 
 def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
-    """Join the near and the far part of the output: ``[..., C, V]``, zeros where a query sees nothing.
+    """Combine near tokens and far tokens into one output for each query.
 
-    All weights of a row are divided by about the largest of them. This divisor is not differentiated, since the output does
-    not depend on it. The sums of far weights are not divided by themselves, so that coefficients that are zero get their
-    gradient.
+    For stability, all weights of a query are divided by about the largest of them. This divisor is a constant for autograd,
+    since the output does not depend on it. Sums of far weights are not divided by themselves, so that coefficients of zero get
+    a gradient too.
 
     Args:
-        scores: scores of near tokens, ``[..., C, S]``.
-        visible: bool, broadcastable to ``scores``; True for near tokens that count.
+        scores: scores of the S near tokens for each of C queries, ``[..., C, S]``.
+        visible: mask of near tokens that a query attends to, bool, broadcastable to ``scores``.
         v: values of near tokens, ``[..., S, V]``.
         f: features of the queries, ``[..., C, K]``.
-        mixed: far tokens by feature: the sums of weighted values, then the sum of weights, ``[..., K, V + 1]``.
+        mixed: for each feature of the keys, V sums of weighted values and the sum of weights, ``[..., K, V + 1]``.
         far: logarithm of a factor on the weights of far tokens, ``[..., C, 1]``.
+
+    Returns:
+        Outputs, ``[..., C, V]``; zeros for a query that attends to no token.
     """
     numbers = torch.finfo(f.dtype)
     # normalize the features: with features near 1e-11, second derivatives square the inverse of their sum, which overflows
@@ -210,7 +240,11 @@ def check_window(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check a call of :func:`mhla_window_attention`, whose documentation describes the arguments and errors."""
+    """Check the arguments of :func:`mhla_window_attention`, which documents them and the errors.
+
+    Returns:
+        The checked options of the call.
+    """
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")

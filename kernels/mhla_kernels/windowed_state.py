@@ -40,14 +40,14 @@ from mhla_kernels.windowed import check_window, combine, heads_last, joined, not
 
 @dataclass(frozen=True, eq=False)
 class MHLAWindowState(BlockState):
-    """State of :func:`mhla_window_prefill` and :func:`mhla_window_step` between calls; see :class:`BlockState`.
+    """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return; see :class:`BlockState`.
 
-    The open block and the block before it are in the softmax window. Only the blocks before these two are finished.
+    The open block, to which tokens are added, and the block before it form the softmax window. Earlier blocks are finished.
 
     Attributes:
         previous: summary of the block before the open one, ``[B, H, W]``.
-        keys: ``[B, 2 C, Hkv, Dk]``, the slots of the block before the open one, then those of the open one; zero if empty.
-        values: ``[B, 2 C, Hkv, V]``, in the same order.
+        keys: keys of the window, first those of the block before the open one, ``[B, 2 C, Hkv, Dk]``; empty slots are zero.
+        values: values of the window in the same order, ``[B, 2 C, Hkv, V]``.
     """
 
     tensor_names: ClassVar[tuple[str, ...]] = (*BlockState.tensor_names, "previous", "keys", "values")
@@ -87,28 +87,27 @@ def mhla_window_prefill(
     lengths: Tensor | Sequence[int] | None = None,
     state: MHLAWindowState | None = None,
 ) -> tuple[Tensor, MHLAWindowState]:
-    """Apply :func:`mhla_kernels.mhla_window_attention` to the next tokens of every row, and return the state after them.
+    """Compute windowed attention for the next tokens of every row, and return the generation state after them.
 
     Args:
-        q: as for :func:`mhla_kernels.mhla_window_attention`.
-        k: as for :func:`mhla_kernels.mhla_window_attention`.
-        v: as for :func:`mhla_kernels.mhla_window_attention`.
-        q_features: as for :func:`mhla_kernels.mhla_window_attention`.
-        k_features: as for :func:`mhla_kernels.mhla_window_attention`.
-        mixing: as for :func:`mhla_kernels.mhla_window_attention`; large enough for all tokens so far.
-        block_size: as for :func:`mhla_kernels.mhla_window_attention`.
-        far: as for :func:`mhla_kernels.mhla_window_attention`.
-        scale: as for :func:`mhla_kernels.mhla_window_attention`.
-        lengths: ``[B]`` integers, the number of real tokens of each row (rows are padded on the right); None if all N are
-            real.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
+        v: values, ``[B, N, Hkv, V]``.
+        q_features: nonnegative features of the queries, ``[B, N, H, K]``.
+        k_features: nonnegative features of the keys, ``[B, N, H, K]``.
+        mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
+        block_size: tokens in a block.
+        far: logarithm of the weight of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
+        scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
+        lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None if there is no padding.
         state: state from the last call; None at the start. It is not changed.
 
     Returns:
-        Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
+        Outputs ``[B, N, H, V]``, zero for padding, and the new state.
 
     Raises:
-        ValueError: as :func:`mhla_kernels.mhla_window_attention`, and for lengths or a state that do not fit.
-        TypeError: as :func:`mhla_kernels.mhla_window_attention`.
+        ValueError: if shapes, lengths or the state do not fit together.
+        TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -174,9 +173,10 @@ def mhla_window_step(
     scale: float | None = None,
     donate_state: bool = False,
 ) -> tuple[Tensor, MHLAWindowState]:
-    """Apply :func:`mhla_kernels.mhla_window_attention` to one more token of every row.
+    """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    The time is O(C Dk + K V), and where a block begins that of :func:`mhla_kernels.mhla_step`.
+    A step takes time O(C Dk + K V), with C tokens in a block. At the first token of a block, it takes the time of
+    :func:`mhla_kernels.mhla_step` there.
 
     Args:
         q: query, ``[B, H, Dk]``.
@@ -184,7 +184,7 @@ def mhla_window_step(
         v: value, ``[B, Hkv, V]``.
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
-        mixing: as for :func:`mhla_window_prefill`.
+        mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
         far: logarithm of the weight of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
@@ -195,8 +195,8 @@ def mhla_window_step(
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: as :func:`mhla_window_prefill`.
-        TypeError: as :func:`mhla_window_prefill`.
+        ValueError: if shapes or the state do not fit together.
+        TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     check_one_token(q, k, v)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -247,7 +247,16 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -
 
 
 def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, kind: StateKind, problem: Problem) -> MHLAWindowState:
-    """Return the state before the first token."""
+    """Create the generation state before the first token.
+
+    Args:
+        k: keys of the call, ``[B, N, Hkv, Dk]``.
+        v: values of the call, ``[B, N, Hkv, V]``.
+        f: features of the queries, ``[B, N, H, K]``.
+        mixing: the coefficients.
+        kind: properties that every call with the state must share.
+        problem: checked options of the call.
+    """
     tensors = empty_tensors(f, v, mixing, problem)
     zeros = tensors["open"]
     keys, values = (zeros.new_zeros(len(k), 2 * kind.block_size, x.shape[2], x.shape[3]) for x in (k, v))
@@ -255,23 +264,28 @@ def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, kind: StateKind, pro
 
 
 def _with_totals(mixed: Tensor, width: int) -> Tensor:
-    """Rearrange mixed summaries ``[..., W]`` to ``[..., K, V + 1]``, with the sums of weights as the last column.
+    """Reshape mixed summaries to matrices whose last column holds the sums of weights.
 
     Args:
-        mixed: mixed summaries: K V sums of weighted values, then K sums of weights.
-        width: width of a key's features, K.
+        mixed: mixed summaries, ``[..., K V + K]``: K V sums of weighted values, then K sums of weights.
+        width: width K of a key's features.
+
+    Returns:
+        ``[..., K, V + 1]``.
     """
     values = mixed.shape[-1] - width
     return torch.cat([mixed[..., :values].unflatten(-1, (width, -1)), mixed[..., values:, None]], -1)
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Return the mixture of the far blocks for each block, which is the causal mixture for the block before it.
+    """Mix, for each block of a call, the summaries of all blocks that lie before its softmax window.
+
+    This is the causal mixture for the previous block.
 
     Args:
         start: state in which the first block of the call is open in every row.
-        sums: summaries of the blocks of the call, ``[B, H, M, W]``.
-        firsts: index of the first block of each row.
+        sums: summaries of the M blocks of the call, ``[B, H, M, W]``.
+        firsts: index of the call's first block in each row.
         mixing: the coefficients.
 
     Returns:
@@ -298,14 +312,14 @@ def _close(
     mixing: Mixing,
     writes: bool,
 ) -> MHLAWindowState:
-    """Return the state after more tokens.
+    """Create the generation state after the tokens of a call.
 
     Args:
         start: state in which the first block of the call is open in every row.
-        own: keys and values ``[B, Hkv, M, C, D]`` in blocks, from the first block of each row on.
+        own: keys and values of the call in M blocks of C slots, ``[B, Hkv, M, C, D]`` each.
         sums: summaries of these blocks, ``[B, H, M, W]``; the first one includes the earlier tokens of the block.
-        counts: number of new tokens of each row.
-        firsts: index of the first block of each row.
+        counts: number of new tokens in each row.
+        firsts: index of the call's first block in each row.
         mixing: the coefficients.
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """

@@ -16,7 +16,7 @@ from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, for
 
 
 class ExponentialMovingAverage(Callback):
-    """Average the trained weights after each optimiser step.
+    """Keep an exponential moving average of the weights, updated after each optimizer step.
 
     Validation and the checkpoint's ``state_dict`` use the average; ``current_model_state`` in the checkpoint holds the trained
     weights. Under FSDP2 each process averages its own shards. The names in the checkpoint are those of Lightning's
@@ -33,18 +33,18 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the average of an earlier fit; outside a fit the module keeps the loaded weights."""
+        """Discard the average of an earlier fit."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the average with the current weights, unless it was loaded from a checkpoint."""
+        """Initialize the average with the current weights, unless it was loaded from a checkpoint."""
         if not self._average:
             self._average = _copies(pl_module)
         weights = dict(pl_module.named_parameters())
         self._average = {name: tensor.to(weights[name].device) for name, tensor in self._average.items()}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the average if the optimiser made a step."""
+        """Update the average if the batch completed an optimizer step."""
         if trainer.global_step <= self._updated:  # a batch that only accumulates gradients
             return
         self._updated = trainer.global_step
@@ -58,12 +58,12 @@ class ExponentialMovingAverage(Callback):
         self._steps += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the average to the module."""
+        """Copy the average to the module, which keeps it after training."""
         averages, weights = self._pairs(pl_module)
         foreach_copy_(weights, averages)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the weights for the average before validation."""
+        """Swap the trained weights for the average before validation."""
         self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,17 +71,17 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser step of the last update."""
+        """Return the number of the optimizer step at which the average was last updated."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimiser step of the last update."""
+        """Restore the number of the optimizer step at which the average was last updated."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Store the average in ``state_dict`` and the trained weights beside it, as full tensors if the strategy saves those.
+        """Write the average to the checkpoint's ``state_dict`` and the trained weights to ``current_model_state``.
 
-        Collective for sharded weights that are saved as full tensors: every process gathers them.
+        Collective if the strategy saves sharded weights as full tensors: every process gathers them.
         """
         if not self._average:
             return
@@ -110,7 +110,7 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
-        """Use the averaged weights in the module inside a ``with`` block, and restore its own weights on exit."""
+        """Context manager that puts the averaged weights into the module, and restores its own weights at the end."""
         self._swap(pl_module)
         try:
             yield
@@ -125,7 +125,7 @@ class ExponentialMovingAverage(Callback):
             foreach_copy_(weights, previous_averages)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this process's shards of the average and of the weights, in the same order."""
+        """Return two lists in the same order: this process's shards of the average, and those of the weights."""
         _reshard(pl_module)
         weights = dict(pl_module.named_parameters())
         averages = [_local(tensor) for tensor in self._average.values()]
@@ -138,7 +138,7 @@ def _copies(pl_module: LightningModule) -> dict[str, Tensor]:
 
 
 def _reshard(pl_module: LightningModule) -> None:
-    """Free the full parameters that FSDP2 keeps after a forward pass without a backward pass, and leave the shards."""
+    """Free the full parameters that FSDP2 keeps after a forward pass without a backward pass, so that only shards remain."""
     for module in pl_module.modules():
         if is_sharded_module(module):
             module.reshard()
@@ -154,7 +154,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Switch a module to evaluation mode, and to the averaged weights if the run keeps an average, inside a ``with`` block."""
+    """Context manager that sets a module to evaluation mode, with the averaged weights if the run keeps an average."""
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training
     pl_module.eval()

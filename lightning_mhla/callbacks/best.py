@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a ModelCheckpoint to write the current state to a path.
+    """Request of a ModelCheckpoint to save the current state of the run to a path.
 
     Attributes:
         callback: the ModelCheckpoint.
@@ -35,10 +35,11 @@ class Request:
 
 
 class BestCheckpoints:
-    """Collected requests of ModelCheckpoints to write and to remove files, until all callbacks of a step have run.
+    """Collector of the requests of ModelCheckpoints to write and remove files, until all callbacks of a step have run.
 
-    Then a single state is written, and the requested paths become second names of it. This state also lists the names and
-    removals: if the process dies before it completes them, the run that resumes from the state does so.
+    ``Recovery`` then writes a single state, and the requested paths become second names (hard links) of it. The state also
+    lists these names and the files to remove: if the process dies in between, the run that resumes from the state completes
+    them.
     """
 
     def __init__(self) -> None:
@@ -46,10 +47,10 @@ class BestCheckpoints:
         self._requests: list[Request] = []
         self._removals: list[str] = []
         self.validated_step = -1
-        """Optimiser step of the last validation."""
+        """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Collect the requests of all ModelCheckpoints of a trainer instead of letting them write."""
+        """Collect the requests of all ModelCheckpoints of a trainer from now on, instead of letting them write files."""
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -57,7 +58,7 @@ class BestCheckpoints:
             defer_saves(callback, partial(self._want, callback), self._removals.append, self._is_pending, outdated)
 
     def release(self) -> None:
-        """Let the ModelCheckpoints write their files themselves again."""
+        """Let the ModelCheckpoints write their files themselves again, and discard open requests."""
         for callback in self._callbacks:
             stop_deferring(callback)
         self._callbacks, self._requests, self._removals = [], [], []
@@ -66,7 +67,7 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Whether a callback monitors a validation that is older than the current weights.
+        """Return whether the metric that a callback monitors is from a validation of earlier weights.
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
@@ -78,13 +79,13 @@ class BestCheckpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether a ModelCheckpoint requests the current state."""
+        """Whether any ModelCheckpoint has requested to save the current state."""
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
-        """Set the path of the latest state in all ModelCheckpoints, before their own state is saved with it.
+        """Set ``last_model_path`` of all ModelCheckpoints to the latest state, before their own state is saved in it.
 
-        A ModelCheckpoint with ``save_last`` and a different folder gets a second name of the state in its folder.
+        For a ModelCheckpoint with ``save_last`` and a different folder, a second name of the state in its folder is requested.
 
         Args:
             last: path of the latest state.
@@ -99,7 +100,7 @@ class BestCheckpoints:
                 self._want(callback, last_in_folder)
 
     def plan(self, folder: Path) -> dict[str, list[str]]:
-        """Return the names to give to the current state and the files to remove, for storage in the state itself.
+        """List the names to give to the current state and the files to remove, to be stored in the state itself.
 
         Args:
             folder: folder of the run's checkpoints.
@@ -111,7 +112,7 @@ class BestCheckpoints:
         return {"names": _inside(names, folder), "removals": _inside(self._removals, folder)}
 
     def finish(self, trainer: Trainer, state: Path | None) -> None:
-        """Give the requested names to the state that was just written, and remove files that are no longer among the best.
+        """Give the requested names to the latest state, and remove checkpoints that are no longer among the best.
 
         Collective: call it on every process.
 
@@ -140,19 +141,19 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Return the paths that lie below a folder after links are followed, relative to it."""
+    """Select the paths that lie below a folder once links are resolved, and return them relative to it."""
     inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
     relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]
 
 
 def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
-    """Complete the plan of a process that died between writing a state and naming it.
+    """Give a state its second names and remove outdated files, after a process died before it could do so.
 
     Files outside the folder are never touched, even if the checkpoint lists them.
 
     Args:
-        plan: result of :meth:`BestCheckpoints.plan`.
+        plan: result of :meth:`BestCheckpoints.plan`, read from the checkpoint.
         state: path of the checkpoint that contains it.
         folder: folder of the run's checkpoints.
     """
@@ -167,7 +168,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Whether a ModelCheckpoint can have written a path: a checkpoint below its folder, after links and ``..`` are resolved."""
+    """Return whether a ModelCheckpoint can have written a path: a ``.ckpt`` below its folder once links are resolved."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")
@@ -175,7 +176,7 @@ def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
 
 
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
-    """Adapt the state of a ModelCheckpoint to the current folder, without files that are missing or that it cannot have made.
+    """Adapt the state of a ModelCheckpoint to the current folder, and drop files that are missing or are not its own.
 
     Lightning drops the state where the text of the folder differs: a relative path, a moved run, a new version of a logger.
     A ModelCheckpoint removes files that are no longer among its best. A state that lists files elsewhere would let it delete
@@ -184,7 +185,7 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
     Args:
         state: state from a checkpoint.
         callback: the ModelCheckpoint that will load the state.
-        gone: paths in the current folder that do not exist.
+        gone: paths in the current folder that no longer exist.
 
     Returns:
         A changed copy of the state.
@@ -211,7 +212,7 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
 
 
 def relocate_all(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Relocate the states of all ModelCheckpoints in a checkpoint, in place.
+    """Adapt the states of all ModelCheckpoints in a checkpoint to the current folders, in place; see :func:`relocate`.
 
     Collective: call it on every process.
 

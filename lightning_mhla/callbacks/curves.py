@@ -16,7 +16,7 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Draw every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
+    """Plot every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
 
     Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints keep the points, so a resumed run
     continues the curves.
@@ -35,7 +35,7 @@ class LearningCurves(Callback):
             self.points.clear()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Determine the path of the picture, on every rank."""
+        """Set the path of the picture. Collective: finding the folder needs every rank."""
         self._path = checkpoint_folder(trainer) / CURVES
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -57,14 +57,14 @@ class LearningCurves(Callback):
             self.draw()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all points, for the checkpoint."""
+        """Return all recorded points, for the checkpoint."""
         return as_lists(self.points)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the points of a checkpoint."""
+        """Restore the recorded points from a checkpoint."""
         self.points.restore(state_dict)
 
     def draw(self) -> None:
-        """Write the picture, if training has started."""
+        """Draw all points and write the picture, if training has started."""
         if self._path is not None:
             draw_curves(self.points, self._path)

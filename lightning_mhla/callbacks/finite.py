@@ -1,4 +1,4 @@
-"""Detection of non-finite losses and gradients before an optimiser step, and search for the module that causes them."""
+"""Detection of non-finite losses and gradients before an optimizer step, and search for the module that causes them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class FiniteWatch(Callback):
-    """Check the loss and the norm of all gradients before each optimiser step.
+    """Check the loss and the norm of all gradients before each optimizer step.
 
     If one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module with
-    a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes take the same
+    a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes make the same
     decision.
 
     Args:
-        action: ``stop`` to stop the run, or ``skip`` to skip the optimiser step: the weights and the optimiser stay unchanged,
+        action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
             and the data and the learning rate advance.
         max_skipped: total number of steps that may be skipped before the run stops.
     """
@@ -50,7 +50,7 @@ class FiniteWatch(Callback):
         self._agreement = Agreement() if stage == "fit" else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Store the batch until the optimiser step that uses its gradients."""
+        """Store the batch until the optimizer step that uses its gradients."""
         self._seen.append((batch, batch_idx, None))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -65,14 +65,14 @@ class FiniteWatch(Callback):
             ValueError: if one of them is not finite and ``action`` is ``stop``, the weights are not finite already, or more
                 than ``max_skipped`` steps were skipped.
         """
-        seen, self._seen = self._seen, []
+        batches, self._seen = self._seen, []
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if is_shard(norm) else norm
-        losses = [loss for _, _, loss in seen if loss is not None]
-        # One stacked tensor, so that the check synchronises with the accelerator only once per step.
+        losses = [loss for _, _, loss in batches if loss is not None]
+        # One stacked tensor, so that the check synchronizes with the accelerator only once per step.
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
         # All processes must skip the same steps; otherwise their weights would diverge, and collectives would not match.
@@ -80,14 +80,14 @@ class FiniteWatch(Callback):
         if not any(wrong):
             return
         # The votes make this index equal on all processes, which then repeat the same batch together.
-        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)
-        batch, batch_idx, loss = seen[first]
-        what = (
+        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(batches) - 1)
+        batch, batch_idx, loss = batches[first]
+        problem = (
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
         )
-        where = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
-        message = f"{what} at step {trainer.global_step}: {where}"
-        if self.action == "stop" or "the weights hold" in where:
+        cause = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
+        message = f"{problem} at step {trainer.global_step}: {cause}"
+        if self.action == "stop" or "the weights hold" in cause:
             raise ValueError(
                 f"{message}. The weights are unchanged by this step; lower the learning rate, warm up longer, clip "
                 "gradients (trainer.gradient_clip_val), or skip such steps: "
@@ -116,7 +116,7 @@ class FiniteWatch(Callback):
 
 
 def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str | None:
-    """Repeat a training step to find where its numbers stop being finite.
+    """Repeat a training step to find where its numbers first become NaN or infinite.
 
     Collective: call it on every process, because a sharded forward pass needs all of them.
 
@@ -127,7 +127,8 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         batch_idx: index of the batch in its epoch.
 
     Returns:
-        Text that names the batch, the weight, the module or the gradient; None if all numbers are finite in the repetition.
+        Text that names the entry of the batch, the weight, the module or the gradient; None if all numbers of the repeated step
+        are finite.
     """
     bad_inputs = [name for name, value in _named(batch) if not _is_finite(value)]
     bad_weights = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
@@ -155,7 +156,15 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """Return the finding of the first process that has one, on every process."""
+    """Share the results of :func:`explain` among all processes, and describe the one of the lowest rank.
+
+    Args:
+        where: result of this process.
+        processes: number of processes.
+
+    Returns:
+        Description, the same on every process; it says so if no process has a result.
+    """
     answers: list[str | None] = [where]
     if processes > 1:
         answers = [None] * processes
@@ -180,7 +189,7 @@ def _is_finite(value: Tensor) -> bool:
 
 @contextmanager
 def _silent(module: LightningModule) -> Iterator[None]:
-    """Disable logging of a module inside a ``with`` block."""
+    """Context manager that disables the logging of metrics by a module."""
     nothing: Any = lambda *_, **__: None  # noqa: E731
     module.log, module.log_dict = nothing, nothing  # type: ignore[method-assign]
     try:
@@ -191,13 +200,14 @@ def _silent(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def _watched(module: LightningModule, forward: list[str], backward: list[str], first_bad: list[str]) -> Iterator[None]:
-    """Record the submodules with non-finite outputs, and where gradients stop being finite, inside a ``with`` block.
+    """Context manager that records which submodules have non-finite outputs, and where gradients stop being finite.
 
     Args:
         module: module whose submodules are all watched.
-        forward: receives the names of submodules with non-finite outputs, in the order of the forward pass.
-        backward: receives the names of submodules while gradients of outputs are finite, in the order of the backward pass.
-        first_bad: receives the name of the first submodule whose output has a non-finite gradient.
+        forward: list to which the names of submodules with non-finite outputs are appended, in the order of the forward pass.
+        backward: list to which the names of submodules whose outputs have finite gradients are appended, in the order of the
+            backward pass, until the first gradient that is not finite.
+        first_bad: list to which the name of the first submodule whose output has a non-finite gradient is appended.
     """
 
     def note_gradient(name: str, gradient: Tensor) -> None:

@@ -19,11 +19,11 @@ GIB = 1 << 30
 
 
 class Forecast(Callback):
-    """Print the number of parameters and steps and the memory per device when training starts, then speed and remaining time.
+    """Print the number of parameters and steps and the memory per device at the start, and later the speed and remaining time.
 
     Args:
-        warm_up_steps: optimiser steps before the speed is measured.
-        measured_steps: optimiser steps over which the speed is measured.
+        warm_up_steps: optimizer steps before the speed is measured.
+        measured_steps: optimizer steps over which the speed is measured.
     """
 
     def __init__(self, warm_up_steps: int = 5, measured_steps: int = 20) -> None:
@@ -45,17 +45,17 @@ class Forecast(Callback):
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the timer."""
+        """Pause the timer during validation."""
         self._stopped = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the timer."""
+        """Resume the timer after validation."""
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Print the speed once, after the measured steps."""
-        # Optimiser steps, not batches: under gradient accumulation several batches end at the same step.
+        """Print the speed and the remaining time once, after the measured steps."""
+        # Optimizer steps, not batches: under gradient accumulation several batches end at the same step.
         done = trainer.global_step - self._first
         if self._said or done < self.warm_up_steps:
             return
@@ -67,21 +67,31 @@ class Forecast(Callback):
             if trainer.is_global_zero:
                 self._print((now - self._clock) / (done - self._clock_step), trainer)
 
-    def _print(self, each: float, trainer: Trainer) -> None:
-        """Print the time per optimiser step and the remaining time.
+    def _print(self, step_seconds: float, trainer: Trainer) -> None:
+        """Print the measured time per optimizer step, and the estimated remaining time.
 
         Args:
-            each: seconds per optimiser step.
+            step_seconds: seconds per optimizer step.
             trainer: trainer of the run.
         """
-        left = steps_of_run(trainer) - trainer.global_step
-        rest = f", {duration(each * left)} to go, validation aside" if math.isfinite(left) else ""
-        text = f"{each:.3g} s a step{rest}" if each >= 1 else f"{1 / max(each, 1e-9):.3g} steps a second{rest}"
+        remaining_steps = steps_of_run(trainer) - trainer.global_step
+        remaining_text = (
+            f", {duration(step_seconds * remaining_steps)} remaining, without validation"
+            if math.isfinite(remaining_steps)
+            else ""
+        )
+        text = (
+            f"{step_seconds:.3g} s per step{remaining_text}"
+            if step_seconds >= 1
+            else f"{1 / max(step_seconds, 1e-9):.3g} steps per second{remaining_text}"
+        )
         Console(soft_wrap=True, highlight=False, stderr=True).print(text)
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
-    """Describe the number of parameters, and the memory per device for weights, gradients, optimiser and average.
+    """Describe in one line how many parameters a module has, and how much memory training needs per device.
+
+    The memory includes weights, gradients, the optimizer's state and the moving average, but no activations.
 
     Args:
         module: module with full or sharded parameters.
@@ -89,7 +99,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
         processes: number of processes, for the text.
 
     Returns:
-        One line of text. The memory does not include activations.
+        One line of text.
     """
     parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -106,7 +116,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     count = sum(parameter.numel() for parameter in trained)
     return (
         f"{_short(sum(p.numel() for p in parameters))} parameters, {_short(count)} of them trained, on {processes} "
-        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations come on top"
+        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations are not included"
     )
 
 
@@ -121,7 +131,7 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 def _steps(trainer: Trainer) -> str:
     steps, epoch_steps = steps_of_run(trainer), steps_of_epochs(trainer, 1)
-    epoch = f"{int(epoch_steps):,} steps an epoch" if math.isfinite(epoch_steps) else "no epochs"
+    epoch = f"{int(epoch_steps):,} steps per epoch" if math.isfinite(epoch_steps) else "no epochs"
     end = f"{int(steps):,} in all" if math.isfinite(steps) else "without an end"
     done = f", {trainer.global_step:,} done" if trainer.global_step else ""
     return f"{epoch}, {end}{done}"

@@ -1,4 +1,4 @@
-"""Page of a run, ``report.html``: a single file with embedded pictures, without references to other files or sites."""
+"""Web page that reports on a run, ``report.html``: one file with embedded pictures, which needs no other files or sites."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ img { max-width: 100%; background: #fff; border-radius: .3rem }
 
 
 def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> None:
-    """Write the page of a run, atomically.
+    """Write the web page of a run, ``report.html``, atomically.
 
     Args:
         folder: folder of the run.
@@ -45,7 +45,7 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
     name = html.escape("/".join(folder.parts[-2:]))
     state = "finished" if record["finished"] else "not finished"
     seconds, steps = record["seconds"], record["steps"]
-    speed = f", {steps / seconds:.3g} steps a second over all" if seconds and steps else ""
+    speed = f", {steps / seconds:.3g} steps per second overall" if seconds and steps else ""
     parts = [
         f"<h1>{name}</h1>",
         f'<p class="muted">{state}; {steps:,} steps, {duration(seconds)}{speed}; '
@@ -66,7 +66,12 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Format text as a code block in Markdown, with a fence longer than any in the text."""
+    """Format text as a code block in Markdown, with a fence that does not occur in the text.
+
+    Args:
+        text: content of the code block.
+        language: name of its language, for highlighting.
+    """
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
@@ -108,7 +113,7 @@ def _figure(value: float | None) -> str:
 
 
 def _curves(record: Mapping[str, Any]) -> str:
-    """Draw the validation metrics that change; an empty string if none does."""
+    """Draw the validation metrics that change during the run as an embedded picture; an empty string if none changes."""
     finite = {
         name: [(step, value) for step, value in points if value is not None]
         for name, points in record["metrics"].items()
@@ -120,13 +125,19 @@ def _curves(record: Mapping[str, Any]) -> str:
 
 
 def _embedded(caption: str, kind: str, content: bytes) -> str:
-    """Format a picture as an HTML figure with embedded content and a caption."""
+    """Format a picture as an HTML figure with embedded content and a caption.
+
+    Args:
+        caption: text of the caption.
+        kind: type of the picture in its MIME type, such as ``png``.
+        content: content of the picture's file.
+    """
     text, data = html.escape(caption), base64.b64encode(content).decode()
     return f'<figure><img alt="{text}" src="data:{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """Embed the latest picture of each kind."""
+    """Format the latest picture of each kind in a run's folders as HTML figures."""
     last: dict[str, Path] = {}
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
         if path.suffix in TYPES:
@@ -148,13 +159,13 @@ def _text(title: str, path: Path, open_: bool = False) -> list[str]:
 
 
 def _resume(folder: Path, checkpoints: Path) -> str:
-    """Format the command that resumes the run, relative to the working folder; an empty string if there is none."""
-    where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    """Format the command that resumes the run, with paths relative to the working folder; empty if it cannot be resumed."""
+    shown_folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if checkpoints.parent == folder and (folder / "lock").exists():
-        command = f"lightning fit --run_dir {shlex.quote(str(where))}"
+        command = f"lightning fit --run_dir {shlex.quote(str(shown_folder))}"
     elif (folder / "config.yaml").exists():
-        config, place = (shlex.quote(str(path)) for path in (where / "config.yaml", where))
-        command = f"lightning fit --config {config} --ckpt_path {place}"
+        config, quoted_folder = (shlex.quote(str(path)) for path in (shown_folder / "config.yaml", shown_folder))
+        command = f"lightning fit --config {config} --ckpt_path {quoted_folder}"
     else:
         return ""
     return f"<h2>Resume</h2><pre>{html.escape(command)}</pre>"

@@ -1,4 +1,4 @@
-"""Base class of callbacks that evaluate a model every ``n`` optimiser steps and at the end of training."""
+"""Base class of callbacks that evaluate a model every ``n`` optimizer steps and at the end of training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_mhla.callbacks.stalls import StallWatch
 
 
 class PeriodicEvaluation(Callback):
-    """Callback that calls :meth:`evaluate` on every process, at most once for the same weights.
+    """Base class of callbacks that evaluate the model every ``every_n_steps`` optimizer steps and at the end of training.
 
-    An evaluation runs just before the next step, after the moving average was updated and after a checkpoint of the same step
-    was saved. A run that resumes from such a checkpoint, for example because it was stopped during the evaluation, repeats the
-    evaluation.
+    Weights are evaluated at most once, by :meth:`evaluate` on every process. An evaluation runs just before the next step,
+    after the moving average was updated and a checkpoint of the same step was saved. A run that resumes from this checkpoint,
+    for example because it was stopped during the evaluation, repeats the evaluation.
 
     Args:
-        every_n_steps: optimiser steps between two evaluations; None for no evaluations during training.
+        every_n_steps: optimizer steps between two evaluations; None for no evaluations during training.
         at_end: whether the last weights are evaluated.
     """
 
@@ -33,11 +33,11 @@ class PeriodicEvaluation(Callback):
         self._evaluated = -1
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the current weights; called on every process."""
+        """Evaluate the current weights; subclasses implement this method, which every process calls."""
         raise NotImplementedError
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Evaluate if the previous step was the last of ``every_n_steps``."""
+        """Evaluate if the number of optimizer steps so far is a multiple of ``every_n_steps``."""
         step = trainer.global_step
         if self.every_n_steps and step and step % self.every_n_steps == 0:
             self._once(trainer, pl_module)
@@ -48,24 +48,24 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Repeat an evaluation of the last weights that was interrupted by a stop of the run."""
+        """Evaluate the last weights in a resumed run if their evaluation was interrupted."""
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser step of the last evaluation."""
+        """Return the number of the optimizer step at which the weights were last evaluated."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimiser step of the last evaluation, so that the same weights are not evaluated twice."""
+        """Restore the step of the last evaluation, so that the same weights are not evaluated twice."""
         self._evaluated = state_dict["evaluated"]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
-        """Log values to every logger and to the learning curves.
+        """Log values under a common prefix to every logger, and add them to the learning curves.
 
         Args:
             trainer: trainer of the run.
-            prefix: first part of the metric names, which are ``prefix/name``.
+            prefix: first part of the names of the metrics, which are ``PREFIX/NAME``.
             values: values by name.
         """
         for logger in trainer.loggers:

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 
 def attention_rank(weights_HNN: Tensor) -> float:
-    """Compute the numerical rank of an attention matrix ``[H, N, N]``, mean over heads (MHLA paper, figure 3)."""
+    """Compute the numerical rank of attention matrices ``[H, N, N]``, averaged over heads (MHLA paper, figure 3)."""
     return float(torch.linalg.matrix_rank(weights_HNN.float().cpu()).double().mean())
 
 
 def attention_entropy(weights_HNN: Tensor) -> float:
-    """Compute the entropy of the rows of an attention matrix in nats, mean over heads and queries.
+    """Compute the entropy of attention weights in nats, averaged over heads and queries.
 
     Args:
-        weights_HNN: attention matrix ``[H, N, N]``. Weights may be negative: their absolute values are normalised to sum to 1.
+        weights_HNN: attention matrices ``[H, N, N]``, whose weights may be negative. The absolute values of each row are
+            normalized to sum to 1.
     """
     share = weights_HNN.float().abs()
     share = share / share.sum(-1, keepdim=True).clamp(min=1e-12)
@@ -38,14 +39,14 @@ def attention_entropy(weights_HNN: Tensor) -> float:
 
 
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
-    """Arrange mixing coefficients as a picture, where each block of a 2-D grid is a tile that shows its row as a grid.
+    """Arrange mixing coefficients over a 2-D grid of blocks as a picture: a tile for each block, which shows its row as a grid.
 
     Args:
-        mixing: ``[M, M]``, without the prefix block.
+        mixing: coefficients of the M blocks, ``[M, M]``, without the prefix block.
         layout: layout of the blocks.
 
     Returns:
-        ``[rows, columns]`` with NaN between the tiles; for grids that are not 2-D, ``mixing`` unchanged.
+        Pixels, ``[rows, columns]`` with NaN between the tiles; for grids that are not 2-D, ``mixing`` unchanged.
     """
     if len(layout.block_grid) != 2:
         return mixing
@@ -55,7 +56,7 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
-    """Return the attention layers of a model by the numbers in their module names.
+    """Find the attention layers of a model, keyed by the numbers in their module names.
 
     ``blocks.5.attn1`` is layer 5, even if other layers are not included, such as softmax attention of diffusers.
     ``stages.1.blocks.0`` is layer 1.0. If these numbers are not unique, the layers are counted from 0.
@@ -67,7 +68,7 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 
 
 class AttentionPictures(Callback):
-    """Draw mixing coefficients and attention maps of a sample, and log rank and entropy of the attention matrices.
+    """Draw the mixing coefficients and a sample's attention maps, and log the rank and entropy of the attention matrices.
 
     The callback uses the first validation batch and the weights that validation uses. Pictures are written to ``pictures/`` in
     the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are logged to every
@@ -93,17 +94,17 @@ class AttentionPictures(Callback):
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the last period of ``every_n_epochs`` whose pictures were drawn."""
+        """Return the index of the latest period of ``every_n_epochs`` epochs for which pictures were drawn."""
         return {"period": self._period}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the last period, so that a resumed run draws the same pictures as one that was not stopped."""
+        """Restore the latest period with pictures, so that a resumed run draws the same pictures as an uninterrupted one."""
         self._period = int(state_dict["period"])
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Register hooks on the attention layers for the first batch, if pictures are due."""
+        """Register hooks on the attention layers before the first validation batch, if pictures are due."""
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         if (
             getattr(pl_module, "sequence_group", None) is not None  # no process has complete sequences
@@ -148,7 +149,7 @@ class AttentionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log rank and entropy on every rank, and draw the pictures on the first."""
+        """Remove the hooks, log rank and entropy on every process, and draw the pictures on the first process."""
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -181,10 +182,10 @@ class AttentionPictures(Callback):
 
 
 def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> Figure:
-    """Draw the mixing coefficients of all layers, one panel per layer (MHLA paper, figure 4b).
+    """Draw the mixing coefficients of all layers as a figure with a panel for each layer (MHLA paper, figure 4b).
 
     Args:
-        mixing: coefficients ``[M, M]`` or, per head, ``[H, M, M]`` by layer number; heads are averaged.
+        mixing: coefficients by layer number, ``[M, M]``, or ``[H, M, M]`` to be averaged over heads.
         layouts: block layout by layer number.
     """
     figure, axes = make_panels(len(mixing), 4, (3.2, 3.3), (0, 0.5))
@@ -196,20 +197,20 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
         axis.set(title=f"layer {number}", xticks=[], yticks=[])
         figure.colorbar(shown, ax=axis, shrink=0.8)
     folded = len(next(iter(layouts.values())).block_grid) == 2
-    what = "tile (i, j) = row of query block (i, j), folded to the block grid" if folded else "row = query block"
-    figure.suptitle(f"mixing coefficients: {what}", fontsize=10)
+    legend = "tile (i, j) = row of query block (i, j), folded to the block grid" if folded else "row = query block"
+    figure.suptitle(f"mixing coefficients: {legend}", fontsize=10)
     return figure
 
 
 def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
-    """Draw the full attention matrix of every layer, for models of sequences.
+    """Draw the full attention matrix of every layer as a figure, for models of sequences.
 
-    A pixel shows the share of a query's absolute weight on a key, mean over heads, on a logarithmic scale. Shares of exactly 0
-    are white.
+    A pixel shows, on a logarithmic scale, the fraction of a query's total absolute weight that a key gets, averaged over heads.
+    Fractions of exactly 0 are white.
 
     Args:
-        weights: attention matrix ``[H, N, N]`` by layer number.
-        least: share at the lower end of the scale.
+        weights: attention matrices ``[H, N, N]`` by layer number.
+        least: fraction at the lower end of the scale.
     """
     from matplotlib.colors import LogNorm  # imported only when a picture is drawn
 
@@ -228,14 +229,14 @@ def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
 def draw_attention(
     weights: dict[str, Tensor], layouts: dict[str, BlockLayout], image: Tensor | None, queries: int = 4
 ) -> Figure:
-    """Draw attention maps of some queries (columns) in every layer (rows), mean over heads, with the image in the first column.
+    """Draw the attention maps of some queries (columns) in every layer (rows), averaged over heads, beside the image.
 
     Args:
-        weights: attention matrix ``[H, N, N]`` by layer number; tokens in raster order after the prefix.
+        weights: attention matrices ``[H, N, N]`` by layer number; tokens in raster order after the prefix.
         layouts: layout with a 2-D token grid by layer number.
-        image: ``[channels, height, width]`` with values of any range, or None; unless there are three channels, their mean is
-            shown.
-        queries: number of query tokens, on the diagonal of the grid.
+        image: image for the first column, ``[channels, height, width]`` with values of any range, or None; unless there are
+            three channels, their mean is shown.
+        queries: number of query tokens, which lie on the diagonal of the grid.
     """
     shift = int(image is not None)
     from matplotlib.figure import Figure  # imported only when a picture is drawn
@@ -259,19 +260,29 @@ def draw_attention(
 
 
 def _spread(plane: tuple[int, ...], queries: int) -> list[int]:
-    """Return the indices of ``queries`` tokens on the diagonal of a grid of rows and columns."""
+    """Select query tokens spread over the diagonal of a 2-D token grid.
+
+    Args:
+        plane: rows and columns of the grid.
+        queries: number of tokens to select.
+
+    Returns:
+        Indices of the tokens in raster order.
+    """
     high, wide = plane
     steps = [2 * i + 1 for i in range(queries)]
     return [step * high // (2 * queries) * wide + step * wide // (2 * queries) for step in steps]
 
 
 def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | None, frames: int = 5) -> Figure:
-    """Draw the attention of a query in the middle of a clip: its map in some frames (columns) for every layer (rows).
+    """Draw the attention of a query in the middle of a video clip: its maps in some frames (columns) for every layer (rows).
 
     Args:
-        weights: attention matrix ``[H, N, N]`` by layer number, averaged over heads; tokens in raster order after the prefix.
+        weights: attention matrices ``[H, N, N]`` by layer number, to be averaged over heads; tokens in raster order after the
+            prefix.
         layout: layout with a token grid of frames, rows and columns.
-        clip: ``[channels, frames, height, width]`` to show above the maps, or None; it may have more frames than the grid.
+        clip: clip to show above the maps, ``[channels, frames, height, width]``, or None; it may have more frames than the
+            grid.
         frames: maximum number of columns, spread evenly over the clip; the query is in the middle one.
     """
     prefix, (length, high, wide) = layout.prefix_tokens, layout.grid
@@ -304,10 +315,10 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
 
 
 def _to_shown(image: Tensor) -> Tensor:
-    """Scale an image ``[channels, height, width]`` to 0 to 1 for matplotlib.
+    """Scale the values of an image ``[channels, height, width]`` to the range from 0 to 1, for matplotlib.
 
     Returns:
-        Colours ``[height, width, 3]`` for three channels, otherwise the mean of the channels ``[height, width]``.
+        Colors ``[height, width, 3]`` for three channels, otherwise the mean of the channels ``[height, width]``.
     """
     low, high = image.min(), image.max()
     scaled = (image - low) / (high - low).clamp(min=1e-6)

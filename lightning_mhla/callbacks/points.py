@@ -1,4 +1,4 @@
-"""Values of a run's metrics by optimizer step, and their plot."""
+"""Record of a run's metrics by optimizer step, and their plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_mhla.system.figures import make_panels
 
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
-    """Points of metrics by name: pairs of optimizer step and value, in ascending order of steps."""
+    """Record of metrics: for each name, pairs of optimizer step and value, in ascending order of steps."""
 
     def note(self, name: str, step: int, value: float) -> None:
         """Add a point to a metric such as ``train/loss``, unless the metric already has a point at this step or later."""
@@ -28,7 +28,7 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
                 self.note(name, trainer.global_step, float(value))
 
     def under(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the points of the metrics whose names begin with a prefix."""
+        """Return the points of all metrics whose names begin with a prefix such as ``"val/"``."""
         return {name: points for name, points in self.items() if name.startswith(prefix)}
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
@@ -37,12 +37,12 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
 
 
 def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list[list[float]]]:
-    """Convert points to plain lists, the form that checkpoints keep."""
+    """Convert the points of metrics to plain lists, the form in which checkpoints store them."""
     return {name: [list(point) for point in of_metric] for name, of_metric in points.items()}
 
 
 def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path | BinaryIO) -> bool:
-    """Plot every metric that changes against the optimizer step, as PNG.
+    """Plot the metrics of a run against the optimizer step as a PNG picture; metrics that never change are left out.
 
     Metrics whose names differ in the prefix only share a panel.
 
@@ -64,7 +64,7 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path 
         for name in names:
             axis.plot(*zip(*points[name], strict=True), label=name.split("/", 1)[0], linewidth=1.2)
         axis.set_title(title, parse_math=False)
-        axis.set_xlabel("optimiser step")
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         if len(names) > 1:
             axis.legend()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the latest states, names for the best ones, and a stop on a signal without losing a step."""
+"""Checkpoints of a run: saving of the latest states, names for the best ones, and stops on a signal without losing a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEMPORARY_FAILURE = 75
 
 
 class RunStopped(SystemExit):  # a subclass of SystemExit, so that no error is reported
-    """Exit of a run that a signal stopped, after its state was saved."""
+    """Raised to exit a run that a signal stopped, after its state was saved."""
 
     def __init__(self) -> None:
         super().__init__(TEMPORARY_FAILURE)
@@ -57,7 +57,7 @@ class Recovery(Checkpoint):
 
     Args:
         every_minutes: minutes between two saves, by the clock of the first process; null for no saves by time.
-        every_n_steps: optimiser steps between two saves; null for no saves by steps.
+        every_n_steps: optimizer steps between two saves; null for no saves by steps.
         keep: number of latest states to keep in ``recovery``; with two, one is left if the latest is damaged.
         signals: names of the signals that stop the run. Ctrl+C is SIGINT; a second one stops immediately without saving.
     """
@@ -85,7 +85,7 @@ class Recovery(Checkpoint):
         self._row: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers, and take over the writing of all checkpoints."""
+        """Install the signal handlers, and take over the writing of all checkpoints from the ModelCheckpoints."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
@@ -122,7 +122,7 @@ class Recovery(Checkpoint):
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer, skip the finished epoch, and set aside checkpoints of later steps."""
+        """Start the timer, skip an epoch that is already finished, and set aside checkpoints of later steps."""
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -137,19 +137,19 @@ class Recovery(Checkpoint):
             self._row = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Exit before the next step, once metrics of the last one are written."""
+        """Exit before the next step if a stop was requested, once metrics of the last step are written."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record that the loggers have the row of the last step, and that the current weights are validated."""
+        """Record that the loggers have the metrics of the last step, and that the current weights are validated."""
         self._row_is_due = False
         if not trainer.sanity_checking:
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and save the row that they do not have yet, so that the log is as recent as the checkpoint."""
+        """Flush the loggers, and store metrics that they do not have yet in the checkpoint, so that no metric is lost."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         if self._stopped_inside_epoch:
@@ -158,7 +158,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the row that was not logged yet and the best checkpoints, also if the folder was moved."""
+        """Read metrics to log again from the checkpoint, and restore the record of best checkpoints, even after a move."""
         self._row = checkpoint.get(ROW)
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -170,7 +170,7 @@ class Recovery(Checkpoint):
         relocate_all(trainer, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint that the run started from, whether training is over, and the second names of this state."""
+        """Return the state of this callback: the checkpoint that the run started from, whether training is over, and more."""
         history = {
             "started_from": self.started_from,
             "validated_step": self._best.validated_step,
@@ -179,22 +179,22 @@ class Recovery(Checkpoint):
         return {**history, "finished": self._finished, "plan": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the checkpoint that the run started from, and the steps at which it was stopped."""
+        """Restore the path of the checkpoint that the run started from, and the steps at which the run was stopped."""
         self.started_from = state_dict.get("started_from")
         self._stops = list(state_dict.get("stops", ()))
         self._best.validated_step = state_dict.get("validated_step", -1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree on whether to save or to stop; save now unless a validation or the end of the epoch follows at this step."""
+        """Agree with all processes whether to save or stop; save now unless a validation or the end of the epoch is next."""
         stop, due = self._agreement.any(self.signals.received is not None, self._is_due(trainer))
         self._due, self._stopping = self._due or due, self._stopping or stop
-        # Between two batches of an optimiser step nothing is saved: a checkpoint does not contain accumulated gradients.
+        # Between two batches of an optimizer step nothing is saved: a checkpoint does not contain accumulated gradients.
         later = ends_epoch(trainer) or validates_after_this_batch(trainer) or accumulates_gradients(trainer)
         if not later and self._wants_save:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a validation inside an epoch."""
+        """Save the state after a validation inside an epoch, if a save is due."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or ends_epoch(trainer):
             return
         if accumulates_gradients(trainer):  # a run cannot resume from this state, but its weights may be the best
@@ -204,7 +204,7 @@ class Recovery(Checkpoint):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save at the end of an epoch if a save is due, and always at the end of training."""
+        """Save the state at the end of an epoch if a save is due, and always at the end of training."""
         self._row_is_due = False
         if self._wants_save or _is_over(trainer):
             self._finished, self._stopped_inside_epoch = _is_over(trainer), ended_inside_epoch(trainer)
@@ -224,7 +224,7 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the state, give it its second names, and remove older states. Collective: call it on every process."""
+        """Write the state of the run, give it second names, and remove older states. Collective: call it on every process."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
             self._stops.append(trainer.global_step)
         self._due = False
@@ -254,9 +254,9 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """Return the states to remove after ``state`` was written: all but the latest ``keep`` by step.
+        """List the saved states to remove after a new state was written: all but the latest ``keep`` by step.
 
-        A state that was saved because of a stop does not count and is removed once there is a later one, so that the run ends
+        A state that was saved because of a stop is not counted, and is removed once there is a later one, so that the run ends
         with the same files as a run that was not stopped.
         """
         steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}
@@ -266,20 +266,20 @@ class Recovery(Checkpoint):
 
 
 def step_of(path: Path) -> int | None:
-    """Return the optimiser step in the file name of a state; None for any other name."""
+    """Parse the optimizer step in the file name of a saved state; None for any other name."""
     match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
     return int(match[1]) if match else None
 
 
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
-    """Move checkpoints of later steps to a folder ``set-aside-N``, because a later start would resume from them.
+    """Move checkpoints of later steps to a folder ``set-aside-N``, so that the run does not resume from them next time.
 
     Nothing is deleted. Checkpoints that are not listed by a later state of this run stay in place.
 
     Args:
         folder: folder of the run's checkpoints.
-        step: optimiser step that the run starts at.
-        everything: whether the states in the folder belong to a different run and are all moved, whatever their steps.
+        step: optimizer step that the run starts at.
+        everything: whether to move all states, regardless of their steps, because they belong to a different run.
     """
     latest = -1 if everything else step
     headers = {path: header for path in _states_in(folder) if (header := _header(path))}
@@ -310,7 +310,7 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
 
 
 def _states_in(folder: Path) -> list[Path]:
-    """List the states of a run and its ``last.ckpt``."""
+    """List the saved states of a run, including ``last.ckpt``, in its folder of checkpoints."""
     states = [path for path in (folder / RECOVERY).glob("*.ckpt") if step_of(path) is not None]
     return [*states, *([folder / LAST] if (folder / LAST).exists() else [])]
 

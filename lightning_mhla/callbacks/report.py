@@ -1,4 +1,4 @@
-"""Report of a run, printed at its end and written to its folder: results, and the paths of its files."""
+"""Report of a run, printed at its end and written to its folder: results, duration, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORD = "run.json"
 
 
 class RunReport(Callback):
-    """Print the last validation metrics, the training time, and the paths of checkpoints, logs and pictures.
+    """Report on a run: print the last validation metrics, the training time, and the paths of checkpoints, logs and pictures.
 
     After every validation the callback also writes two files to the folder of the run. ``run.json`` holds validation metrics
     by step, the best value that a checkpoint was chosen by, steps, seconds (of all starts together), numbers of parameters,
@@ -55,7 +55,7 @@ class RunReport(Callback):
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return validation metrics, seconds so far and versions; ``lightning export`` writes them into the model card."""
+        """Return validation metrics, seconds so far and versions, which ``lightning export`` writes to the model card."""
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -76,8 +76,8 @@ class RunReport(Callback):
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         # without a logger or --run_dir, a run has no folder of its own, and must not write into the working folder
-        own = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
-        if not trainer.is_global_zero or not own or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        is_run_folder = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
+        if not trainer.is_global_zero or not is_run_folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = self.points.under("val/")
         best: dict[str, Any] = {}
@@ -121,8 +121,8 @@ class RunReport(Callback):
                 best, last = callback.best_model_path, callback.last_model_path
                 if not callback.monitor:  # without a monitor, Lightning's best checkpoint is the newest
                     best, last = "", last or best
-                kept = {"best checkpoint": best, "last checkpoint": last}
-                lines += [(name, _short(path)) for name, path in kept.items() if path]
+                checkpoint_paths = {"best checkpoint": best, "last checkpoint": last}
+                lines += [(name, _short(path)) for name, path in checkpoint_paths.items() if path]
         lines.append(("log folder", _short(folder)))
         if (folder / PAGE).exists():
             lines.append(("page of the run", _short(folder / PAGE)))
@@ -143,12 +143,12 @@ def versions() -> dict[str, str]:
 
 
 def _number(value: Any) -> float | None:
-    """Convert to a float; None for NaN and infinities, which JSON cannot represent."""
-    found = float(value)
-    return found if math.isfinite(found) else None
+    """Convert a metric to a float; None for NaN and infinities, which JSON cannot represent."""
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _short(path: str | Path) -> str:
-    """Format a path for display, relative to the working folder if it lies inside."""
+    """Format a path for display, relative to the working folder if it lies inside that."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

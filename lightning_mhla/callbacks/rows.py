@@ -1,4 +1,4 @@
-"""Log rows of a run that is stopped and resumed: each row is logged exactly once."""
+"""Rows of a log (the metrics of one step), each logged exactly once although the run is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ ROW = "row_to_log"
 
 
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Store the log row of the current step in a checkpoint.
+    """Store the metrics of the current step in a checkpoint, because the loggers do not have them yet.
 
-    Lightning passes a row to the loggers only after all callbacks of the step, and so after its checkpoints.
+    Lightning passes metrics to the loggers only after all callbacks of the step, and so after its checkpoints.
+
+    Args:
+        trainer: trainer of the run.
+        checkpoint: entries of the checkpoint, changed in place.
     """
     connector = logger_connector(trainer)
     if connector.should_update_logs:
@@ -28,7 +32,7 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
-    """Log the row that the checkpoint of a resumed run contains, unless the logger has it already.
+    """Log the metrics that :func:`keep_row` stored in the checkpoint of a resumed run, unless the logger has them already.
 
     Args:
         trainer: trainer of the resumed run.
@@ -46,13 +50,13 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Whether a logger continues in the folder of the run that the checkpoint belongs to."""
+    """Return whether a logger continues the log of the run whose checkpoint is loaded, in the same folder."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 
 
 def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
-    """Whether a table of an earlier start in the same folder contains the row, because that start was not killed."""
+    """Return whether a table that an earlier start wrote in the same folder already contains a row."""
     for path in Path(logger.log_dir).glob("metrics*.csv"):
         with path.open(newline="") as stream:
             for line in csv.DictReader(stream):

@@ -12,9 +12,9 @@ from lightning_mhla.data.sampling import seed_step
 
 
 class StepSeed(Callback):
-    """Seed the generators of Python, NumPy and torch before each batch from the seed, the number of batches and the rank.
+    """Seed the random generators of Python, NumPy and torch before each batch, from seed, number of batches and rank.
 
-    Dropout, stochastic depth and mixup then need no saved generator state, so a killed process loses none on any rank.
+    Dropout, stochastic depth and mixup then need no saved state of the generators, and a resumed run draws the same numbers.
 
     Args:
         seed: the seed; None for that of ``seed_everything``, or 0 if there is none.
@@ -24,7 +24,7 @@ class StepSeed(Callback):
         self.seed = seed
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed the generators of this process for the batch."""
+        """Seed the random generators of this process for the batch."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
         rank, _ = process_share(trainer)
         seed_step(seed, batches_trained(trainer), rank)

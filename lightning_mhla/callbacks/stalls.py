@@ -1,7 +1,7 @@
 """Detection of stalled training: a warning within a minute names the slowest process, its position and the duration.
 
-faulthandler is not used, because it writes the stacks of all threads of each process to a file. Here only the slowest process
-logs one stack.
+Python's faulthandler is not used, because it writes the stacks of all threads of each process to a file. Here only the slowest
+process logs its stack.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StallWatch(Callback):
         self._thread: threading.Thread | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Connect to the store and start the thread."""
+        """Connect to the store of the process group, and start the thread that watches for stalls."""
         self._rank, self._world = trainer.global_rank, trainer.world_size
         self._main = threading.get_ident()
         self._step, self._phase, self._evaluates, self._moved = trainer.global_step, 0, False, time.monotonic()
@@ -64,28 +64,28 @@ class StallWatch(Callback):
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that validation makes progress."""
+        """Record that validation finished a batch."""
         if self._thread is not None:
             self._move(trainer, 2)
 
     def evaluating(self) -> None:
-        """Record the start of a periodic evaluation, which the next batch ends."""
+        """Record that a periodic evaluation starts; it counts as running until the next batch."""
         if self._thread is not None:
             self._evaluates, self._moved = True, time.monotonic()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop the thread."""
+        """Stop the thread that watches for stalls."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
             self._thread = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop the thread, since Lightning does not call ``teardown`` after an exception."""
+        """Stop the thread that watches for stalls, since Lightning does not call ``teardown`` after an exception."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the thread, because work after training, such as a final evaluation, makes no steps."""
+        """Stop the thread that watches for stalls, because work after training, such as a final evaluation, makes no steps."""
         self.teardown(trainer, pl_module, "fit")
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:
@@ -113,16 +113,16 @@ class StallWatch(Callback):
             if self._rank == 0 and evaluates:
                 log.info("evaluating for %.0f s so far", stalled_seconds)
             elif self._rank == 0:
-                words = describe(behind, states[behind], self.seconds / 2, self._world)
-                log.warning("no step for %.0f s: %s", stalled_seconds, words)
+                description = describe(behind, states[behind], self.seconds / 2, self._world)
+                log.warning("no step for %.0f s: %s", stalled_seconds, description)
             if behind == self._rank and not evaluates:
                 log.warning("stack of process %d:\n%s", self._rank, self._stack())
 
     def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
-        """Publish the progress of this process, and read that of all processes.
+        """Publish the progress of this process in the store, and read the progress of all processes.
 
         Args:
-            seen: latest text of each process and the time it arrived in seconds; updated in place.
+            seen: latest text of each process, and the time in seconds at which it arrived, by rank; updated in place.
 
         Returns:
             Progress of each process by rank, with the seconds since its latest sign of life under ``silent``.
@@ -153,11 +153,15 @@ class StallWatch(Callback):
         return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
-        """Return the sort key of a process: silent ones first, then those outside a collective, then those that are behind."""
+        """Return the sort key by which the slowest process comes first: silent, else not in a collective, else furthest behind.
+
+        Args:
+            state: progress of the process.
+        """
         return state["silent"] < self.seconds / 2, state["waits"], state["at"]
 
     def _waits_for_others(self) -> bool:
-        """Whether the main thread is inside a Python function of torch.distributed."""
+        """Return whether the main thread waits for other processes, inside a function of torch.distributed."""
         frame = sys._current_frames().get(self._main)
         return frame is not None and "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
 
@@ -167,7 +171,7 @@ class StallWatch(Callback):
 
 
 def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> str:
-    """Describe the slowest process in one clause.
+    """Describe the slowest process in one clause, for the warning about a stall.
 
     Args:
         rank: rank of the process.
@@ -179,12 +183,12 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
     if world == 1:
         return f"at batch {step}, the process {PHASES[phase]}"
     if state["silent"] > silence:
-        return f"process {rank} on {state['host']} gives no sign of life for {state['silent']:.0f} s (last at batch {step})"
-    return f"process {rank} on {state['host']} holds the others up at batch {step}: it {PHASES[phase]}"
+        return f"process {rank} on {state['host']} has given no sign of life for {state['silent']:.0f} s (last at batch {step})"
+    return f"process {rank} on {state['host']} holds up the others at batch {step}: it {PHASES[phase]}"
 
 
 def _connect() -> TCPStore | None:
-    """Open a separate connection to the store of the process group; a waiting call blocks all threads that share a connection.
+    """Open a separate connection to the store of the process group, since a waiting call blocks all threads that share one.
 
     Returns:
         The store; None if the process group does not use a ``TCPStore``.

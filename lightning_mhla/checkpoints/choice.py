@@ -16,35 +16,35 @@ BEST, NEWEST = "best", "last"
 
 
 def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> str | None:
-    """Choose the checkpoint that a command uses.
+    """Choose the checkpoint that a command loads.
 
     Args:
         run: folder of the run; None if the command does not name one.
-        asked: path of a checkpoint, or :data:`BEST` or :data:`NEWEST` of the run; None for the run's latest checkpoint.
+        asked: path of a checkpoint, or the keyword :data:`BEST` or :data:`NEWEST`; None for the run's latest checkpoint.
         training: whether the command trains, in the folder of the run.
 
     Returns:
-        Path of the checkpoint, the folder of the run for its latest complete checkpoint, or None to start from scratch.
+        Path of the checkpoint; the folder of the run for its latest complete checkpoint; or None to start from scratch.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if a run would lose its own progress, or :data:`BEST` is given without a run.
+        ValueError: if a run would lose its own progress, or if :data:`BEST` is given without a run.
     """
-    own = find_checkpoints(run) if run is not None else []
+    checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
         if run is None:
-            raise ValueError("--ckpt_path=best needs the run that it is the best of: --run_dir=FOLDER, or give a path")
+            raise ValueError("--ckpt_path=best needs a run: add --run_dir=FOLDER, or give a path")
         asked = str(best_checkpoint(run))
     elif run is not None and asked is not None and (asked == NEWEST or Path(asked).resolve() == run.resolve()):
         asked = None
     if asked is None:
-        return str(run) if own or (run is not None and not training) else None
-    if not training or run is None or not own:
+        return str(run) if checkpoints or (run is not None and not training) else None
+    if not training or run is None or not checkpoints:
         return asked
     # The run has checkpoints, and a start from a different one would lose their progress. A repeated command (a requeued job,
     # for example) names the checkpoint that the run started from, and is to resume.
     path, inside = Path(asked), lies_in(Path(asked), run)
-    saved = _recovery_state(own)
+    saved = _recovery_state(checkpoints)
     if saved.get("started_from") == name_of_start(path, run) and not (inside and saved.get("finished")):
         log.info("%s started from %s already, and continues from its latest checkpoint", run, asked)
         return str(run)
@@ -72,14 +72,14 @@ def best_checkpoint(run: Path) -> Path:
                 path = run / CHECKPOINTS / relative if folder.name == CHECKPOINTS else best
                 if path.exists():
                     return path
-                raise FileNotFoundError(f"{run}: its best checkpoint, {relative}, is not there any more")
+                raise FileNotFoundError(f"{run}: its best checkpoint, {relative}, no longer exists")
         if callbacks:
             break
     raise FileNotFoundError(f"{run} has no best checkpoint: no ModelCheckpoint with a monitor has saved one")
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """Read the state of ``Recovery`` from the latest readable checkpoint; empty if there is none."""
+    """Read the state of the callback ``Recovery`` from the latest readable checkpoint; empty if there is none."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")
@@ -88,13 +88,13 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def name_of_start(path: Path, run: Path) -> str:
-    """Return the name of a run's start checkpoint: its path relative to the run's folder, or absolute if it lies elsewhere."""
-    place, own = path.resolve(), run.resolve()
-    return os.path.relpath(place, own) if place.is_relative_to(own) else str(place)
+    """Return the path of the checkpoint that a run starts from, relative to the run's folder if it lies inside."""
+    target, folder = path.resolve(), run.resolve()
+    return os.path.relpath(target, folder) if target.is_relative_to(folder) else str(target)
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Check whether a path lies in a folder, after links are resolved."""
+    """Return whether a path lies in a folder, after links are resolved."""
     return path.resolve().is_relative_to(folder.resolve())
 
 

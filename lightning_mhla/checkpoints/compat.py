@@ -26,19 +26,19 @@ ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
     """Log the path, the epoch and the step of a checkpoint that :class:`WholeCheckpointIO` has read."""
     if READ_FROM in checkpoint:
-        where = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
-        log.info("using checkpoint %s: %s", checkpoint[READ_FROM], where)
+        position = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
+        log.info("using checkpoint %s: %s", checkpoint[READ_FROM], position)
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Compare the attention of a checkpoint with that of the run.
+    """Check that a checkpoint was trained with the attention of the run.
 
     Args:
         checkpoint: entries of the checkpoint.
         attention: attention options of the run; None to compare nothing.
 
     Raises:
-        ValueError: if an option differs. The message names it, and the way out.
+        ValueError: if an option differs; the message names it and what to do.
     """
     saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
     if not saved or not attention:
@@ -52,7 +52,7 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
 
 
 def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mapping[str, Any]) -> None:
-    """Log the options of this run that differ from those that the checkpoint was trained with.
+    """Log the options in which this run differs from the run that wrote a checkpoint.
 
     Args:
         checkpoint: entries of the checkpoint.
@@ -61,10 +61,10 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
     """
     entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
     # checkpoints hold redacted secrets, so both sides are compared redacted
-    saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
+    saved, present = (plain(redacted(dict(part_options or {}))) for part_options in (checkpoint.get(entry), options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
-            log.info("resumed with another option: %s.%s %s -> %s", part, name, saved[name], present[name])
+            log.info("resumed with a changed option: %s.%s %s -> %s", part, name, saved[name], present[name])
 
 
 def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -77,12 +77,12 @@ def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, group_sizes: Sequence[int]) -> None:
-    """Compare the optimizer of a checkpoint with that of the run.
+    """Check that the optimizer state in a checkpoint fits the optimizer of the run.
 
     Args:
         saved: parameter groups of the checkpoint, see :func:`saved_groups`.
         kind: kind of the run's optimizer, for the error message.
-        betas: number of the betas of the run's optimizer, which distinguishes the kinds.
+        betas: number of betas of the run's optimizer, by which the kinds are distinguished.
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
@@ -91,26 +91,26 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
         raise ValueError(
-            f"the checkpoint was trained with another optimiser than {kind}; set optimizer.kind back, or start a new run "
+            f"the checkpoint was trained with a different optimizer than {kind}; set optimizer.kind back, or start a new run "
             "from the weights (--model.pretrained)"
         )
     saved_sizes = [len(group["params"]) for group in saved]
     if saved_sizes != list(group_sizes):
         raise ValueError(
-            f"the checkpoint's optimiser has groups of {saved_sizes} parameters, this run's of {list(group_sizes)}: what is "
-            "trained, or layer_decay, is not the same. Set it back, or start a new run from the weights (--model.pretrained)"
+            f"the checkpoint's optimizer has groups of {saved_sizes} parameters, this run's of {list(group_sizes)}: the "
+            "trained parameters or layer_decay differ. Set them back, or start a new run from the weights (--model.pretrained)"
         )
 
 
 def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Compare the weights of a checkpoint with those of the model: LoRA adapters, and the shape of each tensor.
+    """Check that the weights in a checkpoint fit the model: both or neither have LoRA adapters, and all shapes agree.
 
     Args:
         checkpoint: entries of the checkpoint.
         state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: if only one of them has adapters, or shapes differ. The message names up to three tensors.
+        ValueError: if they do not; the message names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):
@@ -126,8 +126,8 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
     ]
     if different:
         raise ValueError(
-            f"the checkpoint is of a model of other sizes: {'; '.join(different[:3])} ({len(different)} tensors in all). "
-            "Leave the model options out to take those that the checkpoint remembers"
+            f"the checkpoint was saved from a model with different sizes: {'; '.join(different[:3])} ({len(different)} tensors "
+            "in all). Leave the model options out to take those that the checkpoint remembers"
         )
 
 

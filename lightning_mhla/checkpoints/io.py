@@ -36,7 +36,7 @@ OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Redact secrets among the options in a checkpoint, in place; see :mod:`lightning_mhla.system.redaction`."""
+    """Replace secrets among the options in a checkpoint by ``***``, in place; see :mod:`lightning_mhla.system.redaction`."""
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])
@@ -49,7 +49,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint atomically: to a temporary file, which is flushed to disk and renamed.
+        """Write a checkpoint atomically: write a temporary file, flush it to disk and rename it.
 
         Args:
             checkpoint: entries of the checkpoint. Secrets among its options are redacted in place.
@@ -74,7 +74,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check a checkpoint and read it onto the CPU; add its path as the entry :data:`READ_FROM`.
+        """Check a checkpoint, and read its entries onto the CPU, with its path as an additional entry :data:`READ_FROM`.
 
         Args:
             path: path of a checkpoint, or of the folder of a run.
@@ -88,22 +88,22 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             with _told(path):
                 return super().load_checkpoint(path, map_location, weights_only=True)  # whatever the caller asked for
-        found = resolve_checkpoint(Path(path))
-        if found.is_dir():
+        resolved = resolve_checkpoint(Path(path))
+        if resolved.is_dir():
             from lightning_mhla.checkpoints.sharded_tensors import load_whole  # slow to import
 
-            content = load_whole(found)
-            check_entries(found, content)
+            content = load_whole(resolved)
+            check_entries(resolved, content)
         else:
-            content = read_file(found)
-        return {**content, READ_FROM: str(found)}
+            content = read_file(resolved)
+        return {**content, READ_FROM: str(resolved)}
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
-    """Replace the ``checkpoint_io`` of a strategy by :class:`WholeCheckpointIO`, unless it comes from outside Lightning.
+    """Make a strategy read and write checkpoints by :class:`WholeCheckpointIO`, unless its plugin comes from elsewhere.
 
     Raises:
-        ValueError: if the strategy or its plugin is one of Lightning's that unpickle checkpoints, which can run code.
+        ValueError: if Lightning's strategy or plugin unpickles checkpoints, which can run code.
     """
     reading = type(strategy).load_checkpoint
     if reading is not Strategy.load_checkpoint and reading.__module__.startswith("lightning."):
@@ -119,19 +119,19 @@ def replace_checkpoint_io(strategy: Strategy) -> None:
 
 
 def _explained(error: Exception, path: Path) -> OSError:
-    """Replace the zip writer's error by the error of the disk behind it, if there is one."""
+    """Convert an error in writing a checkpoint to an OSError with a readable message, which names the disk's error if any."""
     behind = error.__cause__ or error.__context__
     cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
     return OSError(
         f"checkpoint {path} could not be written ({reason(cause)}; {free / 2**30:.1f} GiB are free there). Earlier checkpoints "
-        "are as they were: make room and start the same command again, with --run_dir it resumes from the newest"
+        "are unchanged: make room and start the same command again, with --run_dir it resumes from the newest"
     )
 
 
 @contextmanager
 def _told(path: str | Path) -> Iterator[None]:
-    """Return a context that converts torch's errors about a checkpoint into a ValueError that names it."""
+    """Context manager that converts torch's errors about a checkpoint to a ValueError that names the path."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -158,12 +158,12 @@ def check_checkpoint(path: Path) -> None:
             damaged = None if compressed else records.testzip()
             names = records.namelist()
     except (zipfile.BadZipFile, OSError, *BROKEN) as error:
-        raise ValueError(f"{path} is no whole checkpoint ({reason(error)})") from error
+        raise ValueError(f"{path} is not a complete checkpoint ({reason(error)})") from error
     if compressed:
-        raise ValueError(f"{path} holds compressed records, which no checkpoint of torch does")
+        raise ValueError(f"{path} holds compressed records, unlike checkpoints of torch")
     if damaged is not None or not any(name.endswith("/data.pkl") for name in names):
         raise ValueError(
-            f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it")
+            f"{path} is damaged: " + (f"{damaged} does not match its checksum" if damaged else "no data.pkl in it")
         )
 
 
@@ -176,20 +176,20 @@ def read_file(path: Path) -> dict[str, Any]:
     with _told(path):
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"{path} holds no state_dict: it is no checkpoint of training")
+        raise ValueError(f"{path} holds no state_dict: it is not a training checkpoint")
     check_entries(path, content)
     return content
 
 
 def check_entries(path: Path, content: dict[str, Any]) -> None:
-    """Check that the entries of a checkpoint have the types that Lightning writes.
+    """Check that each entry of a checkpoint has the type that Lightning writes.
 
     Args:
-        path: path of the checkpoint for messages.
+        path: path of the checkpoint, for messages.
         content: entries of the checkpoint.
 
     Raises:
-        ValueError: if one does not; the message names the entry.
+        ValueError: if an entry has a different type; the message names it.
     """
     kinds: dict[str, type] = {
         "hyper_parameters": dict, "datamodule_hyper_parameters": dict, "loops": dict, "callbacks": dict,
@@ -203,11 +203,11 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
         for key, value in content.get(name, {}).items():
             plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
             if not isinstance(key, str) or not plain:
-                raise ValueError(f"{path}: {str(key)[:80]!r} in its {name} is no plain tensor")
+                raise ValueError(f"{path}: {str(key)[:80]!r} in its {name} is not a plain tensor")
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read all entries of a checkpoint, without the tensors of a sharded one. Tensors of a file are memory-mapped."""
+    """Read the entries of a checkpoint without loading tensors: those of a file are memory-mapped, those of shards left out."""
     return load_rest(path) if path.is_dir() else read_file(path)
 
 
@@ -221,8 +221,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     Args:
         folder: folder of a run, or of its checkpoints. Folders of other runs in it are not searched.
     """
-    place = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    states, others = _checkpoints_in(place / RECOVERY), _checkpoints_in(place)
+    checkpoint_folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    states, others = _checkpoints_in(checkpoint_folder / RECOVERY), _checkpoints_in(checkpoint_folder)
     if states:
         states += [path for path in others if path.name == LAST]
         others = [path for path in others if path.name != LAST]
@@ -230,13 +230,13 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, without temporary files of Lightning's tuners, whose names begin with a dot."""
-    found = folder.glob("*.ckpt") if folder.is_dir() else ()
-    return [path for path in found if path.name[0] != "." and (path.is_file() or is_sharded(path))]
+    """List the checkpoints directly in a folder, without temporary files, whose names begin with a dot."""
+    candidates = folder.glob("*.ckpt") if folder.is_dir() else ()
+    return [path for path in candidates if path.name[0] != "." and (path.is_file() or is_sharded(path))]
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Return the sort key of a checkpoint: its step, infinite if unreadable, then whether Recovery wrote it."""
+    """Return the sort key of a checkpoint: its step (infinite if it cannot be read), then whether ``Recovery`` wrote it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):
@@ -245,10 +245,10 @@ def _rank(path: Path) -> tuple[float, bool]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Check a checkpoint, or find the latest complete one in a run's folder, skipping damaged ones.
+    """Resolve a path to a complete checkpoint: the checkpoint itself, or the latest complete one of a run.
 
-    A folder without checkpoints stands for the only run below it. With several processes, the first one searches, and all
-    return its result. Collective: call it on every rank.
+    Damaged checkpoints of a run are skipped. A folder without checkpoints stands for the only run below it. With several
+        processes, the first one searches, and all return its result. Collective: call it on every rank.
 
     Args:
         path: path of a checkpoint file, a sharded checkpoint or the folder of a run.
@@ -264,7 +264,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def consolidate(source: Path, target: Path) -> Path:
-    """Convert a checkpoint to a single file.
+    """Convert a sharded checkpoint to a single file.
 
     Args:
         source: path of a sharded checkpoint, or of the folder of a run.
@@ -281,9 +281,9 @@ def consolidate(source: Path, target: Path) -> Path:
         raise ValueError(f"{target} exists already; choose another name")
     reading = WholeCheckpointIO()
     content = reading.load_checkpoint(source)
-    found = Path(content.pop(READ_FROM))
+    checkpoint = Path(content.pop(READ_FROM))
     reading.save_checkpoint(content, target)
-    return found
+    return checkpoint
 
 
 def _checked(path: Path) -> Path:
@@ -301,16 +301,16 @@ def _latest_complete(folder: Path) -> Path:
         try:
             check_checkpoint(path)
         except ValueError as error:
-            log.warning("Passed over a damaged checkpoint: %s", error)
+            log.warning("Skipped a damaged checkpoint: %s", error)
         else:
             return path
     raise ValueError(
-        f"none of the {len(candidates)} checkpoints in {folder} is whole; move the folder away to train from the start"
+        f"none of the {len(candidates)} checkpoints in {folder} is complete; move the folder away to train from the start"
     )
 
 
 def _only_run_below(folder: Path) -> Path:
-    """Find the only run, or folder of checkpoints, below a folder that has no checkpoints itself.
+    """Find the only run below a folder that has no checkpoints itself.
 
     Raises:
         FileNotFoundError: if there is no run, or more than one; the message names some of them.
@@ -326,7 +326,7 @@ def _only_run_below(folder: Path) -> Path:
 
 
 def _first_process(find: Callable[[], Path]) -> Path:
-    """Call a function on the first process, and return its result or raise its error on every process."""
+    """Call a function on the first process only, and return its result or raise its error on every process."""
     if not (dist.is_available() and dist.is_initialized()):
         return find()
     # Processes that looked for themselves could find different checkpoints on a network file system.

@@ -33,7 +33,7 @@ COMMON = ("qkv.", "proj.")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Pretrained weights and the options of their model.
+    """Weights of a pretrained model, with the options of the model.
 
     Attributes:
         weights: tensors by name.
@@ -45,7 +45,7 @@ class Pretrained:
 
     @property
     def block_grid(self) -> tuple[int, ...] | None:
-        """Block grid of the mixing coefficients; None if unknown."""
+        """Block grid that the mixing coefficients were trained with; None if unknown."""
         attention = self.options.get("attention")
         first = attention[0] if isinstance(attention, list) and attention else attention
         grid = first.get("block_grid") if isinstance(first, dict) else None
@@ -53,10 +53,13 @@ class Pretrained:
 
 
 def read_trained(path: str | Path) -> Pretrained | None:
-    """Read the network from a run's folder or a checkpoint, its moving average if there is one; None for other paths.
+    """Read the weights of the network in a run or a checkpoint: their moving average, if it has one.
+
+    Returns:
+        Weights and options; None for a path that is neither a run nor a checkpoint.
 
     Raises:
-        ValueError: if the path cannot be read safely, or holds no network.
+        ValueError: if the path cannot be read safely, or does not contain a network.
     """
     local = Path(path)
     exported = (local / "config.json").is_file() or (local / "model_index.json").is_file()
@@ -66,12 +69,12 @@ def read_trained(path: str | Path) -> Pretrained | None:
     content = WholeCheckpointIO().load_checkpoint(local)
     weights = {k.removeprefix("network."): v for k, v in content["state_dict"].items() if k.startswith("network.")}
     if not weights:
-        raise ValueError(f"{path} holds no network of this suite")
+        raise ValueError(f"{path} contains no network of this suite")
     return Pretrained(weights, content.get("hyper_parameters") or {})
 
 
 def read_pretrained(path: str | Path) -> Pretrained:
-    """Read weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
+    """Read pretrained weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
 
     Raises:
         FileNotFoundError: if the path is none of these.
@@ -83,8 +86,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
     files = sorted(folder.glob("*.safetensors")) if (folder / "config.json").is_file() else []
     if not files:
         raise FileNotFoundError(
-            f"pretrained {path} is no folder of a run, no checkpoint (.ckpt) and no exported folder (config.json and "
-            "safetensors)"
+            f"pretrained {path} is not a run folder, a checkpoint (.ckpt) or an exported folder (config.json and safetensors)"
         )
     try:
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -95,7 +97,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 @dataclass
 class Report:
-    """Names of the tensors of a model by the outcome of loading pretrained weights.
+    """Result of loading pretrained weights into a model: the names of its tensors by outcome.
 
     Attributes:
         taken: tensors that were loaded unchanged.
@@ -110,7 +112,7 @@ class Report:
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        words = {"taken": "taken", "resized": "resized", "initialized": "newly initialised", "left": "left"}
+        words = {"taken": "taken", "resized": "resized", "initialized": "newly initialized", "left": "left"}
         return "; ".join(f"{len(names)} {words[key]}{_some(names, key)}" for key, names in vars(self).items())
 
 
@@ -129,14 +131,14 @@ def adopt(
     heads: Sequence[str] = (),
     positions: Sequence[str] = (),
 ) -> Report:
-    """Load the weights of a model of the same width and depth into ``network``, and log the outcome.
+    """Load pretrained weights into a model of the same width and depth, and log the outcome for each tensor.
 
     Args:
         network: model to load the weights into, changed in place.
         source: weights and options of the pretrained model.
-        path: path of the weights for messages.
-        heads: prefixes of names that keep new initial values if their size differs (classes, vocabulary).
-        positions: names of learned positions ``[1, side * side, dim]`` of a square grid.
+        path: path of the weights, for messages.
+        heads: prefixes of the names of output layers, which keep new initial values if their size differs.
+        positions: names of learned position embeddings ``[1, side * side, dim]`` of a square grid.
 
     Returns:
         Names of the tensors by outcome.
@@ -144,14 +146,14 @@ def adopt(
     Raises:
         ValueError: if the weights are those of a model of a different width or depth.
     """
-    own, fitted, report = network.state_dict(), {}, Report()
+    state, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
     wrong: list[str] = []
     for name, tensor in source.weights.items():
         owner, _, leaf = name.rpartition(".")
-        if name not in own:
+        if name not in state:
             (report.left if _is_added(name) or name.startswith(tuple(heads)) else wrong).append(name)
-        elif own[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
+        elif state[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
             fitted[name] = tensor
             report.taken.append(name)
         elif owner in mixing:
@@ -160,20 +162,20 @@ def adopt(
             if carried is not None:
                 fitted[name] = carried
         elif name in positions:
-            fitted[name] = resize_positions(tensor, own[name].shape[1])
+            fitted[name] = resize_positions(tensor, state[name].shape[1])
             report.resized.append(name)
         elif name.startswith(tuple(heads)) or _is_added(name):
             report.initialized.append(name)
         else:
-            wrong.append(f"{name} {list(tensor.shape)} for {list(own[name].shape)}")
-    missing = [name for name in own if name not in source.weights]
+            wrong.append(f"{name} {list(tensor.shape)} for {list(state[name].shape)}")
+    missing = [name for name in state if name not in source.weights]
     lacking = [name for name in missing if not _is_added(name) and not name.startswith(tuple(heads))]
     report.initialized += [name for name in missing if name not in lacking]
     if wrong or lacking:
         parts = [*wrong, *(f"{name} is missing" for name in lacking)]
         raise ValueError(
-            f"pretrained {path} is of a model of another shape: {'; '.join(parts[:3])} ({len(parts)} tensors in all); set "
-            "width, depth, heads and patches as it was trained"
+            f"pretrained {path} is from a model of a different shape: {'; '.join(parts[:3])} ({len(parts)} tensors in all); "
+            "set width, depth, heads and patches as it was trained"
         )
     network.load_state_dict(fitted, strict=False)
     log.info("started from %s: %s", path, report)
@@ -185,13 +187,13 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Check whether coefficients of the same shape belong to different block grids, such as 2 x 8 and 4 x 4."""
+    """Return whether mixing coefficients must be resized although their shape fits, as from 2 x 8 to 4 x 4 blocks."""
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
 
 
 def resize_positions(position: Tensor, tokens: int) -> Tensor:
-    """Interpolate learned positions from one square grid to another (bicubic).
+    """Resize learned position embeddings from one square grid to another by bicubic interpolation.
 
     Args:
         position: positions ``[1, N, dim]``, where N is a square.
@@ -205,7 +207,9 @@ def resize_positions(position: Tensor, tokens: int) -> Tensor:
     """
     old, new = math.isqrt(position.shape[1]), math.isqrt(tokens)
     if old * old != position.shape[1] or new * new != tokens:
-        raise ValueError(f"positions of {position.shape[1]} tokens cannot be carried to {tokens}: both must be squares")
+        raise ValueError(
+            f"positions of {position.shape[1]} tokens cannot be resized to {tokens}: both numbers must be squares"
+        )
     grid = position.float().transpose(1, 2).unflatten(-1, (old, old))
     grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=new < old, align_corners=False)
     return grid.flatten(2).transpose(1, 2).to(position.dtype)

@@ -1,4 +1,4 @@
-"""Run folders: recognition, a lock against a second process, and cleanup after a killed one.
+"""Run folders: recognition, a lock against concurrent use, and cleanup after a killed process.
 
 The file ``lock``, which every start writes, marks a folder as the folder of a run. Cleanup removes only files that a killed
 process had begun to write, which their names show (:data:`lightning_mhla.system.files.UNFINISHED`).
@@ -61,7 +61,7 @@ WAIT_AFTER_REQUEUE = 120.0
 
 
 class RunFolder:
-    """Run folder, locked by the first process of the run.
+    """Folder of a run, locked by the first process of the run so that no other run uses it.
 
     Args:
         path: path of the folder; created if it does not exist.
@@ -80,11 +80,11 @@ class RunFolder:
 
     @property
     def taken(self) -> bool:
-        """Whether this process manages the folder."""
+        """Whether this process holds the lock of the folder."""
         return is_first_process()
 
     def keep(self, name: str) -> None:
-        """Rename a file of an earlier start that a new start would delete: ``metrics.csv`` to ``metrics-1.csv`` and so on."""
+        """Rename a file of an earlier start that a new start would delete, such as ``metrics.csv`` to ``metrics-1.csv``."""
         _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:
@@ -102,10 +102,10 @@ class RunFolder:
                     continue
                 stream.seek(0)
                 raise ValueError(
-                    f"{self.path} is in use by {_owner(stream.read())}; stop that one, or give another --run_dir"
+                    f"{self.path} is in use by {_owner(stream.read())}; stop that process, or give another --run_dir"
                 ) from error
             except OSError as error:
-                log.warning("%s keeps no locks (%s): make sure that no two jobs use it", self.path, error)
+                log.warning("%s does not support locks (%s): make sure that no two jobs use it", self.path, error)
                 break
         stream.truncate(0)
         owner = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
@@ -117,13 +117,13 @@ class RunFolder:
         self._tidy()
 
     def _keep_configuration(self) -> None:
-        """Copy the user's configuration to a free name, because the configuration with all options gets its name."""
+        """Copy the user's ``config.yaml`` to an unused name, because the configuration with all options gets this name."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
             _numbered(config).write_bytes(config.read_bytes())
 
     def _tidy(self) -> None:
-        """Remove unfinished files of a killed process, and restore a checkpoint that it was about to replace."""
+        """Clean up after a killed process: remove unfinished files, and restore a checkpoint that was being replaced."""
         for folder in (self.path, *_folders_of_checkpoints(self.path)):
             for path in list(folder.iterdir()):
                 replaced = REPLACED.fullmatch(path.name)
@@ -136,12 +136,12 @@ class RunFolder:
 
 
 def _folders_of_checkpoints(run: Path) -> list[Path]:
-    """List the folder of a run's checkpoints and the folders below it, without sharded checkpoints and other runs."""
-    found = []
-    for place, folders, _ in os.walk(run / CHECKPOINTS):
-        found.append(Path(place))
-        folders[:] = [name for name in folders if not _is_unit(Path(place, name))]
-    return found
+    """List a run's folder of checkpoints and all folders below it, except sharded checkpoints and other runs."""
+    result = []
+    for parent, folders, _ in os.walk(run / CHECKPOINTS):
+        result.append(Path(parent))
+        folders[:] = [name for name in folders if not _is_unit(Path(parent, name))]
+    return result
 
 
 def _is_unit(folder: Path) -> bool:
@@ -150,7 +150,7 @@ def _is_unit(folder: Path) -> bool:
 
 
 def _is_lost(old: Path) -> bool:
-    """Check whether ``old`` is the only copy of a checkpoint that an earlier version was replacing when it was killed."""
+    """Return whether a file is the only copy of a checkpoint, left by an earlier version that was killed while replacing it."""
     return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
 
 
@@ -169,7 +169,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Check whether a folder is a run folder: it is marked, or has checkpoints of an earlier version of this package."""
+    """Return whether a folder belongs to a run: it has the marking lock file, or checkpoints of an earlier version."""
     if _is_marked(path):
         return True
     if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
@@ -184,7 +184,7 @@ def is_run(path: Path) -> bool:
 
 
 def _is_marked(run: Path) -> bool:
-    """Check whether a folder was locked by an earlier start."""
+    """Return whether a folder has the lock file of a run, and so is a run folder."""
     with suppress(ValueError):
         owner = json.loads(_head(run / LOCK))
         return isinstance(owner, dict) and {"host", "pid", "job"} <= set(owner)
@@ -192,12 +192,12 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Check whether a process was killed before it wrote into the lock."""
+    """Return whether a lock file is empty, since its process was killed before it wrote into the file."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 
 def _head(file: Path) -> str:
-    """Read the beginning of a text file; empty if it does not exist or is a link."""
+    """Read the first 64 KiB of a text file; empty if the file does not exist or is a link."""
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
             return ""
@@ -208,7 +208,7 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """List paths in a folder that neither a run nor a shell created, without other runs."""
+    """Iterate over the paths in a folder that neither a run nor a shell can have created, without other runs."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)
@@ -218,15 +218,15 @@ def _foreign(folder: Path) -> Iterator[Path]:
 
 def _foreign_in(folder: Path) -> Iterator[Path]:
     try:
-        held = list(folder.iterdir())
+        entries = list(folder.iterdir())
     except OSError:
         yield folder
         return
     if folder.name == CHECKPOINTS:
-        yield from (path for path in held if path.name != RECOVERY and path.suffix != ".ckpt")
-    elif folder.is_symlink() and held:
+        yield from (path for path in entries if path.name != RECOVERY and path.suffix != ".ckpt")
+    elif folder.is_symlink() and entries:
         yield folder
-    elif held:
+    elif entries:
         yield from _foreign(folder)
 
 
@@ -235,7 +235,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def _is_our_output(path: Path) -> bool:
-    """Check whether the output of this process is redirected to a file."""
+    """Return whether the output of this process is redirected to a path."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -244,7 +244,7 @@ def _is_our_output(path: Path) -> bool:
 
 
 def keep_tables(trainer: Trainer) -> None:
-    """Rename tables that a ``CSVLogger`` with a fixed version would delete."""
+    """Rename existing metric tables, which a ``CSVLogger`` with a fixed version would delete at the start of a run."""
     for logger in trainer.loggers if is_first_process() else ():
         if isinstance(logger, CSVLogger):
             _set_aside(Path(logger.log_dir) / "metrics.csv")
@@ -256,7 +256,7 @@ def _set_aside(file: Path) -> None:
 
 
 def _numbered(file: Path) -> Path:
-    """Find the first unused name of ``NAME-1``, ``NAME-2`` and so on."""
+    """Return the first unused path among ``NAME-1``, ``NAME-2`` and so on beside a file."""
     names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -264,7 +264,7 @@ def _numbered(file: Path) -> Path:
 def remove_log_folder(folder: Path) -> None:
     """Remove the log folder of a failed start if it contains only files of this process's loggers.
 
-    A folder of an earlier start, whose version the user named, holds older files and stays.
+    The folder of an earlier start, whose version the user named, contains older files and is not removed.
     """
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()] if folder.is_dir() else []
     if all(LOGS.fullmatch(path.name) and path.lstat().st_ctime >= STARTED for path in files):
@@ -275,7 +275,7 @@ def remove_log_folder(folder: Path) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Check whether another process trains in a run folder."""
+    """Return whether a process is training in a run folder."""
     # Not for a folder that this process has locked: closing the file would release the lock.
     try:
         with (path / LOCK).open("r+") as stream:
@@ -288,7 +288,7 @@ def in_use(path: Path) -> bool:
 
 
 def is_first_process() -> bool:
-    """Check whether this is the first process of a run. It works before there is a process group."""
+    """Return whether this process is the first of its run, also before a process group exists."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )

@@ -22,7 +22,7 @@ MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
 
 
 def check_sharded(path: Path) -> None:
-    """Compare every file of a sharded checkpoint with its manifest.
+    """Check that every file of a sharded checkpoint has the size and checksum in the manifest.
 
     Raises:
         ValueError: if a file is missing or differs; the message names it.
@@ -31,15 +31,17 @@ def check_sharded(path: Path) -> None:
         listed = json.loads((path / MANIFEST).read_text())
         expected = {str(name): (int(facts["bytes"]), int(facts["crc32"])) for name, facts in listed.items()}
     except FileNotFoundError as error:
-        raise ValueError(f"{path} has no {MANIFEST}: it was not written to its end") from error
+        raise ValueError(f"{path} has no {MANIFEST}: it was not written completely") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path / MANIFEST} is no list of files ({error})") from error
+        raise ValueError(f"{path / MANIFEST} is not a list of files ({error})") from error
     for name, (size, crc32) in expected.items():
         file = path / name
         if Path(name).name != name or not file.is_file():
             raise ValueError(f"{file} is missing")
         if file.stat().st_size != size or checksum(file) != crc32:
-            raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes, and {size} with another checksum belong")
+            raise ValueError(
+                f"{file} is damaged: it has {file.stat().st_size} bytes instead of {size}, or a different checksum"
+            )
 
 
 def checksum(path: Path) -> int:
@@ -52,12 +54,12 @@ def checksum(path: Path) -> int:
 
 
 def is_sharded(path: Path) -> bool:
-    """Check whether a path is the folder of a sharded checkpoint."""
+    """Return whether a path is the folder of a sharded checkpoint."""
     return path.is_dir() and (path / REST).is_file()
 
 
 def load_rest(path: Path) -> dict[str, Any]:
-    """Read the entries of a sharded checkpoint that are not tensors.
+    """Read all entries of a sharded checkpoint except its tensors.
 
     Raises:
         ValueError: if they cannot be read without running code.

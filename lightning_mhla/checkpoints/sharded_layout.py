@@ -20,7 +20,7 @@ from lightning_mhla.system.checkpoint_private import StorageInfo
 
 
 def pack_layout(metadata: Metadata) -> dict[str, Any]:
-    """Convert torch's metadata to plain values.
+    """Convert torch's metadata of a sharded checkpoint to values for JSON.
 
     Returns:
         Dict of three entries. ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, None for other values.
@@ -46,10 +46,10 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert untrusted values of :func:`pack_layout` to torch's metadata.
+    """Convert the result of :func:`pack_layout`, read from an untrusted file, to torch's metadata.
 
     Args:
-        listed: values of :func:`pack_layout` from a file.
+        listed: result of :func:`pack_layout`, read from a file.
         files: size in bytes of each file in the folder, by name.
 
     Raises:
@@ -77,7 +77,7 @@ def _entry(name: str, entry: dict[str, Any] | None, room: int) -> TensorStorageM
         return BytesStorageMetadata()
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name[:80]!r} is of no dtype: {str(entry['dtype'])[:80]}")
+        raise ValueError(f"{name[:80]!r} has an unknown dtype: {str(entry['dtype'])[:80]}")
     size = _shape(entry["size"])
     chunks = [ChunkStorageMetadata(_shape(offsets), _shape(sizes)) for offsets, sizes in entry["chunks"]]
     # Checked before memory is allocated: a hostile file may claim any size.
@@ -92,5 +92,5 @@ def _shape(values: list[int]) -> torch.Size:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:80]!r} is no number of elements or bytes")
+        raise ValueError(f"{str(value)[:80]!r} is not a number of elements or bytes")
     return value

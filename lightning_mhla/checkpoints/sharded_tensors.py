@@ -39,7 +39,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Write a sharded checkpoint. Every process calls this function with its shards of the tensors.
+    """Write a sharded checkpoint, atomically. Every process calls this function with its shards of the tensors.
 
     Args:
         path: path of the folder. An existing checkpoint is replaced once the new one is complete.
@@ -63,17 +63,17 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         if rank == 0:
             torch.save(rest, aside / REST)
             (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
-        mine = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
-        mine += sorted(aside.glob(f"__{rank}_*"))
-        for file in mine:
+        own_files = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
+        own_files += sorted(aside.glob(f"__{rank}_*"))
+        for file in own_files:
             flush(file)
-        files = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in mine}
+        files = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in own_files}
     except (OSError, RuntimeError, CheckpointException) as error:
         failure, files = f"{type(error).__name__}: {error}", {}
     # Failures are exchanged instead of raised above, so that no process waits for one that has failed.
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (failure, files))
-    failures = [what for what, _ in parts if what]
+    failures = [failure for failure, _ in parts if failure]
     if failures:
         if rank == 0:
             remove(aside)
@@ -86,21 +86,21 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
 
 
 class _Reader(FileSystemReader):
-    """Reader that reads the layout instead of torch's metadata."""
+    """Storage reader that takes the layout of the tensors from ``layout.json`` instead of torch's pickled ``.metadata``."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        where = Path(self.path) / LAYOUT
-        files = {file.name: file.stat().st_size for file in where.parent.iterdir()}
+        layout_file = Path(self.path) / LAYOUT
+        files = {file.name: file.stat().st_size for file in layout_file.parent.iterdir()}
         try:
-            metadata = unpack_layout(read_json(where), files)
+            metadata = unpack_layout(read_json(layout_file), files)
         except (OSError, *BROKEN) as error:
-            raise ValueError(f"{where} cannot be read ({reason(error)})") from error
+            raise ValueError(f"{layout_file} cannot be read ({reason(error)})") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
 class _PlainValues:
-    """Mixin of planners that reads values other than tensors as plain data."""
+    """Mixin for planners of torch's checkpoint loading that reads values other than tensors without running code."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]
@@ -126,7 +126,7 @@ class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Return a context that converts every exception of torch about a broken folder into a ValueError that names it."""
+    """Context manager that converts torch's exceptions about a damaged checkpoint to a ValueError that names the path."""
     try:
         yield
     except CheckpointException as error:
@@ -137,12 +137,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def saved_names(path: Path) -> set[str]:
-    """Return the first parts of the names of saved tensors: ``state_dict``, ``optimizer_0`` and so on."""
+    """Return the top-level names of the tensors in a sharded checkpoint: ``state_dict``, ``optimizer_0`` and so on."""
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Load tensors into nested dicts in place, each process its shards. Every process calls this function.
+    """Load the tensors of a sharded checkpoint in place; each process loads its shards, and every process must call this.
 
     Args:
         path: path of the folder, written by any number of processes.
@@ -156,7 +156,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """Load a complete sharded checkpoint as the dict that training in one process writes.
+    """Load a sharded checkpoint completely, as the dict that training in one process would write.
 
     Raises:
         ValueError: if the checkpoint is damaged or cannot be read safely.
@@ -172,7 +172,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state from names to numbers of parameters, as torch's optimizers number them."""
+    """Convert the state of an optimizer from names of parameters to their numbers, as torch's optimizers store it."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

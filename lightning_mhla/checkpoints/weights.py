@@ -16,17 +16,17 @@ LIVE = "current_model_state"
 
 
 def shards_weights(trainer: Trainer) -> bool:
-    """Check whether weights are sharded, so that no process holds all of them."""
+    """Return whether the strategy of a trainer shards the weights, so that no process holds all of them."""
     return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
 
 
 def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Copy weights into a module, which may be sharded. Every process calls this function.
+    """Load weights into a module, which may be sharded. Collective: call it on every process.
 
     Args:
-        module: module to load the weights into, sharded or not.
-        state: weights by name, in shards like the module's, or complete on every process.
-        strict: whether the names must be the same as the module's.
+        module: module to load the weights into.
+        state: weights by name, sharded like those of the module, or complete on every process.
+        strict: whether the names must be those of the module's weights.
     """
     sharded = any(is_shard(parameter) for parameter in module.parameters())
     if sharded and not any(is_shard(value) for value in state.values()):

@@ -1,4 +1,4 @@
-"""Prefetching of shards."""
+"""Prefetching of remote shards in threads, ahead of their first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE = 4
 
 
 class FetchAhead:
-    """Context in which shards are prefetched in the order of their first use, as far as the cache limit allows.
+    """Context manager that prefetches shards in the order of their first use, as far as the cache limit allows.
 
     If several passes share a cache, such as training and validation, only the one that read last prefetches.
 
@@ -42,21 +42,21 @@ class FetchAhead:
         self._plan(0)
 
     def passed(self, samples: int) -> None:
-        """Report the number of samples read by all processes together."""
+        """Report the number of samples that all processes together have read; called after each batch."""
         self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose the shards to keep: those that are needed next, as many as fit.
+        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit.
 
         Args:
             samples: number of samples read so far, by all processes together.
         """
-        left = self._last >= samples
+        remaining = self._last >= samples
         # the plan changes only when the last sample of a shard has been read
-        self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
-        coming = [self.paths[number] for number in self._numbers[left] if self.paths[number] in self.cache.urls]
+        self._next = int(self._last[remaining].min(initial=np.iinfo(np.int64).max - 1)) + 1
+        coming = [self.paths[number] for number in self._numbers[remaining] if self.paths[number] in self.cache.urls]
         fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
         with self._changed:
             self._wanted = coming[: int(fitting.sum())]
@@ -76,7 +76,9 @@ class FetchAhead:
                     except DownloadStoppedError:
                         return
                     except (OSError, ValueError) as error:
-                        log.warning("nothing more is fetched ahead: %s", error)  # the reader fetches it again, or fails
+                        log.warning(
+                            "prefetching of shards has stopped: %s", error
+                        )  # the reader fetches it again, or fails
                         return
                     if fetched:
                         break

@@ -60,7 +60,14 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Register the shards at URLs, fetch the small files beside them, and return the paths that the shards will have."""
+        """Register remote shards, and download the small files beside them, such as the list of classes.
+
+        Args:
+            urls: URLs of the shards.
+
+        Returns:
+            Path that each shard will have in the cache; the shards themselves are not downloaded yet.
+        """
         paths = [kept_at(url, self.folder) for url in urls]
         if not set(paths) <= set(self.urls):
             self.urls |= dict(zip(paths, urls, strict=True))
@@ -69,7 +76,7 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """Return the member table of a shard: from the cache, from ``NAME.tar.index.npz`` on the server, or by a scan.
+        """Return the member table of a shard: from the cache, else from ``NAME.tar.index.npz`` on the server, else by a scan.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -82,11 +89,11 @@ class ShardCache:
             check_own(file)
         table = read_table(file)
         if table is None:
-            found = io.BytesIO()
+            downloaded = io.BytesIO()
             with suppress(FileNotFoundError):
                 address, mark, query = self.urls[path].partition("?")
-                download(f"{address}{INDEX}{mark}{query}", found, min(LARGEST_SIDE_FILE, self.limit))
-                self._keep(file, found.getvalue())
+                download(f"{address}{INDEX}{mark}{query}", downloaded, min(LARGEST_SIDE_FILE, self.limit))
+                self._keep(file, downloaded.getvalue())
                 table = read_table(file)
         if table is None:
             with self.open(path):
@@ -97,14 +104,14 @@ class ShardCache:
         return table
 
     def _keep(self, file: Path, content: bytes) -> None:
-        """Write a small file after making room for it."""
+        """Write a small file to the cache, atomically, after making room for it."""
         with self._room_for(len(content), None):
             self._folder(file.parent)
             with written_whole(file) as aside:
                 aside.write_bytes(content)
 
     def _folder(self, folder: Path) -> Path:
-        """Return a folder of the cache, created if missing.
+        """Create a folder of the cache if it is missing, check it, and return it.
 
         Raises:
             ForeignFileError: if the folder is a link, or belongs to a different user.
@@ -113,7 +120,7 @@ class ShardCache:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Context that opens a shard, fetching it if needed, and prevents its removal; yields a file descriptor.
+        """Context manager that opens a shard, fetching it if needed, and prevents its removal; yields a file descriptor.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -139,11 +146,11 @@ class ShardCache:
     def fetch(
         self, path: Path, keep: Collection[Path] | None = None, stop: threading.Event | None = None
     ) -> int | None:
-        """Fetch a shard, and remove the least recently used shards to make room.
+        """Download a shard into the cache, removing the least recently used shards to make room.
 
         Args:
             path: path of the shard in the cache.
-            keep: shards that are not removed to make room; None removes any shard that no process reads, and waits for room.
+            keep: shards not to remove to make room; None to remove any shard that no process reads, and to wait for room.
             stop: event that cancels the download.
 
         Returns:
@@ -153,24 +160,24 @@ class ShardCache:
         part = path.with_name(f"{path.name}.part")
         self._folder(path.parent)
         while True:
-            descriptor, mine, whole = _open(part, os.O_RDWR | os.O_CREAT), False, False
+            descriptor, is_current, complete = _open(part, os.O_RDWR | os.O_CREAT), False, False
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if keep is None else fcntl.LOCK_NB))
                 # while this one waited for the lock, a different process may have renamed or removed the file
-                mine = _is_at(descriptor, part)
-                if mine and not os.path.lexists(path):
+                is_current = _is_at(descriptor, part)
+                if is_current and not os.path.lexists(path):
                     if not self._fill(descriptor, path, keep, stop):
                         return None
                     with self._changing():  # a process that adds up sizes must not see both names, or neither
                         part.rename(path)
                     fcntl.flock(descriptor, fcntl.LOCK_SH)
-                    whole = True
+                    complete = True
                     return descriptor
             except BlockingIOError:
                 return None
             finally:
-                if not whole:
-                    if mine and _is_at(descriptor, part):
+                if not complete:
+                    if is_current and _is_at(descriptor, part):
                         part.unlink()
                     _close(descriptor)
             with suppress(FileNotFoundError):
@@ -186,40 +193,50 @@ class ShardCache:
         return descriptor is not None
 
     def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
-        """Download a shard into an open file when there is room; return False if ``keep`` leaves none."""
+        """Download a shard into an open file, after making room for it.
+
+        Args:
+            descriptor: descriptor of the file.
+            path: path of the shard in the cache.
+            keep: shards not to remove to make room, see :meth:`fetch`.
+            stop: event that cancels the download.
+
+        Returns:
+            Whether the shard was downloaded; False if ``keep`` leaves no room.
+        """
         url, size = self.urls[path], self._size(path)
-        with self._room_for(size, keep) as found:
-            if not found:
+        with self._room_for(size, keep) as has_room:
+            if not has_room:
                 return False
             os.ftruncate(descriptor, size)  # reserves the room: other processes count the size of the file
         with open(descriptor, "r+b", closefd=False) as sink:
             try:
                 download(url, sink, size, stop, make_check=partial(TarCheck, url))
             except FileNotFoundError as error:
-                raise ShardUnavailableError(f"{url} is gone; it was there when its table was read") from error
+                raise ShardUnavailableError(f"{url} no longer exists; it did when its member table was read") from error
             if sink.tell() < size:
-                raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the {size} that are expected")
+                raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the expected {size}")
         self._check_table(path)
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a fetched shard with its saved member table, and replace the table if the shard has changed.
+        """Compare a downloaded shard with its saved member table, and replace the table if the shard has changed.
 
         Raises:
             ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
         """
-        kept = read_table(table_file(path))
-        if kept is None:
+        saved_table = read_table(table_file(path))
+        if saved_table is None:
             return
         table = scan_shard(path.with_name(f"{path.name}.part"), self.urls[path])
-        if not kept.agrees(table):
+        if not saved_table.agrees(table):
             self._keep(table_file(path), table_bytes(table))
             raise ShardUnavailableError(
                 f"{self.urls[path]} is not the shard that its table was made of: it has changed on the server; start again"
             )
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
-        """Check that the shards that are shuffled together fit within the limit.
+        """Check that the shards that are shuffled together fit in the cache.
 
         Args:
             paths: paths of the shards in the cache.
@@ -235,18 +252,18 @@ class ShardCache:
             fitting = int(np.searchsorted(np.cumsum(sizes), self.room, side="right"))
             raise ValueError(
                 f"shuffle_window={'null' if window is None else window} shuffles more shards together than fit in "
-                f"cache_bytes={self.limit}: they and one ahead have up to {needed} bytes; set shuffle_window to "
-                f"{max(1, fitting - 1)}, or better half of that, or raise cache_bytes"
+                f"cache_bytes={self.limit}: they and one prefetched shard have up to {needed} bytes; set shuffle_window to "
+                f"{max(1, fitting - 1)}, or preferably half of that, or raise cache_bytes"
             )
 
     @property
     def room(self) -> int:
         """Bytes available for shards: the limit minus the size of member tables."""
-        kept = 0
+        other_bytes = 0
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
-                kept += 0 if _is_shard(file) else file.lstat().st_size
-        return self.limit - kept
+                other_bytes += 0 if _is_shard(file) else file.lstat().st_size
+        return self.limit - other_bytes
 
     def _check_size(self, path: Path, room: int) -> None:
         if 2 * self.sizes[path] > room:
@@ -264,7 +281,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context that locks the folder against changes by different processes."""
+        """Context manager that locks the folder of the cache, so that no other process changes its contents."""
         self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -275,11 +292,14 @@ class ShardCache:
 
     @contextmanager
     def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
-        """Context that makes room and holds the lock of the folder; yields whether there is room.
+        """Context manager that makes room for a file, and locks the folder of the cache while the file is created.
 
         Args:
-            size: number of bytes.
-            keep: shards that are not removed to make room; None removes any shard that no process reads, and waits for room.
+            size: size of the file in bytes.
+            keep: shards not to remove; None to remove any shard that no process reads, and to wait for room.
+
+        Yields:
+            Whether there is room; never False if ``keep`` is None.
 
         Raises:
             ShardUnavailableError: if there is no room within :data:`PATIENCE` seconds.
@@ -293,9 +313,9 @@ class ShardCache:
         end = time.monotonic() + PATIENCE
         while True:
             with self._changing():
-                found = self._make_room(size, keep)
-                if found or keep is not None:
-                    yield found
+                has_room = self._make_room(size, keep)
+                if has_room or keep is not None:
+                    yield has_room
                     return
             if time.monotonic() > end:
                 raise ShardUnavailableError(
@@ -305,7 +325,7 @@ class ShardCache:
             time.sleep(WAIT)
 
     def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
-        """Remove unused shards until there is room for ``size`` bytes; return whether there is."""
+        """Remove unused shards, least recently used first, until ``size`` bytes fit; return whether they fit."""
         used, shards = 0, []
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
@@ -315,21 +335,21 @@ class ShardCache:
                 used += stat.st_size
                 if file.suffix == ".tar" and (keep is None or file not in keep):
                     shards.append((stat.st_mtime_ns, file, stat.st_size))
-        for _, file, there in sorted(shards):
+        for _, file, file_size in sorted(shards):
             if used + size <= self.limit:
                 break
             with suppress(FileNotFoundError):
                 if _remove_unlocked(file):
-                    used -= there
+                    used -= file_size
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker process, without times of use and prefetcher, which belong to this process."""
+        """Return the state to send to a worker process, without the prefetcher and the record of uses of this process."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the paths of all files in the subfolders of a cache that hold shards."""
+    """List all files in those subfolders of a cache that hold shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
@@ -339,9 +359,14 @@ def _is_shard(file: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file so that forked processes close their copy of the descriptor.
+    """Open a file of the cache, and return a descriptor that forked processes close.
 
-    A copy would keep the lock after this process releases it, and the disk space of a removed file.
+    In a forked process, a copy of the descriptor would keep the lock after this process releases it, and would keep the disk
+    space of a removed file in use.
+
+    Args:
+        path: path of the file.
+        flags: flags of ``os.open``.
     """
     with _holding:
         descriptor = open_own(path, flags)
@@ -368,7 +393,7 @@ os.register_at_fork(before=_holding.acquire, after_in_parent=_holding.release, a
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a path still refers to the file with an open descriptor."""
+    """Return whether a path still refers to the file that ``descriptor`` has open."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -376,7 +401,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unlocked(file: Path) -> bool:
-    """Remove a file if no process has locked it and it belongs to this user; return whether it was removed."""
+    """Remove a file if it belongs to this user and no process has locked it; return whether it was removed."""
     try:
         descriptor = _open(file, os.O_RDONLY)
     except ForeignFileError:

@@ -32,7 +32,7 @@ MOST_CAPTIONS = 32
 
 
 class CaptionedFiles:
-    """Interface of captioned files by index. A sample may have several captions, of which training draws one each time.
+    """Base class of collections of files with captions, read by index. A sample may have several captions.
 
     Attributes:
         shard_sizes: number of samples in each shard.
@@ -41,14 +41,18 @@ class CaptionedFiles:
     shard_sizes: Sequence[int]
 
     def describe(self, index: int) -> str:
-        """Describe the location of a sample, for messages."""
+        """Describe the location of a sample in one phrase, for messages."""
         raise NotImplementedError
 
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """Read the member with the first of the ``wanted`` extensions that a sample has.
+        """Read one file of a sample, chosen by its extension.
+
+        Args:
+            index: index of the sample.
+            wanted: extensions in order of preference; the first that the sample has is read.
 
         Returns:
-            Extension and content of the member.
+            Extension and content of the file.
 
         Raises:
             BrokenSampleError: if the sample has none of the extensions.
@@ -56,7 +60,7 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """Read the first ``count`` bytes of the member that :meth:`member` returns."""
+        """Read the first ``count`` bytes of the file of a sample that :meth:`member` reads."""
         raise NotImplementedError
 
     def captions(self, index: int) -> list[str]:
@@ -68,13 +72,13 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """Return the caption of a sample, drawn at random if there are several. The random state is seeded for each sample."""
+        """Return the caption of a sample; if there are several, draw one with torch's global random generator."""
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
 
 class ShardFiles(CaptionedFiles):
-    """Captioned files in shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
+    """Captioned files in WebDataset shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
 
     Args:
         reader: reader of the shards.
@@ -141,17 +145,17 @@ class FolderFiles(CaptionedFiles):
 
     @override
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        own = self.paths[index]
-        extension = own.suffix.lower().lstrip(".")
+        path = self.paths[index]
+        extension = path.suffix.lower().lstrip(".")
         if extension in wanted:
-            return extension, read_sample(own)
+            return extension, read_sample(path)
         beside = self._beside(index, wanted)
         if beside is None:
-            raise BrokenSampleError(f"{shown(own)} has no .{' or .'.join(wanted)} beside it")
+            raise BrokenSampleError(f"{shown(path)} has no .{' or .'.join(wanted)} beside it")
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the first file beside a sample that has its name and one of the extensions; None if there is none."""
+        """Find the file beside a sample that has its name and the first existing of some extensions; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -170,18 +174,18 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origin of each sample: its files, and the captions that ``metadata.jsonl`` gives it."""
-        found = []
+        """List the origin of each sample: the files that it is read from, and its captions in ``metadata.jsonl``."""
+        result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
             beside = self._beside(index, (TEXT, JSON)) if lines is None else None
             files = (path,) if beside is None else (path, beside)
             note = "" if lines is None else json.dumps([line.get(self.caption_key) for line in lines])
-            found.append(Origin(str(path.relative_to(self.folder)), files, note))
-        return found
+            result.append(Origin(str(path.relative_to(self.folder)), files, note))
+        return result
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn of captions that belong to no file, and of those that ``metadata.jsonl`` replaces."""
+        """Warn about captions that belong to no file, and about captions that ``metadata.jsonl`` overrides."""
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
@@ -201,7 +205,7 @@ class FolderFiles(CaptionedFiles):
         if not path.is_file():
             if other := [name for name in ("metadata.csv", "metadata.parquet") if (self.folder / name).is_file()]:
                 raise ValueError(
-                    f"{self.folder / other[0]} is not read; write its rows to {METADATA}, a JSON object a line"
+                    f"{self.folder / other[0]} is not read; write its rows to {METADATA}, one JSON object per line"
                 )
             return {}
         lines: dict[Path, list[Mapping[str, Any]]] = {}
@@ -212,12 +216,12 @@ class FolderFiles(CaptionedFiles):
 
 
 def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[str]:
-    """Parse the captions in a ``.txt`` file, or in a ``.json`` file under the entry ``key``, a text or a list of texts.
+    """Parse the captions of a sample from the content of a ``.txt`` or ``.json`` file.
 
     Args:
         data: content of the file.
         extension: ``"txt"`` or ``"json"``.
-        key: entry of a ``.json`` that holds the captions.
+        key: entry of a ``.json`` file that holds the captions, a text or a list of texts.
         where: location of the sample, for error messages.
 
     Raises:
@@ -235,7 +239,7 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
 
 
 def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
-    """Parse the only caption in a ``.txt`` or ``.json`` file; see :func:`parse_captions`.
+    """Parse a ``.txt`` or ``.json`` file that must hold exactly one caption; see :func:`parse_captions` for the arguments.
 
     Raises:
         BrokenSampleError: if there is no caption, or more than one.
@@ -247,18 +251,24 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """Encode the captions of a sample as a shard member, keyed by file extension: ``txt`` for one, ``json`` for several."""
+    """Encode the captions of a sample as a member of a shard, by extension: ``txt`` for one caption, ``json`` for several."""
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}
 
 
 def _listed(content: Any, key: str, where: str) -> list[Any]:
-    """Extract captions from a JSON value: a list, or the entry ``key`` of an object, a text or a list."""
-    found = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
-    if found is None:
+    """Extract the captions from a parsed JSON value.
+
+    Args:
+        content: list of captions, or an object with a caption or a list of captions under ``key``.
+        key: name of that entry.
+        where: location of the sample, for error messages.
+    """
+    captions = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
+    if captions is None:
         raise BrokenSampleError(f"{where} holds no caption under {key!r}; set caption_key")
-    return found if isinstance(found, list) else [found]
+    return captions if isinstance(captions, list) else [captions]
 
 
 def _checked(captions: Sequence[Any], where: str) -> list[str]:

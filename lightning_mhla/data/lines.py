@@ -81,7 +81,7 @@ PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
 
 
 class NotTextError(ValueError):
-    """Raised for a file that is not text in a supported encoding. The message names the file and the place.
+    """Raised for a file that is not text in a supported encoding. The message names the file and the position.
 
     Attributes:
         kind: ``"binary"`` or ``"not UTF-8"``.
@@ -93,14 +93,14 @@ class NotTextError(ValueError):
 
 
 def file_name(source: Source) -> str:
-    """Return the last part of a path or URL, without the query of the URL."""
+    """Return the file name at the end of a path or URL, without the query of the URL."""
     text = os.fspath(source)
     return PurePosixPath(urlsplit(text).path if "://" in text else text).name
 
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[BinaryIO]:
-    """Context that opens a file or URL for reading, decompressed if its suffix is one of :data:`COMPRESSED`.
+    """Context manager that opens a file or URL for reading its bytes, decompressed if its suffix is in :data:`COMPRESSED`.
 
     Args:
         source: path or URL.
@@ -146,7 +146,7 @@ def _zstandard(raw: BinaryIO, source: Source) -> BinaryIO:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """Decode the bytes of a text file.
+    """Decode the bytes of a text file to a string.
 
     Args:
         data: all bytes of the file.
@@ -159,7 +159,7 @@ def decode_text(data: bytes, where: str) -> str:
 
 
 def read_text(source: Source) -> str:
-    r"""Read the text of a file, decompressed, with ``\r\n`` and ``\r`` replaced by ``\n``, as in Python's text mode.
+    r"""Read a text file, decompressed if needed, with ``\r\n`` and ``\r`` replaced by ``\n`` as in Python's text mode.
 
     Raises:
         OSError: if the file cannot be read.
@@ -182,11 +182,14 @@ def read_text(source: Source) -> str:
 
 
 def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
-    r"""Iterate over all lines of a file while it is read, including blank ones, without ``\n`` but with a final ``\r``.
+    r"""Iterate over all lines of a text file while it is read, including blank lines.
 
     Args:
         source: path or URL.
         longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
+
+    Yields:
+        Text of a line without its ``\n``; a ``\r`` before that is kept.
 
     Raises:
         OSError: if the file cannot be read.
@@ -198,17 +201,17 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
     number, length = 1, 0
     with open_bytes(source) as stream:
         for text in _decode(stream, shown(source)):
-            head, *others = text.split("\n")
+            head, *more_lines = text.split("\n")
             parts.append(head)
             length += len(head)
             if length > longest:
                 raise ValueError(
                     f"{shown(source)}: line {number} has more than {longest} characters; break it into several lines"
                 )
-            if others:
+            if more_lines:
                 yield "".join(parts)
-                yield from others[:-1]
-                parts, length, number = [others[-1]], len(others[-1]), number + len(others)
+                yield from more_lines[:-1]
+                parts, length, number = [more_lines[-1]], len(more_lines[-1]), number + len(more_lines)
     last = "".join(parts)
     if number == 1 and "\r" in last.rstrip("\r"):
         raise ValueError(
@@ -219,11 +222,14 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
 
 def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int, str]]:
-    r"""Iterate over the lines of a file that are not blank while it is read: number, from 1, and text without line ending.
+    """Iterate over the lines of a text file that are not blank, while it is read.
 
     Args:
         source: path or URL.
         longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
+
+    Yields:
+        Number of a line, from 1, and its text without the line ending.
 
     Raises:
         OSError: if the file cannot be read.
@@ -235,7 +241,13 @@ def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int
 
 
 def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the lines of a JSON lines file that are not blank while it is read: number, from 1, and object.
+    """Iterate over the objects in a JSON lines file while it is read, skipping blank lines.
+
+    Args:
+        source: path or URL.
+
+    Yields:
+        Number of a line, from 1, and its object.
 
     Raises:
         OSError: if the file cannot be read.
@@ -246,10 +258,10 @@ def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """Parse the JSON object in a text.
+    """Parse a text as a JSON object.
 
     Args:
-        text: text of the object, such as a line of a JSON lines file.
+        text: the text, such as a line of a JSON lines file.
         where: location of the text, for error messages.
 
     Raises:
@@ -262,10 +274,10 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse the JSON value in a text.
+    """Parse a text as a JSON value.
 
     Args:
-        text: text of the value.
+        text: the text.
         where: location of the text, for error messages.
 
     Raises:
@@ -280,14 +292,14 @@ def parse_json(text: str, where: str) -> Any:
         except ValueError:  # an integer has more digits than Python converts
             return json.loads(text, parse_int=float)
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
-        raise ValueError(f"{where} is not JSON ({error.msg} at {place}): {text.strip()[:60]!r}") from error
+        position = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
+        raise ValueError(f"{where} is not JSON ({error.msg} at {position}): {text.strip()[:60]!r}") from error
     except RecursionError as error:
-        raise ValueError(f"{where} is nested too deep to be read: {text.strip()[:60]!r}") from error
+        raise ValueError(f"{where} is nested too deeply to be read: {text.strip()[:60]!r}") from error
 
 
 def text_entry(row: dict[str, Any], key: str, where: str) -> str:
-    """Return the text under a key of a JSON object.
+    """Return the entry of a JSON object that must be a text.
 
     Args:
         row: JSON object.
@@ -295,7 +307,7 @@ def text_entry(row: dict[str, Any], key: str, where: str) -> str:
         where: location of the object, for error messages.
 
     Raises:
-        ValueError: if there is no such entry, or it is not text that can be encoded.
+        ValueError: if there is no such entry, or if it is not a text that can be encoded as UTF-8.
     """
     if key not in row:
         raise ValueError(f"{where} has no {key!r}, only {sorted(row)}")
@@ -308,7 +320,7 @@ def text_entry(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def has_surrogates(text: str) -> bool:
-    r"""Return whether a text contains half of a surrogate pair (``\ud83d`` alone in JSON), which cannot be encoded."""
+    r"""Return whether a text contains half of a surrogate pair (``\ud83d`` alone in JSON), which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -317,7 +329,7 @@ def has_surrogates(text: str) -> bool:
 
 
 def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
-    """Decode a stream in pieces.
+    """Iterate over the text of a binary stream in pieces, decoded as UTF-8, UTF-16 or UTF-32.
 
     Args:
         stream: binary stream, read from its current position.
@@ -339,11 +351,13 @@ def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            before = error.object[: error.start]
-            place = f"byte {offset - pending + error.start} in line {line + before.decode(encoding).count(chr(10))}"
+            decodable = error.object[: error.start]
+            position = (
+                f"byte {offset - pending + error.start} in line {line + decodable.decode(encoding).count(chr(10))}"
+            )
             byte = f"0x{error.object[error.start]:02x}"
             raise NotTextError(
-                f"{where} is not text in {encoding.removesuffix('-le').removesuffix('-be').upper()}: {byte}, {place} "
+                f"{where} is not text in {encoding.removesuffix('-le').removesuffix('-be').upper()}: {byte}, {position} "
                 f"({error.reason}); convert it, for example with iconv -f LATIN1 -t UTF-8, or leave it out",
                 "not UTF-8",
             ) from error

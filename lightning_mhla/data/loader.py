@@ -1,4 +1,4 @@
-"""Loader whose position is the number of trained batches, so that a resumed run continues with exactly the next sample."""
+"""Loader of batches that resumes a run with exactly the next sample, from the number of batches trained."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ log = logging.getLogger(__name__)
 
 
 def sample_groups(source: SampleSource) -> np.ndarray | None:
-    """Return the group of each sample, ``[samples]`` int64; batches hold samples of one group. None without groups."""
+    """Return the group of each sample, ``[samples]`` int64; None for a source whose samples all have the same shape.
+
+    A batch holds samples of one group only.
+    """
     groups: np.ndarray | None = getattr(source, "groups", None)
     return groups
 
 
 class _SeededSamples(Dataset):
-    """Dataset indexed by tickets that seeds the random generators for each sample, and may replace broken ones by the next.
+    """Dataset that seeds the random generators before it reads a sample, and may replace a broken sample by the next one.
 
-    The entry ``skipped`` of a sample lists the broken samples that it replaces, as pairs of index and reason.
+    It is indexed by tickets. The entry ``skipped`` of a sample lists the broken samples that it replaces, as pairs of index and
+    reason.
 
     Args:
         source: source of the samples.
@@ -72,7 +76,7 @@ class _SeededSamples(Dataset):
                     raise
 
     def _following(self, index: int) -> int:
-        """Return the index of the next sample of the same shape, cyclically."""
+        """Return the index of the next sample that can stand in for a broken one: of the same shape, cyclically."""
         groups = sample_groups(self.source)
         if groups is None:
             return (index + 1) % len(self.source)
@@ -81,13 +85,13 @@ class _SeededSamples(Dataset):
 
 
 def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples into stacked tensors, and a list of the broken samples that they replace."""
+    """Collate samples into a batch of stacked tensors; the entry ``skipped`` lists the broken samples that were replaced."""
     skipped = [broken for sample in samples for broken in sample.pop("skipped")]
     return {**default_collate(samples), "skipped": skipped}
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """Batch sampler that yields the batches of the next pass, set before each pass."""
+    """Batch sampler that yields the batches stored in ``pending``, which the loader sets before each pass."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())
@@ -97,7 +101,13 @@ class _Batches(Sampler[list[Ticket]]):
 
 
 class Progress(NamedTuple):
-    """Position of a training run: epoch, number of batches done in it, and maximum number of batches per epoch, if any."""
+    """Position of a training run.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        done: number of batches of the epoch that are done.
+        steps: maximum number of batches in an epoch; None for all.
+    """
 
     epoch: int = 0
     done: int = 0
@@ -105,7 +115,7 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Compute the number of samples that each process contributes to a batch.
+    """Return the number of samples that each process contributes to a batch.
 
     Args:
         batch_size: number of samples in a batch over all processes together.
@@ -130,10 +140,10 @@ WORKER_SECONDS = 120
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Let a worker process continue for :data:`WORKER_SECONDS` after SIGTERM, SIGUSR1 or SIGINT.
+    """Install signal handlers that let a worker process run for :data:`WORKER_SECONDS` more after a stop signal.
 
-    Ctrl+C and many schedulers send their signal to all processes of a group. If workers ended immediately, training would
-    fail before it has saved a checkpoint.
+    Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If workers ended at once, training
+    would fail before it has saved a checkpoint.
 
     Args:
         worker: number of the worker, which is not used.
@@ -143,11 +153,11 @@ def outlive_signals(worker: int = 0) -> None:
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Pass batches through, and shorten the errors of worker processes that could not read a sample.
+    """Yield batches unchanged, and remove the traceback of a worker process from the message of its error.
 
     Raises:
-        BrokenSampleError: if a worker raised it, without the worker's traceback in the message.
-        ShardUnavailableError: if a worker raised it, without the worker's traceback in the message.
+        BrokenSampleError: if a worker could not use a sample.
+        ShardUnavailableError: if a worker could not fetch a shard.
     """
     try:
         yield from batches
@@ -177,11 +187,11 @@ class ResumableLoader:
         max_skipped: number of different broken samples that this process skips before it raises; each is reported once.
         progress: function that returns the position of the training run, called at the start of each pass.
         num_workers: number of worker processes.
-        ahead: factory of the prefetcher, which gets the shard number of each sample in reading order; None to not prefetch.
+        ahead: function that makes the prefetcher from the shard number of each sample in reading order; None to not prefetch.
         repeats: number of times that a training sample occurs, see :func:`lightning_mhla.data.sampling.repeated`.
 
     Raises:
-        ValueError: if the processes cannot share a batch, there are no samples, or they do not fill one training batch.
+        ValueError: if the batch size cannot be divided by the processes, or there are too few samples for one batch.
     """
 
     def __init__(
@@ -229,7 +239,7 @@ class ResumableLoader:
         return sum(count // self.batch_size if self.train else -(-count // self.batch_size) for count in counts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the rest of the current epoch."""
+        """Iterate over the remaining batches of the current epoch."""
         order, copies, epoch = self._order()
         if self.train:
             self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world, copies)
@@ -246,7 +256,7 @@ class ResumableLoader:
                 yield batch
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Compute the remaining order of the epoch for all processes together.
+        """Compute which samples remain in the epoch, in order, for all processes together.
 
         Returns:
             Samples in their order and the numbers of their copies, ``[n]`` int64 each, and the epoch.
@@ -258,9 +268,9 @@ class ResumableLoader:
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
         if self.groups is not None:
             order = grouped_order(order, self.groups, self.batch_size)
-        left = slice(done * self.batch_size, None if steps is None else steps * self.batch_size)
+        remaining = slice(done * self.batch_size, None if steps is None else steps * self.batch_size)
         order, copies = repeated(order, self.repeats)
-        return order[left], copies[left], epoch
+        return order[remaining], copies[remaining], epoch
 
     def _evaluation(self, order: np.ndarray) -> Iterator[list[Ticket]]:
         parts = [order] if self.groups is None else np.split(order, np.cumsum(np.bincount(self.groups))[:-1])
@@ -284,7 +294,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator with the worker processes, under the name by which Lightning finds it and ends them at teardown."""
+        """Iterator of torch's DataLoader that owns the worker processes; Lightning ends these at teardown by this attribute."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -292,13 +302,13 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order, to compare on resume. The position is the trainer's batch count."""
+        """Return the options that determine the order of samples, for comparison on resume."""
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the order with that of a checkpoint, unless the run has not trained on any batch yet.
+        """Check that the order of samples is that of a checkpoint, unless the run has not trained on any batch yet.
 
         Args:
             state: result of :meth:`state_dict` in the checkpoint.
@@ -311,7 +321,7 @@ class ResumableLoader:
             self.check_order(state)
 
     def check_order(self, state: dict[str, Any]) -> None:
-        """Check that the order is the same as that of a checkpoint.
+        """Check that the order of samples is the same as in a checkpoint.
 
         Args:
             state: result of :meth:`state_dict` in the checkpoint.
@@ -319,10 +329,10 @@ class ResumableLoader:
         Raises:
             ValueError: if an option that determines the order differs.
         """
-        for key, now in self.state_dict().items():
-            before = state.get(key, UNSAID.get(key, now))
-            if before != now:
+        for key, current in self.state_dict().items():
+            saved = state.get(key, UNSAID.get(key, current))
+            if saved != current:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={before}, this run has {key}={now}: it could not resume "
+                    f"the checkpoint was trained with {key}={saved}, this run has {key}={current}: it cannot resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"
                 )

@@ -25,12 +25,12 @@ from lightning_mhla.system.redaction import check_secrets
 
 
 class ShardSets:
-    """Training and validation shards of a data module.
+    """Training and validation shards of a data module, found or downloaded when they are needed.
 
     Args:
         train: location of the training shards, see :func:`find_shards`.
-        val: location of the shards for validation and tests, in the same forms.
-        options: options that say where downloads are kept.
+        val: location of the shards for validation and tests, see :func:`find_shards`.
+        options: options for reading shards and keeping downloads.
     """
 
     def __init__(self, train: str | list[str], val: str | list[str], options: ShardOptions = ShardOptions()) -> None:
@@ -40,7 +40,7 @@ class ShardSets:
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
-        """Find or download the shards that ``trainer`` needs for its current stage, and read their member tables."""
+        """Find or download the shards that a trainer needs for its current stage, and read their member tables."""
         stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
         for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
             if self.class_folder(stage) is None:
@@ -66,7 +66,7 @@ class ShardSets:
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
-        """Create a factory of the prefetcher for a stage; None if its shards are not streamed.
+        """Return a function that makes the prefetcher for a stage; None if its shards are not streamed.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -91,28 +91,28 @@ TRAINED = "batches_trained"
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Return the number of batches that a run has finished training on since its start, including before it was resumed."""
+    """Return the number of batches that a run has trained on since its first start, across resumes."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.total
     return progress.processed  # type: ignore[attr-defined]  # Lightning's annotation names the base class
 
 
 def data_batch_size(state: dict[str, Any]) -> int | None:
-    """Return the batch size in the data state of a checkpoint; None if it does not contain one."""
+    """Return the batch size recorded in the state of a data module in a checkpoint; None if there is none."""
     size = state.get("batch_size", len(state.get("rows") or ()))
     return size if isinstance(size, int) and size > 0 else None
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the rank of this process among those that share the samples, and the number of these processes."""
+    """Return the rank of this process among the processes that share the samples, and the number of these processes."""
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 
 
 class ResumableDataModule(LoggedApart, LightningDataModule):
-    """Base of data modules for training, validation, test and prediction; a domain implements :meth:`source`.
+    """Base class of data modules whose loaders resume with the very next sample; a domain implements :meth:`source`.
 
     Args:
-        batch_size: number of samples in a batch over all processes together, so that a run does not depend on the number of
+        batch_size: number of samples in a batch over all processes together, so that training does not depend on the number of
             processes; a multiple of this number.
         num_workers: number of worker processes that read samples, for each training process.
         seed: seed of the order and random numbers of the samples; null takes ``seed_everything``.
@@ -147,11 +147,11 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:
-        """Create the source of the samples for ``stage``: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Create the source of samples for a stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
         raise NotImplementedError
 
     def train_dataloader(self) -> ResumableLoader:
-        """Create the loader of shuffled training batches, which continues at the trainer's batch count.
+        """Create the loader of shuffled training batches, which resumes at the trainer's number of batches.
 
         Raises:
             ValueError: if the order of samples differs from that of the checkpoint to resume from.
@@ -165,29 +165,29 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
-        """Create the loader of validation batches, which reads every sample once."""
+        """Create the loader of validation batches, which together contain every sample once."""
         return self._loader("validate")
 
     def test_dataloader(self) -> ResumableLoader:
-        """Create the loader of test batches, which reads every sample once."""
+        """Create the loader of test batches, which together contain every sample once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """Create the loader of prediction batches, which reads every sample once."""
+        """Create the loader of prediction batches, which together contain every sample once."""
         return self._loader("predict")
 
     def _progress(self) -> Progress:
-        """Return the position of the run. With ``overfit_batches`` every epoch has the order of epoch 0.
+        """Return the position of the run, from which the training loader continues; epoch is 0 with ``overfit_batches``.
 
         Raises:
             ValueError: if the epochs of the checkpoint had a different number of batches.
         """
         assert self.trainer is not None
         steps = int(self.trainer.num_training_batches)
-        before = (self._trained_with or {}).get("steps", steps)
-        if before != steps:
+        saved_steps = (self._trained_with or {}).get("steps", steps)
+        if saved_steps != steps:
             raise ValueError(
-                f"the checkpoint's epochs had {before} batches, this run's have {steps}: it could not resume with the "
+                f"the checkpoint's epochs had {saved_steps} batches, this run's have {steps}: it cannot resume with the "
                 "very next sample. Set limit_train_batches back, or start a new run from the weights alone"
             )
         self._order["steps"] = steps
@@ -196,14 +196,14 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of training samples, and the number of batches trained on."""
+        """Return the options that determine the order of training samples, and the number of batches that were trained on."""
         return {**self._order, TRAINED: batches_trained(self.trainer)} if self.trainer is not None else self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the options that determine the checkpoint's order, and compare the training loader with them.
+        """Check that the order of training samples is the same as in a checkpoint.
 
-        The loader is compared now if it exists, otherwise when it is created. A checkpoint from before the first batch is not
-        compared: Lightning's BatchSizeFinder restores one with a different batch size.
+        The training loader is compared now if it exists, otherwise when it is created. A checkpoint from before the first batch
+        is not compared: Lightning's BatchSizeFinder restores one with a different batch size.
 
         Args:
             state_dict: result of :meth:`state_dict` in the checkpoint.

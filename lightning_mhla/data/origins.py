@@ -1,4 +1,4 @@
-"""Record of the origins of prepared shards, compared when the same command is called again.
+"""Record of the files that shards were made from, to detect changes when the command that writes them is called again.
 
 ``PREFIX-origins.jsonl.gz`` contains the options, then a line for each sample or source file; ``PREFIX-manifest.json`` contains
 only the options, for people to read. A file counts as unchanged if its size and either its change time or its digest are the
@@ -37,10 +37,10 @@ PACKED = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of one sample, or of all samples of one source file.
+    """Source files of one sample, or one source file of many samples, with everything that the samples depend on.
 
     Attributes:
-        name: name of the origin, unique in a call.
+        name: name of the origin, unique among those of a command.
         files: files that the samples are read from.
         note: anything else that a sample depends on, such as its label or its caption.
     """
@@ -51,7 +51,7 @@ class Origin:
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
-    """Return the origins of samples that are read from shards.
+    """Return the origins of samples that are read from other shards: one for each shard.
 
     If all file names differ, origins are named without their folder, so that the shards may be moved.
     """
@@ -61,7 +61,7 @@ def shard_origins(shards: Sequence[Path]) -> list[Origin]:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """Shards of one prefix in a folder: ``PREFIX-0000.tar`` and so on.
+    """Paths of the shards of one prefix in a folder, ``PREFIX-0000.tar`` and so on, and of the files beside them.
 
     Args:
         folder: folder of the shards.
@@ -73,16 +73,16 @@ class ShardSet:
 
     @property
     def manifest(self) -> Path:
-        """Path of the file with the options."""
+        """Path of ``PREFIX-manifest.json``, which contains the options that the shards were made with."""
         return self.folder / f"{self.prefix}-manifest.json"
 
     @property
     def origins(self) -> Path:
-        """Path of the file with the origins."""
+        """Path of ``PREFIX-origins.jsonl.gz``, which contains the options and origins of the shards."""
         return self.folder / f"{self.prefix}-origins.jsonl.gz"
 
     def finished(self) -> list[Path]:
-        """Return the paths of the complete shards, in order."""
+        """List the paths of the complete shards, in order."""
         pattern = re.compile(re.escape(self.prefix) + r"-\d+\.tar")
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
@@ -90,11 +90,11 @@ class ShardSet:
         """Delete the shards, their member tables, and the files of the options and origins.
 
         Raises:
-            ValueError: if there are shards but neither options nor origins, so that they may be the user's own.
+            ValueError: if shards exist without a record of options and origins, so that the user may have made them.
         """
         if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
             raise ValueError(
-                f"{self.folder / self.prefix}-*.tar are there, and neither {self.origins.name} nor {self.manifest.name} says "
+                f"{self.folder / self.prefix}-*.tar exist, but neither {self.origins.name} nor {self.manifest.name} says "
                 "that they were prepared here, so they are not deleted; move them away, or choose another folder or --prefix"
             )
         self.origins.unlink(missing_ok=True)  # deleted first, because shards without it are an error and never resumed
@@ -107,17 +107,17 @@ class ShardSet:
 def resume_order(
     shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
 ) -> list[int | None]:
-    """Begin a set of shards, or check that a call may add the shards that are missing.
+    """Begin a set of shards, or check that an interrupted command may resume and add the missing shards.
 
     Complete shards stay as they are, so the origins of their samples must not have changed. Origins of all other samples may
     have been repaired or removed.
 
     Args:
         shards: set of shards to begin or complete.
-        options: plain values that the samples depend on.
+        options: JSON values that the samples depend on.
         origins: origins of the samples, in the order in which they are written.
-        per_shard: number of samples in a shard, one for each origin; None if the samples of a shard cannot be assigned to
-            single origins, so that no origin may change.
+        per_shard: number of samples in a shard, one sample for each origin; None if the samples of a shard cannot be assigned
+            to single origins, so that no origin may change.
 
     Returns:
         Index into ``origins`` of each sample, in the order in which the shards were begun; None if the origin is missing now.
@@ -133,7 +133,7 @@ def resume_order(
     if written is None:
         remedy = "--force makes them again, or " if _is_manifest(shards.manifest) else "move them away, or "
         raise ValueError(
-            f"{shards.folder / shards.prefix}-*.tar are there, and no {shards.origins.name} says what they were made from; "
+            f"{shards.folder / shards.prefix}-*.tar exist, but no {shards.origins.name} says what they were made from; "
             f"{remedy}choose another folder or --prefix"
         )
     begun_with, lines = written
@@ -146,20 +146,22 @@ def resume_order(
     }
     if message := _describe(begun_with, options, changes):
         raise ValueError(
-            f"{shards.folder / shards.prefix}-*.tar were made from something else ({message}); --force makes them again, or "
-            "choose another folder or --prefix"
+            f"{shards.folder / shards.prefix}-*.tar were made from different files or options ({message}); --force makes them "
+            "again, or choose another folder or --prefix"
         )
     if repaired := [sample for sample in samples if sample.place == SKIPPED and sample.changed]:
-        log.warning("%d files that were skipped have changed since; --force makes all shards with them", len(repaired))
+        log.warning("%d skipped files have changed since; --force makes all shards again with them", len(repaired))
     if any(sample.place == OPEN and sample.changed for sample in samples):
-        now = _record_all(origins)
+        current_lines = _record_all(origins)
         pairs = zip(samples, lines, strict=True)
-        _write(shards, options, [line if sample.origin is None else now[sample.origin] for sample, line in pairs])
+        _write(
+            shards, options, [line if sample.origin is None else current_lines[sample.origin] for sample, line in pairs]
+        )
     return [sample.origin for sample in samples]
 
 
 def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard: int | None) -> None:
-    """Check that no source file changed while it was read, after all shards are complete.
+    """Check, once all shards are complete, that no source file has changed while they were written.
 
     Args:
         shards: set of complete shards.
@@ -177,7 +179,7 @@ def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard:
     changed = [sample.name for sample in samples if sample.changed and sample.place == USED]
     if changes := _describe({}, {}, {"changed": changed}):
         raise ValueError(
-            f"{shards.folder / shards.prefix}-*.tar may hold parts of two contents: files changed while they were read "
+            f"{shards.folder / shards.prefix}-*.tar may mix old and new content: files changed while they were read "
             f"({changes}); --force makes them again"
         )
 
@@ -187,7 +189,14 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Recorded sample: its name, its state, the index of its origin if that still exists, and whether that has changed."""
+    """Sample in the record of earlier calls, compared with the present source files.
+
+    Attributes:
+        name: name of the sample's origin.
+        place: :data:`OPEN`, :data:`USED` or :data:`SKIPPED`.
+        origin: index of the origin; None if it no longer exists.
+        changed: whether the origin has changed since.
+    """
 
     name: str
     place: str
@@ -198,10 +207,10 @@ class _Sample(NamedTuple):
 def _compare(lines: Sequence[Mapping[str, Any]], origins: Sequence[Origin], places: Sequence[str]) -> list[_Sample]:
     numbers = {origin.name: number for number, origin in enumerate(origins)}
     samples = []
-    for line, place in zip(lines, places, strict=True):
+    for line, state in zip(lines, places, strict=True):
         number = numbers.get(line["name"])
         changed = number is not None and not _is_unchanged(origins[number], line)
-        samples.append(_Sample(line["name"], place, number, changed))
+        samples.append(_Sample(line["name"], state, number, changed))
     return samples
 
 
@@ -219,12 +228,18 @@ def _places(shards: ShardSet, count: int, per_shard: int | None) -> list[str]:
 
 
 def sample_key(number: int) -> str:
-    """Return the key of a sample in its shard, its number in eight digits."""
+    """Return the key of a sample in its shard: its number, padded to eight digits."""
     return f"{number:08d}"
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe changes of options and origins for a message; empty if nothing has changed."""
+    """Describe what has changed since shards were begun, for a message; empty if nothing has changed.
+
+    Args:
+        begun_with: options that the shards were begun with.
+        options: present options.
+        changes: names of origins by the kind of change, such as ``"removed"``.
+    """
     parts = [
         f"{name} was {begun_with.get(name)!r} and is {value!r}"
         for name, value in options.items()
@@ -242,8 +257,8 @@ def _record_all(origins: Sequence[Origin]) -> list[dict[str, Any]]:
     assert len(set(names)) == len(names), "names of origins are unique"
     with ThreadPoolExecutor(8) as pool:
         records = pool.map(_record, origins)
-        few = sum(len(origin.files) for origin in origins) < 1000
-        return list(track(records, "reading what shards are made from", total=len(origins), disable=few))
+        is_quick = sum(len(origin.files) for origin in origins) < 1000
+        return list(track(records, "reading what shards are made from", total=len(origins), disable=is_quick))
 
 
 def _record(origin: Origin) -> dict[str, Any]:
@@ -270,7 +285,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the options and origins, which later calls compare with theirs, and a readable copy of the options."""
+    """Write the record of options and origins that later calls compare with theirs, and a readable copy of the options."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
@@ -279,7 +294,7 @@ def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping
 
 
 def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Read the options and the origins of shards; None if there is no such file, or it cannot be read."""
+    """Read the recorded options and origins of shards; None if the record is missing or cannot be read."""
     try:
         _check_unpacked(shards.origins)
         rows = (json.loads(line) for line in iterate_lines(shards.origins))
@@ -292,7 +307,7 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that a gzip file does not expand far more than a record of origins does.
+    """Check that a gzip file does not expand by more than a record of origins can.
 
     Raises:
         ValueError: if the compression ratio is above :data:`PACKED`.
@@ -307,7 +322,7 @@ def _check_unpacked(path: Path) -> None:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Return whether a file contains options as :func:`_write` writes them."""
+    """Return whether a file is a manifest of shards that this package wrote."""
     try:
         return isinstance(read_json(file).get("samples"), int)
     except (OSError, ValueError):
@@ -317,7 +332,7 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Return whether the record on disk is that of the same call, made by this process or a different one."""
+    """Return whether a record on disk has the options and the origins of this call, so that the shards are begun already."""
     if written is None:
         return False
     return written[0] == options and {line["name"] for line in written[1]} == {origin.name for origin in origins}

@@ -1,4 +1,4 @@
-"""Packing of folders with captioned files into shards, without changing the files."""
+"""Packing of folders with captioned files into WebDataset shards, without changing the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_mhla.data.write import write_shards
 
 @dataclass(frozen=True)
 class Packing:
-    """Options of a command that packs a folder into shards.
+    """Options of a command that packs the files of a folder into shards.
 
     Attributes:
         target: folder of the shards, created if missing.
@@ -37,7 +37,7 @@ class Packing:
 def pack_captioned(
     source: Path, extensions: Sequence[str], check: Callable[[bytes, str], object], caption_key: str, packing: Packing
 ) -> tuple[list[Path], int]:
-    """Write the shards of a folder of files with captions; see ``lightning prepare captions --help``.
+    """Pack a folder of captioned files into WebDataset shards; see ``lightning prepare captions --help``.
 
     Args:
         source: folder of the files.
@@ -47,12 +47,12 @@ def pack_captioned(
         packing: options of the shards.
 
     Returns:
-        Paths of the shards, and number of files of the folder that are not in them.
+        Paths of the shards, and the number of files in ``source`` that they do not contain.
 
     Raises:
-        FileNotFoundError: if ``source`` contains no such files.
+        FileNotFoundError: if ``source`` contains no files with these extensions.
         BrokenSampleError: if more than ``max_skipped`` files are broken.
-        ValueError: if the target contains shards of files that have changed since, or shards made with different options.
+        ValueError: if the target contains shards that were made from files that have changed since, or with different options.
     """
     files = FolderFiles(source, extensions, caption_key)
 

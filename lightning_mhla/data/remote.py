@@ -88,7 +88,7 @@ def url_scheme(name: str) -> str | None:
 
 
 def kept_at(url: str, folder: Path) -> Path:
-    """Return the local path of a downloaded shard, always with the suffix ``.tar``.
+    """Compute the local path at which a downloaded shard is stored, always with the suffix ``.tar``.
 
     Shards of one remote folder with the same query are stored in one local folder.
 
@@ -104,12 +104,12 @@ def kept_at(url: str, folder: Path) -> Path:
 
 
 def is_kept_folder(name: str) -> bool:
-    """Check whether a folder has a name that :func:`kept_at` returns."""
+    """Return whether a name is that of a folder of downloaded shards, as :func:`kept_at` chooses them."""
     return re.fullmatch(r"[0-9a-f]{16}", name) is not None
 
 
 def remote_size(url: str) -> int:
-    """Return the size of a remote file in bytes.
+    """Ask the server for the size of a remote file, in bytes.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -125,16 +125,16 @@ def remote_size(url: str) -> int:
             failures += 1
             _wait(url, error, failures, FIRST_ATTEMPTS, None)
     if not isinstance(size, int) or size <= 0:
-        raise ShardUnavailableError(f"{url}: the server does not say how many bytes it has, which cache_bytes needs")
+        raise ShardUnavailableError(f"{url}: the server does not report its size, which cache_bytes needs")
     return size
 
 
 @dataclass(frozen=True)
 class Version:
-    """Version of a remote file, as the server identifies it.
+    """Version of a remote file, as the server identifies it, so that a download can resume safely.
 
     Attributes:
-        tag: ETag; None if the server sends none.
+        tag: HTTP entity tag (ETag); None if the server sends none.
         written: time of the last change, in the server's notation; None if the server sends none.
         size: size of the complete file in bytes; None if it is not known.
     """
@@ -149,9 +149,9 @@ class Version:
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def condition(self) -> dict[str, str]:
-        """Return the header that makes a server send the rest of the file only if it is still this version.
+        """Return the HTTP header that makes a server send the rest of a file only if it is still this version.
 
-        The header is empty if there is neither a strong ETag nor a time.
+        The result is empty if the server sent neither a strong ETag nor a time of change.
         """
         strong = None if self.tag is None or self.tag.startswith("W/") else self.tag
         mark = strong or self.written
@@ -159,14 +159,14 @@ class Version:
 
 
 class Download:
-    """Download that resumes after interruptions while the content on the server is the same.
+    """Download of one file, in attempts that resume where the last one ended while the file on the server is unchanged.
 
     Args:
         url: URL of the file.
         sink: seekable stream to write the file to, from the beginning.
         most: maximum size of the file in bytes.
         stop: event that cancels the download.
-        make_check: factory of a function that gets all bytes in order, and may raise BrokenContentError to end the download.
+        make_check: function that makes a check, which gets all bytes in order and may raise BrokenContentError.
     """
 
     def __init__(
@@ -182,18 +182,18 @@ class Download:
         self.restart()
 
     def restart(self) -> None:
-        """Discard the received bytes, so that the next attempt starts from the beginning."""
+        """Discard the bytes received so far, so that the next attempt starts from the beginning."""
         self.sink.seek(0)
         self.version, self.check = Version(), self.make_check()
 
     def attempt(self) -> None:
-        """Fetch all missing bytes.
+        """Fetch the missing bytes of the file in one attempt.
 
         Raises:
             ShardUnavailableError: if the file is larger than allowed, or cannot be written to the sink.
             BrokenContentError: if the check rejects the content.
             DownloadStoppedError: if ``stop`` is set.
-            Exception: if the attempt fails, any error of the library for the URL's scheme.
+            Exception: if the attempt fails; any error of the library for the URL's scheme.
         """
         system, path = _system(self.url)
         if url_scheme(self.url) in HTTP:
@@ -217,7 +217,7 @@ class Download:
             if first != start or self.version.differs(version):
                 self.restart()
                 if first:
-                    raise EOFError("the file has changed on the server, or it sends a different part; from the start")
+                    raise EOFError("the file has changed on the server, or it sends a different part; starting over")
             self.version = version
             try:
                 self._copy(source)
@@ -243,30 +243,37 @@ class Download:
         begun, brought = time.monotonic(), 0
         while chunk := source.read(CHUNK):
             if self.sink.tell() + len(chunk) > self.most:
-                raise ShardUnavailableError(f"{self.url} has more than the {self.most} bytes that are expected")
+                raise ShardUnavailableError(f"{self.url} has more than the expected {self.most} bytes")
             self.check(chunk)
             try:
                 self.sink.write(chunk)
             except OSError as error:  # an error of the local disk, which another attempt does not fix
-                raise ShardUnavailableError(f"{self.url} cannot be kept ({reason(error)})") from error
+                raise ShardUnavailableError(f"{self.url} cannot be stored ({reason(error)})") from error
             if self.stop is not None and self.stop.is_set():
                 raise DownloadStoppedError(self.url)
             brought += len(chunk)
             if time.monotonic() - begun > SILENCE:
                 if brought < PROGRESS:
-                    raise TimeoutError(f"only {brought} bytes came in {SILENCE} s")
+                    raise TimeoutError(f"only {brought} bytes arrived in {SILENCE} s")
                 begun, brought = time.monotonic(), 0
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Return the version of the file in an HTTP response, and the offset of the response's first byte in the file."""
+    """Read the headers of an HTTP response: the version of the file, and the position in it at which the response begins.
+
+    Args:
+        answer: response of aiohttp.
+        encoded: whether the response is compressed, so that its length is not that of the file.
+    """
     if answer.status not in (200, 206):
         raise ShardUnavailableError(f"{answer.url} does not send a file (status {answer.status})")
     size, first = answer.content_length, 0
     if answer.status == 206:
-        place = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", answer.headers.get("Content-Range", ""))
-        first = -1 if place is None else int(place[1])
-        size = None if place is None or place[2] == "*" else int(place[2])
+        content_range = re.fullmatch(
+            r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", answer.headers.get("Content-Range", "")
+        )
+        first = -1 if content_range is None else int(content_range[1])
+        size = None if content_range is None or content_range[2] == "*" else int(content_range[2])
     return Version(answer.headers.get("ETag"), answer.headers.get("Last-Modified"), None if encoded else size), first
 
 
@@ -278,7 +285,7 @@ def download(
     attempts: int = ATTEMPTS,
     make_check: Callable[[], Callable[[bytes], None]] | None = None,
 ) -> None:
-    """Download a remote file. After a failure, resume if the server still has the same version, else start again.
+    """Download a remote file in several attempts. After a failure, resume if the file on the server is unchanged.
 
     Args:
         url: URL of the file.
@@ -286,7 +293,7 @@ def download(
         most: maximum size of the file in bytes.
         stop: event that cancels the download.
         attempts: number of consecutive attempts with less than :data:`PROGRESS` bytes each before the download fails.
-        make_check: factory of a check of the content, see :class:`Download`.
+        make_check: function that makes a check of the content, see :class:`Download`.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -304,14 +311,14 @@ def download(
         except Exception as error:
             if _status(error) == RANGE_OUTSIDE and sink.tell():
                 parts.restart()  # the file is shorter than it was
-                error = EOFError("the file has changed on the server; from the start")
+                error = EOFError("the file has changed on the server; starting over")
             failures = 1 if sink.tell() >= furthest + PROGRESS else failures + 1
             furthest = max(furthest, sink.tell())
             _wait(url, error, failures, attempts, stop)
 
 
 def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Download the files that belong to all shards of a prefix, if the server has them and ``folder`` does not.
+    """Download the files beside remote shards, such as the list of classes, unless ``folder`` has them already.
 
     Args:
         urls: URLs of the shards.
@@ -337,7 +344,7 @@ def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]
 
 
 def _system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it."""
+    """Return the fsspec file system for a URL, and the path of the file in it."""
     options: dict[str, Any] = {}
     if url_scheme(url) in HTTP:
         from aiohttp import ClientTimeout  # its own limit of five minutes cuts large shards
@@ -348,7 +355,7 @@ def _system(url: str) -> tuple[Any, str]:
 
 
 def _wait(url: str, error: Exception, failures: int, attempts: int, stop: threading.Event | None) -> None:
-    """Pause after a failed attempt, or raise an error with a readable message.
+    """Pause after a failed attempt to download a file, or raise an error with a readable message.
 
     Args:
         url: URL of the file.
@@ -384,21 +391,21 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the cause of an error; fsspec raises FileNotFoundError for any failure of a server."""
+    """Return the original error behind an error of fsspec, which raises FileNotFoundError for any failure of a server."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status of an error of any library; None if it has none."""
+    """Return the HTTP status in an error of a network library; None if it has none."""
     error = _root(error)
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def _is_lasting(error: Exception) -> bool:
-    """Return whether another attempt would fail in the same way: rejected request, unknown host, certificate, redirection."""
+    """Return whether a failure is permanent: a rejected request, an unknown host, a bad certificate, a redirection loop."""
     from aiohttp import InvalidURL, NonHttpUrlClientError, RedirectClientError, TooManyRedirects
 
     status = _status(error)
@@ -415,12 +422,12 @@ def _is_lasting(error: Exception) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an error and its causes, including those that libraries store in attributes of their own."""
+    """Iterate over an error and its chain of causes, including those that libraries store in attributes of their own."""
     waiting, seen = [error], set[int]()
     while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            inner = (each.__cause__, each.__context__, *(getattr(each, name, None) for name in INNER), *each.args)
+        cause = waiting.pop()
+        if id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            inner = (cause.__cause__, cause.__context__, *(getattr(cause, name, None) for name in INNER), *cause.args)
             waiting += [cause for cause in inner if isinstance(cause, BaseException)]

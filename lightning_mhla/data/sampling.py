@@ -18,13 +18,13 @@ _ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # independent streams of random numbe
 
 
 class Ticket(NamedTuple):
-    """Request to read one sample.
+    """Request to read one sample at one place in the order of an epoch.
 
     Attributes:
-        epoch: number of the epoch, which the sample's random numbers depend on.
+        epoch: number of the epoch, from 0; the random numbers of the sample depend on it.
         index: index of the sample.
-        valid: whether the sample counts; False if it only fills up a batch, so that all processes have the same number.
-        copy: number of earlier occurrences in the epoch; each copy has its own random numbers.
+        valid: False for a sample that only fills up a batch, so that all processes get the same number of samples.
+        copy: number of earlier occurrences of the sample in the epoch; each occurrence has its own random numbers.
     """
 
     epoch: int
@@ -34,7 +34,7 @@ class Ticket(NamedTuple):
 
 
 def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int | None = None) -> np.ndarray:
-    """Compute the order of all samples in one epoch.
+    """Compute the shuffled order of all samples in one epoch.
 
     Args:
         shard_sizes: number of samples in each shard.
@@ -59,7 +59,9 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
 
 
 def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarray:
-    """Reorder samples into full batches of one group each, placed where their last samples were.
+    """Reorder samples so that each batch is full and holds samples of one group only.
+
+    A batch takes the place of its last sample.
 
     Args:
         order: samples in their order, ``[n]`` int64.
@@ -69,17 +71,21 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
     Returns:
         Samples in their new order, ``[m]`` int64 with ``m <= n``; samples that do not fill a batch of their group are left out.
     """
-    found = groups[order]
-    places = [np.flatnonzero(found == group) for group in np.unique(found)]
-    whole = [place[: len(place) // batch * batch].reshape(-1, batch) for place in places]
-    batches = np.concatenate([*whole, np.zeros((0, batch), np.int64)])
+    group_of_sample = groups[order]
+    positions_by_group = [np.flatnonzero(group_of_sample == group) for group in np.unique(group_of_sample)]
+    batches_by_group = [
+        positions[: len(positions) // batch * batch].reshape(-1, batch) for positions in positions_by_group
+    ]
+    batches = np.concatenate([*batches_by_group, np.zeros((0, batch), np.int64)])
     return order[batches[np.argsort(batches[:, -1])]].reshape(-1)
 
 
 def training_batches(
     order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
 ) -> Iterator[list[Ticket]]:
-    """Iterate over this process's share of each complete global batch; a last incomplete batch is left out.
+    """Iterate over the training batches of an epoch, each as the tickets that this process reads.
+
+    An incomplete last batch is left out.
 
     Args:
         order: samples in their order, ``[n]`` int64.
@@ -87,7 +93,7 @@ def training_batches(
         batch: number of samples in a batch over all processes together.
         rank: rank of this process.
         world: number of processes.
-        copies: number of each sample's copy, ``[n]`` int64; None for 0.
+        copies: number of earlier occurrences of each sample, ``[n]`` int64; None for zeros.
     """
     share = batch // world
     numbers = np.zeros(len(order), np.int64) if copies is None else copies
@@ -107,16 +113,16 @@ def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
         repeats: number of times that each sample occurs.
 
     Returns:
-        Samples and the numbers of their copies, ``[n]`` int64 each.
+        Samples in their new order, and the number of earlier occurrences of each, ``[n]`` int64 each.
     """
     count = len(order)
     return np.repeat(order, repeats)[:count], np.tile(np.arange(repeats), -(-count // repeats))[:count]
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Iterate over this process's batches of an evaluation that reads every sample once.
+    """Iterate over the batches of an evaluation that reads every sample once, each as the tickets that this process reads.
 
-    All processes get the same number of batches and of samples in them; samples that only fill up a batch are not ``valid``.
+    All processes get the same number of batches and of samples. Tickets that only fill up a batch are not ``valid``.
 
     Args:
         samples: number of samples.
@@ -139,21 +145,21 @@ def seed_sample(seed: int, ticket: Ticket) -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all global random generators of this process for one training step (dropout, stochastic depth, mixup)."""
+    """Seed all global random generators of this process for one training step, such as for dropout and mixup."""
     word = _seed_all([seed, _STEP, step, rank])
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(word)
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """Create the random generator of one sample, on the CPU, so that its numbers are the same for every device."""
+    """Create a random generator for one sample, on the CPU, so that it draws the same numbers for every device."""
     word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word)
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Context that restores the CPU's global random state."""
+    """Context manager that restores the global random generators of Python, NumPy and torch's CPU at its end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -42,16 +42,16 @@ OPEN_FILES = 64
 def find_shards(
     where: str | Sequence[str], cache: Path | None = None, streamed: ShardCache | None = None
 ) -> list[Path]:
-    """Return the local paths of shards, after downloading them if needed.
+    """Find shards and return their local paths, after downloading remote ones.
 
     Args:
-        where: folder of ``*.tar`` files, path or URL with braces (``train-{0000..1023}.tar``), path with wildcards, or a list
-            of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
+        where: folder of ``*.tar`` files, a path or URL with braces (``train-{0000..1023}.tar``), a path with wildcards, or a
+            list of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
         cache: folder for downloads; None for :func:`default_cache`.
         streamed: cache that fetches shards at URLs when they are read; None to download them now.
 
     Raises:
-        FileNotFoundError: if a folder, path or pattern gives no shard.
+        FileNotFoundError: if a folder, path or pattern matches no shard.
         ValueError: if the scheme of a URL is not allowed, or braces cannot be expanded.
     """
     names = [where] if isinstance(where, str) else list(where)
@@ -64,7 +64,7 @@ def find_shards(
 
 
 def expand_braces(name: str) -> list[str]:
-    """Expand a pattern with braces into all names.
+    """Expand braces in a path or URL, such as ``train-{0000..1023}.tar``, into all names that they stand for.
 
     Raises:
         ValueError: if the braces are not balanced, or stand for too many names.
@@ -73,7 +73,9 @@ def expand_braces(name: str) -> list[str]:
     count = _count_names(name) if len(name) <= LONGEST_PATTERN else None
     if count is None or count > MOST_SHARDS or count * len(name) > LONGEST_NAMES:
         many = f"{len(name)} characters" if count is None else f"{count} names"
-        raise ValueError(f"{start}: {many} are more than shards have (at most {MOST_SHARDS} names); check the braces")
+        raise ValueError(
+            f"{start}: {many} are too many for a list of shards (at most {MOST_SHARDS} names); check the braces"
+        )
     try:
         return list(braceexpand(name))
     except (ValueError, RecursionError) as error:
@@ -83,7 +85,7 @@ def expand_braces(name: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names of a pattern without expanding it."""
+    """Count the names that a pattern with braces stands for, without expanding it."""
     sums, products, starts = (
         [0],
         [1],
@@ -113,18 +115,18 @@ def _count_names(pattern: str) -> int:
 def _local(name: str) -> list[Path]:
     path = Path(name)
     if path.is_dir():
-        found = sorted(file for file in path.glob("*.tar") if is_visible(file.name))
+        shards = sorted(file for file in path.glob("*.tar") if is_visible(file.name))
     elif path.is_file():
-        found = [path]
+        shards = [path]
     else:
-        found = sorted(path.parent.glob(path.name)) if any(c in path.name for c in "*?[") else []
-    if not found:
-        what = "holds no *.tar files" if path.is_dir() else "does not exist"
+        shards = sorted(path.parent.glob(path.name)) if any(c in path.name for c in "*?[") else []
+    if not shards:
+        problem = "holds no *.tar files" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{name} {what}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; images also as "
-            "a folder with one folder for each class"
+            f"{name} {problem}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; for images, "
+            "also a folder with one subfolder for each class"
         )
-    return found
+    return shards
 
 
 def _download(urls: list[str], folder: Path) -> list[Path]:
@@ -147,17 +149,17 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Check whether a folder contains shards, not sample files."""
+    """Return whether a folder contains shards instead of sample files."""
     return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """Return the path of a file shared by all shards of a prefix, such as ``train-manifest.json`` for ``train-00017.tar``."""
+    """Return the path of a file that the shards of a prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
 class ShardReader:
-    """Reader of members of samples by index, over many shards. Processes may share it.
+    """Reader of WebDataset shards: it reads the files (members) of a sample by the index of the sample over all shards.
 
     Args:
         shards: local paths of the shards, see :func:`find_shards`.
@@ -174,8 +176,8 @@ class ShardReader:
 
         with ThreadPoolExecutor(8) as pool:
             tables = pool.map(load, self.shards)
-            few = len(self.shards) < 32
-            self.tables = list(track(tables, "reading shard tables", total=len(self.shards), disable=few))
+            is_quick = len(self.shards) < 32
+            self.tables = list(track(tables, "reading shard tables", total=len(self.shards), disable=is_quick))
         self.shard_sizes = [len(table.keys) for table in self.tables]
         self._ends = np.cumsum(self.shard_sizes)
         self._open: OrderedDict[int, int] = OrderedDict()
@@ -186,11 +188,11 @@ class ShardReader:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def describe(self, index: int) -> str:
-        """Return shard and key of a sample, for messages."""
+        """Describe the location of a sample by its shard and key, for messages."""
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
-        where = self._urls.get(self.shards[shard], self.shards[shard])
-        return f"{where}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
+        location = self._urls.get(self.shards[shard], self.shards[shard])
+        return f"{location}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, wanted: Sequence[str]) -> str:
         """Return the first of the ``wanted`` extensions that a sample has.
@@ -207,7 +209,7 @@ class ShardReader:
         raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
 
     def sort_members(self, pattern: str) -> tuple[list[str], np.ndarray]:
-        """Find the member of each sample whose extension matches a regular expression.
+        """Find, for each sample, the member whose extension matches a regular expression.
 
         Args:
             pattern: regular expression for the complete extension.
@@ -217,15 +219,15 @@ class ShardReader:
             for a sample without such a member.
         """
         names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
-        found = np.zeros(len(self), np.int64)
+        extension_numbers = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
             for name in set(names) & set(table.extensions):
                 has = table.offsets[:, table.extensions.index(name)] >= 0
-                found[end - len(table.keys) : end][has] = names.index(name)
-        return names, found
+                extension_numbers[end - len(table.keys) : end][has] = names.index(name)
+        return names, extension_numbers
 
     def count_members(self, pattern: str) -> np.ndarray:
-        """Count the members of each sample whose complete extension matches a regular expression, ``[samples]`` int64."""
+        """Count, for each sample, the members whose complete extension matches a regular expression, ``[samples]`` int64."""
         counts = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
             columns = [number for number, name in enumerate(table.extensions) if re.fullmatch(pattern, name)]
@@ -233,7 +235,7 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Return the size of a member in bytes."""
+        """Return the size in bytes of the member of a sample with an extension."""
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])
@@ -253,8 +255,8 @@ class ShardReader:
         """
         shard, row = self._find(index)
         table = self.tables[shard]
-        rest = max(0, self.size(index, extension) - start)
-        size = rest if count is None else min(count, rest)
+        remaining = max(0, self.size(index, extension) - start)
+        size = remaining if count is None else min(count, remaining)
         if size > LARGEST_SAMPLE:
             raise BrokenSampleError(
                 f"{self.describe(index)}: .{extension} has {size} bytes, at most {LARGEST_SAMPLE} are read at once"
@@ -268,8 +270,8 @@ class ShardReader:
         written = table.written if self.shards[shard] not in self._urls else status.st_mtime_ns
         if (status.st_size, status.st_mtime_ns) != (table.size, written):
             raise ShardUnavailableError(
-                f"{self.shards[shard]} was written again while it is in use, so that its members lie elsewhere; leave shards "
-                "as they are, and call the same command again"
+                f"{self.shards[shard]} was rewritten while it is in use, so the positions of its members have changed; leave "
+                "shards unchanged, and run the same command again"
             )
         return data
 
@@ -283,7 +285,7 @@ class ShardReader:
         try:
             values = parse_array(data)
         except ValueError as error:
-            raise BrokenSampleError(f"{self.describe(index)}: .{extension} is no array ({error})") from error
+            raise BrokenSampleError(f"{self.describe(index)}: .{extension} is not an array ({error})") from error
         if values.dtype.kind != "f" or not np.isfinite(values).all():
             raise BrokenSampleError(
                 f"{self.describe(index)}: .{extension} holds {values.dtype}, not finite numbers only"
@@ -334,5 +336,5 @@ class ShardReader:
         yield self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop open files when pickled for a worker process."""
+        """Return the state to send to a worker process, without open files."""
         return {**self.__dict__, "_open": OrderedDict()}

@@ -1,4 +1,4 @@
-"""Interface of sources, which give the samples of a data set by index, and errors for samples and shards."""
+"""Interface of sources, which return the samples of a data set by index, and errors for samples and shards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_mhla.system.listing import shown
 
 
 class BrokenSampleError(ValueError):
-    """Raised for an unusable sample. The message names its location and the defect."""
+    """Raised for a sample that cannot be used. The message names its location and the defect."""
 
 
 class ShardUnavailableError(OSError):
-    """Raised for a shard that cannot be fetched. No sample is skipped; the run can resume."""
+    """Raised for a shard that cannot be downloaded. It ends the run, which can resume, instead of skipping samples."""
 
 
 LARGEST_SAMPLE = 1 << 30
@@ -22,7 +22,7 @@ LARGEST_SAMPLE = 1 << 30
 
 
 def read_sample(path: Path) -> bytes:
-    """Read a file of a sample.
+    """Read a file of a sample into memory, with a limit on its size.
 
     Raises:
         BrokenSampleError: if the file has more than :data:`LARGEST_SAMPLE` bytes.
@@ -38,7 +38,7 @@ class BrokenContentError(ValueError):
 
 
 class SampleSource(Protocol):
-    """Protocol of sources: samples by index. Reading may use the global random generators, which are seeded for each sample.
+    """Protocol of data sets: samples by index. Reading may use the global random generators, which are seeded for each sample.
 
     A source whose samples have several shapes also has an attribute ``groups``, ``[samples]`` int64. Samples of one group have
     the same shape, and each batch contains samples of one group.

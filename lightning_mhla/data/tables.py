@@ -1,4 +1,4 @@
-"""Member tables of tar shards: scanned once, checked, and saved beside the shard or in the cache folder."""
+"""Member tables of tar shards, which list the position of each file; saved beside the shard or in the cache folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True, eq=False)
 class MemberTable:
-    """Member table of one shard.
+    """Table of the files (members) in one tar shard, by sample and extension.
 
     Attributes:
         keys: keys of the samples, ``[n]`` str.
@@ -70,14 +70,14 @@ class MemberTable:
     written: int
 
     def agrees(self, other: MemberTable) -> bool:
-        """Return whether two tables have the same members at the same offsets."""
+        """Return whether another table lists the same members at the same offsets."""
         arrays = ((self.keys, other.keys), (self.offsets, other.offsets), (self.sizes, other.sizes))
         same = (self.size, self.extensions) == (other.size, other.extensions)
         return same and all(np.array_equal(one, two) for one, two in arrays)
 
 
 class _Member(tarfile.TarInfo):
-    """Tar member that limits the size of extended headers."""
+    """Tar member whose extended headers may not exceed :data:`LONGEST_HEADER`."""
 
     def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:
@@ -98,7 +98,7 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of tar headers during a download, which ends the download of anything but a shard early.
+    """Check of tar headers during a download, which stops the download of a file that is not a shard.
 
     Args:
         name: name of the file, for error messages.
@@ -111,22 +111,22 @@ class TarCheck:
         self._zeros = self._members = 0
 
     def __call__(self, data: bytes) -> None:
-        """Process the next bytes of the file.
+        """Check the next bytes of the file.
 
         Raises:
             BrokenContentError: if the bytes do not continue a shard.
         """
-        rest = memoryview(data)
-        while rest:
+        remaining = memoryview(data)
+        while remaining:
             if self._left:
-                part, rest = rest[: self._left], rest[self._left :]
+                part, remaining = remaining[: self._left], remaining[self._left :]
                 self._left -= len(part)
                 if self._kept:
                     self._further += part
                 continue
             count = tarfile.BLOCKSIZE - len(self._header)
-            self._header += rest[:count]
-            rest = rest[count:]
+            self._header += remaining[:count]
+            remaining = remaining[count:]
             if len(self._header) == tarfile.BLOCKSIZE:
                 block = bytes(self._header)
                 self._header.clear()
@@ -136,22 +136,22 @@ class TarCheck:
         if block.count(0) == len(block):
             self._zeros += len(block)
             if self._zeros > LONGEST_TAIL or not self._members:
-                raise BrokenContentError(f"{self.name} is not a tar file: zeros where a member belongs")
+                raise BrokenContentError(f"{self.name} is not a tar file: zeros in place of a member")
             return
         try:
             if self._zeros:
-                raise tarfile.ReadError("something follows its end")
+                raise tarfile.ReadError("data follows its end")
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             if member.size < 0 or (member.type in FURTHER and member.size > LONGEST_HEADER):
                 raise tarfile.ReadError(f"a header of {member.size} bytes, at most {LONGEST_HEADER} are read")
         except (tarfile.TarError, *BROKEN) as error:
-            raise BrokenContentError(f"{self.name} is not a whole tar file ({reason(error)})") from error
+            raise BrokenContentError(f"{self.name} is not a complete tar file ({reason(error)})") from error
         self._members += 1
         if self._members > MOST_MEMBERS:
             raise BrokenContentError(f"{self.name} has more than {MOST_MEMBERS} members; write smaller shards")
         size = member.size
-        if self._kept and (given := re.search(rb"\d+ size=(\d{1,18})\n", self._further)):
-            size = int(given[1])  # members of more than 8 GiB have their size in a PAX header
+        if self._kept and (size_record := re.search(rb"\d+ size=(\d{1,18})\n", self._further)):
+            size = int(size_record[1])  # members of more than 8 GiB have their size in a PAX header
         self._kept = member.type == tarfile.XHDTYPE
         self._further.clear()
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES or member.type in FURTHER
@@ -159,7 +159,7 @@ class TarCheck:
 
 
 def scan_shard(path: Path, name: str | None = None) -> MemberTable:
-    """Read a shard's member table from its headers.
+    """Make the member table of a shard by reading its tar headers.
 
     Args:
         path: path of the shard.
@@ -190,13 +190,13 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
     except PermissionError:
         raise
     except (tarfile.TarError, OSError, *BROKEN) as error:
-        raise ValueError(f"{where}: not a whole tar file ({reason(error)}); write or download it again") from error
+        raise ValueError(f"{where}: not a complete tar file ({reason(error)}); write or download it again") from error
     extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
     if len(extensions) > MOST_EXTENSIONS:
-        raise ValueError(f"{where}: {len(extensions)} kinds of members, at most {MOST_EXTENSIONS} are read")
+        raise ValueError(f"{where}: {len(extensions)} different extensions, at most {MOST_EXTENSIONS} are read")
     if end + 512 > total:
         raise ValueError(
-            f"{where}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
+            f"{where}: cut short, {total} bytes instead of at least {end + 1024}; write or download it again"
         )
     if total - end > LONGEST_TAIL:
         raise ValueError(f"{where}: {total - end} bytes follow its last member; write or download it again")
@@ -204,7 +204,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
         stream.seek(end)
         if any(chunk.count(0) != len(chunk) for chunk in iter(lambda: stream.read(1 << 20), b"")):
             raise ValueError(
-                f"{where}: not a whole tar file (no member where byte {end} is); write or download it again"
+                f"{where}: not a complete tar file (no member where byte {end} is); write or download it again"
             )
     missing = (-1, 0)
     table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
@@ -214,7 +214,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
-    """Return the member table of a shard, from a saved file if that matches the shard, otherwise by a scan.
+    """Return the member table of a local shard, from a saved file if that matches the shard, otherwise by a scan.
 
     A new table is saved beside the shard or, if that folder is read-only, in the cache folder.
 
@@ -232,9 +232,9 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     for file in candidates:
         if file.is_relative_to(root) and not _is_own(file):
             continue
-        kept = read_table(file)
-        if kept is not None and (kept.size, kept.written) == (stat.st_size, stat.st_mtime_ns):
-            return kept
+        saved = read_table(file)
+        if saved is not None and (saved.size, saved.written) == (stat.st_size, stat.st_mtime_ns):
+            return saved
     table = scan_shard(path)
     for file in candidates:
         try:
@@ -244,12 +244,12 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
                 aside.write_bytes(table_bytes(table))
             break
         except OSError as error:
-            log.info("member table of %s not kept at %s: %s", path, file, error)
+            log.info("member table of %s could not be saved at %s: %s", path, file, error)
     return table
 
 
 def _is_own(file: Path) -> bool:
-    """Check whether a file exists and was not put into the cache by a different user."""
+    """Return whether a file exists and belongs to this user, so that it can be trusted."""
     try:
         check_own(file.parent, is_kind=S_ISDIR)
         check_own(file)
@@ -259,7 +259,7 @@ def _is_own(file: Path) -> bool:
 
 
 def table_file(shard: Path) -> Path:
-    """Return the path of the member table beside a shard."""
+    """Return the path of the saved member table beside a shard."""
     return shard.with_name(shard.name + INDEX)
 
 
@@ -278,20 +278,20 @@ def table_bytes(table: MemberTable) -> bytes:
 
 
 def read_table(file: Path) -> MemberTable | None:
-    """Read a saved member table.
+    """Read a saved member table from an ``.npz`` file.
 
     Returns:
         The table; None if there is no such file or, after a warning, if it is not a valid table.
     """
     try:
-        with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as kept:
+        with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as arrays:
             # a table is saved uncompressed; a compressed one could expand to fill the memory
             if sum(info.file_size for info in archive.infolist()) > file.stat().st_size:
                 raise ValueError("its arrays are larger than the file")
-            stamp = kept["stamp"]
+            stamp = arrays["stamp"]
             if stamp.shape != (2,) or stamp.dtype != np.int64 or stamp[0] < 0:
                 raise ValueError("no member table")
-            return _checked_table(kept, int(stamp[0]), int(stamp[1]))
+            return _checked_table(arrays, int(stamp[0]), int(stamp[1]))
     except FileNotFoundError:
         return None
     except (OSError, BadZipFile, zlib.error, NotImplementedError, *BROKEN) as error:
@@ -299,29 +299,29 @@ def read_table(file: Path) -> MemberTable | None:
         return None
 
 
-def _checked_table(kept: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
+def _checked_table(arrays: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
     """Build a member table from the arrays of a file, after checking them.
 
     Args:
-        kept: arrays by name.
+        arrays: arrays by name.
         total: size of the shard in bytes.
         written: modification time of the shard, in nanoseconds.
 
     Raises:
         ValueError: if the arrays are not a member table, or a member lies outside the shard.
     """
-    keys, extensions, offsets, sizes = (kept[name] for name in ("keys", "extensions", "offsets", "sizes"))
+    keys, extensions, offsets, sizes = (arrays[name] for name in ("keys", "extensions", "offsets", "sizes"))
     shape = (len(keys), len(extensions))
     plain = keys.ndim == extensions.ndim == 1 and keys.dtype.kind == extensions.dtype.kind == "U"
     if len(keys) > MOST_MEMBERS:
         raise ValueError(f"more than {MOST_MEMBERS} samples")
-    whole = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
-    if not (plain and whole and (offsets >= -1).all() and (sizes >= 0).all()):
+    matches = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
+    if not (plain and matches and (offsets >= -1).all() and (sizes >= 0).all()):
         raise ValueError("no member table")
     if len(keys) * 512 > total or (len(keys) and not len(extensions)) or len(extensions) > MOST_EXTENSIONS:
-        raise ValueError("more samples or kinds of members than a shard of its size has")
+        raise ValueError("more samples or different extensions than a shard of its size can have")
     if max(keys.dtype.itemsize, extensions.dtype.itemsize) > 4 * LONGEST_NAME:
-        raise ValueError("names longer than a shard has")
+        raise ValueError("names longer than a shard may have")
     if (offsets > total).any() or (sizes > total - np.maximum(offsets, 0)).any():
         raise ValueError("members outside the shard")
     return MemberTable(keys, tuple(extensions.tolist()), offsets, sizes, total, written)

@@ -36,7 +36,7 @@ AT_ONCE = 32
 
 
 class Skipped:
-    """Counter of the broken samples that a command leaves out, with a warning for each.
+    """Counter of broken samples that a command skips, with a warning for each and an error above a limit.
 
     Args:
         limit: maximum number of samples to skip.
@@ -49,7 +49,7 @@ class Skipped:
         """Count a broken sample and log its error.
 
         Raises:
-            BrokenSampleError: if there are now more than the limit.
+            BrokenSampleError: if the number of broken samples exceeds the limit.
         """
         log.warning("skipped: %s", error)
         self.count += 1
@@ -60,7 +60,7 @@ class Skipped:
 
 
 class Preparation:
-    """Context of a command that writes the shards of a prefix, in one process or in several with a rank each.
+    """Context manager of a command that writes the shards of a prefix, in one process or in several.
 
     Entering it waits for other calls for the same prefix, and compares the options and origins with those that the shards
     were begun with; see :func:`lightning_mhla.data.origins.resume_order` for the errors.
@@ -125,12 +125,12 @@ class Preparation:
         title: str,
         digits: int = 5,
     ) -> list[Path]:
-        """Write this process's share of the missing shards, ``folder/prefix-00000.tar`` and so on.
+        """Write the missing shards that are assigned to this process: ``folder/prefix-00000.tar`` and so on.
 
         Args:
             count: number of samples in all shards.
             per_shard: number of samples in a shard.
-            samples: function that returns the samples with the numbers in a range.
+            samples: function from a range of sample numbers to these samples.
             title: title of the progress bar.
             digits: number of digits in a shard's name.
 
@@ -139,11 +139,11 @@ class Preparation:
         """
         rank, world = self.share
         shards = shard_ranges(self.shards.folder, self.shards.prefix, count, per_shard, digits)
-        mine = shards[rank::world]
+        own_shards = shards[rank::world]
         fill_shards(
-            ((path, len(here), samples(here)) for path, here in mine),
+            ((path, len(numbers), samples(numbers)) for path, numbers in own_shards),
             title,
-            sum(len(here) for _, here in mine),
+            sum(len(numbers) for _, numbers in own_shards),
             quiet=rank > 0,
         )
         return [path for path, _ in shards]
@@ -151,7 +151,7 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Context that holds a lock on a file; waits, with a message, while a different process holds it.
+    """Context manager that holds a lock on a file, and first waits, with a warning, while another process holds it.
 
     Some network file systems have no locks, or none between hosts; :func:`shard_writer` is safe without locks.
 
@@ -186,19 +186,19 @@ def write_shards(
     origins: Sequence[Origin] | None = None,
     force: bool = False,
 ) -> list[Path]:
-    """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
+    """Write items as the samples of shards ``folder/prefix-0000.tar`` and so on, in order.
 
-    A shard gets its final name when it is complete, and existing shards are not written again, so a stopped call can be
-    repeated to resume. A second call for the same prefix waits for the first.
+    A shard gets its final name when it is complete, and existing shards are not written again, so repeating a stopped call
+    resumes it. A second call for the same prefix waits for the first.
 
     Args:
         items: samples to write; sample i gets the key ``i`` in eight digits.
-        encode: function from an item to its members, extension to bytes or a number; called in several threads.
+        encode: function from an item to its members, a dict from extension to bytes or a number; called in several threads.
         folder: folder of the shards, created if missing.
         prefix: prefix of the file names.
         per_shard: number of samples in a shard; the last shard, and shards with broken items, may contain fewer.
         max_skipped: maximum number of items to leave out, with a warning each, because ``encode`` raises BrokenSampleError.
-        made_with: options that the samples depend on.
+        made_with: options that the samples depend on; a later call with different options is rejected.
         origins: origin of each item; None if ``repr(item)`` describes an item completely.
         force: whether to delete the shards of an earlier call first.
 
@@ -225,10 +225,10 @@ def write_shards(
     ):
 
         def samples(here: range) -> Iterator[dict[str, Any]]:
-            for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
-                numbers = [call.order[number] for number in few]
+            for batch in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
+                numbers = [call.order[number] for number in batch]
                 chosen = [None if number is None else items[number] for number in numbers]
-                for number, members in zip(few, pool.map(attempt, chosen), strict=True):
+                for number, members in zip(batch, pool.map(attempt, chosen), strict=True):
                     if isinstance(members, BrokenSampleError):
                         call.skipped.add(members)
                     elif members is not None:
@@ -242,7 +242,18 @@ def write_shards(
 
 
 def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:
-    """Return path and sample numbers of each shard: ``folder/prefix-00000.tar`` and so on, with ``per_shard`` samples each."""
+    """Divide samples among shards.
+
+    Args:
+        folder: folder of the shards.
+        prefix: prefix of the shards' names.
+        count: number of samples in all shards.
+        per_shard: number of samples in a shard.
+        digits: number of digits in a shard's name.
+
+    Returns:
+        Path of each shard, ``folder/prefix-00000.tar`` and so on, and the range of its sample numbers.
+    """
     starts = range(0, count, per_shard)
     return [
         (folder / f"{prefix}-{number:0{digits}d}.tar", range(start, min(start + per_shard, count)))
@@ -253,7 +264,7 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
 def fill_shards(
     shards: Iterable[tuple[Path, int, Iterable[dict[str, Any]]]], title: str, total: int | None, quiet: bool = False
 ) -> list[Path]:
-    """Write shards that do not exist yet; each gets its final name when it is complete.
+    """Write those of some shards that do not exist yet; each gets its final name when it is complete.
 
     Args:
         shards: path, number of samples and samples of each shard; samples of an existing shard are not read.
@@ -283,11 +294,11 @@ def fill_shards(
 def readable(
     source: SampleSource, order: Sequence[int | None], here: Iterable[int], skipped: Skipped
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the readable samples among some numbers, and count the broken ones.
+    """Iterate over the readable samples among those requested, and count the broken ones.
 
     Args:
         source: source of the samples.
-        order: index into the source of each number; None if the sample no longer exists.
+        order: index in the source of the sample with each number; None if the sample no longer exists.
         here: numbers of the samples to read.
         skipped: counter of broken samples.
 
@@ -308,10 +319,10 @@ def readable(
 
 
 def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
-    """Iterate over consecutive items in lists of ``count``; the last list may have fewer."""
+    """Iterate over items in lists of ``count`` consecutive ones; the last list may be shorter."""
     iterator = iter(items)
-    while few := list(itertools.islice(iterator, count)):
-        yield few
+    while group := list(itertools.islice(iterator, count)):
+        yield group
 
 
 def array_bytes(values: Tensor | np.ndarray) -> bytes:
@@ -323,11 +334,11 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
-    """Context that writes a shard atomically, even if several processes write the same one.
+    """Context manager that writes a shard atomically, even if several processes write the same shard.
 
     Each process writes an unfinished file of its own beside the shard. At the end, it removes the unfinished files of other
-    processes that have not changed in the meantime, since their processes were killed. A process that does still write, on a
-    host whose locks are not visible here, finds its file missing and the shard complete.
+    processes that have not changed in the meantime, since their processes were killed. A process that is still writing, on
+    a host whose locks are not visible here, finds its file missing and the shard complete.
 
     Args:
         path: path of the shard.
@@ -335,7 +346,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     Raises:
         FileExistsError: if the unfinished file was removed, and the shard does not exist.
     """
-    left = {part: _stamp(part) for part in _unfinished(path)}
+    abandoned = {part: _stamp(part) for part in _unfinished(path)}
     aside = beside(path)
     stream = aside.open("xb")
     try:
@@ -352,21 +363,21 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     except FileNotFoundError as error:  # a process that does not see our lock removed it as a leftover
         if not path.exists():
             raise FileExistsError(
-                f"{aside} was removed while it was written; call again once nothing else writes it"
+                f"{aside} was removed while it was being written; run the command again once no other process writes it"
             ) from error
-    for part, stamp in left.items():
+    for part, stamp in abandoned.items():
         if stamp is not None and _stamp(part) == stamp:
             part.unlink(missing_ok=True)
 
 
 def _unfinished(path: Path) -> list[Path]:
-    """Return the paths of the unfinished files of a shard, of any process."""
+    """List the unfinished files of a shard, written by any process."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
     return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, size and modification time of a file in nanoseconds; None if there is no such file."""
+    """Return the inode, size in bytes and modification time in nanoseconds of a file; None if there is no such file."""
     with suppress(FileNotFoundError):
         status = path.stat()
         return status.st_ino, status.st_size, status.st_mtime_ns

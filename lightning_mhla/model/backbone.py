@@ -23,7 +23,7 @@ SHARED_BLOCK = 64
 
 
 class Backbone(LayoutTables):
-    """Transformer blocks over the tokens of one layout, and a final norm.
+    """Transformer shared by all domains: a stack of blocks over a grid of tokens, and a final norm.
 
     Tokens are brought into block order before the first block, and back into raster order after the last one.
 
@@ -129,15 +129,15 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Apply all blocks and the final norm.
+        """Apply all blocks and the final norm to a batch of tokens.
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order, prefix tokens first.
-            condition: see :meth:`Block.forward`.
-            context: see :meth:`Block.forward`.
+            condition: conditioning vectors, ``[B, condition_dim]``; required with ``condition_dim``.
+            context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool, in raster order; None for all.
-            context_mask: see :meth:`Block.forward`.
-            cu_seqlens: see :meth:`Block.forward`.
+            context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
+            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal backbones only.
             share: this process's part of sequences that several processes share; None for complete sequences.
             positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to count the tokens of each sequence.
             states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each in raster
@@ -178,14 +178,15 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Process the next tokens of every row in a causal backbone, and update the cache with them.
+        """Process the next tokens of every row during generation with a causal backbone, and update the cache.
 
         Args:
             x: next tokens, ``[B, N, dim]``; tokens of a row beyond its count are padding.
             cache: states of the earlier tokens, updated in place.
             counts: number of tokens in each row that are not padding.
-            positions: see :meth:`forward`; None for the positions that follow those in the cache.
-            states: see :meth:`forward`.
+            positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None for those that follow the cache.
+            states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each; None to skip
+                this.
 
         Returns:
             ``[B, N, dim]``.
@@ -201,7 +202,12 @@ class Backbone(LayoutTables):
         return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
-        """This process's part of sequences of ``tokens`` tokens that the processes of ``group`` share."""
+        """Return this process's part of sequences that several processes share.
+
+        Args:
+            group: process group.
+            tokens: number of tokens in a sequence.
+        """
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
         return SequenceShare(group, tokens, int(size))
@@ -212,17 +218,21 @@ class Backbone(LayoutTables):
 
     @property
     def layers(self) -> list[Block]:
-        """The blocks, first to last."""
+        """Transformer blocks, from first to last."""
         return cast(list[Block], list(self.blocks))
 
     @property
     def max_tokens(self) -> int | None:
-        """Number of tokens in the longest sequence that all layers take; None for sequences of any length."""
+        """Number of tokens in the longest sequence that every layer supports; None for sequences of any length."""
         limits = [block.attn.max_tokens for block in self.layers]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def extend(self, tokens: int) -> None:
-        """Extend a causal backbone to sequences of ``tokens`` tokens. Its results for shorter ones stay the same."""
+        """Extend a causal backbone to longer sequences; its results for shorter ones stay the same.
+
+        Args:
+            tokens: number of tokens in the longest sequence.
+        """
         if tokens <= self.layout.num_tokens:
             return
         for block in self.layers:
@@ -230,14 +240,21 @@ class Backbone(LayoutTables):
         self.layout = self.layers[0].attn.layout
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
-        """Rotary angles by rotary base, for the layers that rotate by sequence positions; computed once for each base."""
+        """Compute the rotary angles of positions for all layers that rotate by sequence position, once for each rotary base.
+
+        Args:
+            positions: positions of the tokens, ``[N]`` or ``[B, N]``.
+
+        Returns:
+            Angles by rotary base.
+        """
         layers = [block.attn for block in self.layers if block.attn.rotary and not block.attn.turns_by_grid]
         using = {layer.config.rotary_base: layer for layer in layers}
         return {base: layer.angles(positions) for base, layer in using.items()}
 
 
 def _init_linear(module: nn.Module) -> None:
-    """Initialise weights from a truncated normal of standard deviation 0.02 and biases with zeros, as ViT and DeiT do."""
+    """Initialize a linear layer as ViT and DeiT do: weights from a truncated normal (standard deviation 0.02), biases zero."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

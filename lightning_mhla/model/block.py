@@ -25,7 +25,7 @@ MLPS: dict[MlpKind, Callable[..., nn.Module]] = {
 
 
 def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) -> nn.Module:
-    """Make a normalisation layer over the last axis, of width ``dim``.
+    """Create a normalization layer over the last axis, of width ``dim``.
 
     Args:
         kind: ``"layernorm"`` or ``"rmsnorm"``.
@@ -34,7 +34,7 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
         eps: added to the variance or the mean square.
 
     Raises:
-        ValueError: for a different kind.
+        ValueError: if ``kind`` is unknown.
     """
     if kind == "layernorm":
         return nn.LayerNorm(dim, eps=eps, elementwise_affine=affine)
@@ -43,12 +43,12 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
     raise ValueError(f"norm={kind!r} is not one of 'layernorm', 'rmsnorm'")
 
 
-def _keep(kept: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
-    return x if kept is None else x * kept[branch]
+def _keep(factors: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
+    return x if factors is None else x * factors[branch]
 
 
 class Block(nn.Module):
-    """Self-attention, optional cross-attention and an MLP, each after a norm and with a residual connection.
+    """Transformer layer: self-attention, optional cross-attention and an MLP, each after a norm and with a residual connection.
 
     Args:
         dim: width of the tokens.
@@ -138,9 +138,9 @@ class Block(nn.Module):
             context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool; None for all.
             context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
-            rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
-            cu_seqlens: see :meth:`lightning_mhla.attention.Attention.forward`.
-            share: see :meth:`lightning_mhla.attention.Attention.forward`.
+            rotary: rotary angles of the tokens, see :meth:`lightning_mhla.attention.Attention.forward`.
+            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
+            share: this process's part of sequences that several processes share; None for complete sequences.
             kept: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None to
                 draw it here.
 
@@ -161,9 +161,13 @@ class Block(nn.Module):
         return x + _keep(kept, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Draw the factors of stochastic depth, one tensor ``[B, 1, 1]`` for each residual branch.
+        """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch.
 
-        A factor is 0 for a sample that skips the branch. Returns None if no sample can skip one.
+        Args:
+            x: tokens, ``[B, N, dim]``.
+
+        Returns:
+            Factors of each residual branch, ``[B, 1, 1]`` each; None if no sample can skip a branch.
         """
         if not (self.training and self.drops):
             return None
@@ -171,11 +175,11 @@ class Block(nn.Module):
         return tuple(self.drop_path(ones) for _ in range(2 if self.cross is None else 3))
 
     def next_tokens(self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None) -> tuple[Tensor, Any]:
-        """Process the next tokens of every row; see :meth:`lightning_mhla.attention.Attention.next_tokens`.
+        """Process the next tokens of every row during generation; see :meth:`lightning_mhla.attention.Attention.next_tokens`.
 
         Args:
             x: next tokens, ``[B, N, dim]``.
-            state: state of the attention; None before any token.
+            state: state of the attention after the earlier tokens; None before the first token.
             counts: number of tokens in each row that are not padding.
             rotary: rotary angles of the tokens.
 

@@ -1,4 +1,4 @@
-"""State of a model between the calls of generation: one state for each layer."""
+"""State of a model between the calls of autoregressive generation: one state for each layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class GenerationCache:
-    """States of all layers of a :class:`lightning_mhla.Backbone`, updated in place as tokens arrive.
+    """Generation states of all layers of a :class:`lightning_mhla.Backbone`, updated in place as tokens are generated.
 
     The state of mhla and linear attention does not grow with every token; the keys and values of softmax attention do.
 
@@ -26,7 +26,7 @@ class GenerationCache:
         self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of columns of the batch so far, padding included. transformers' generate calls this method."""
+        """Return the number of columns of the batch so far, padding included, as transformers' ``generate`` requires."""
         return self.columns
 
     @property
@@ -35,7 +35,7 @@ class GenerationCache:
         return () if self.layers[0] is None else self.layers[0].lengths
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
-        """Replace the rows by a selection of them, for example by the beams that survive.
+        """Keep a selection of the batch's rows, for example the surviving beams of a beam search.
 
         Args:
             rows: indices of rows; an index may occur several times.
@@ -44,7 +44,7 @@ class GenerationCache:
         self.layers = [None if state is None else state.select(indices) for state in self.layers]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select rows, as :meth:`select` does. transformers' beam search calls this method."""
+        """Select rows of the batch as :meth:`select` does, under the name that transformers' beam search calls."""
         self.select(beam_idx)
 
     @property

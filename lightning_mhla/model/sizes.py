@@ -1,4 +1,4 @@
-"""Width, depth and heads of a model, given by a published name or one by one; sizes of one or two sides."""
+"""Resolution of model sizes, given by a published name or number by number, and of image sizes with one or two sides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, int, int]
 def model_shape(
     named: Mapping[str, Shape], size: str | None, dim: int | None, depth: int | None, heads: int | None
 ) -> Shape:
-    """Width, depth and heads of a model, from the name of a published size or from three numbers.
+    """Return the width, depth and number of heads of a model, from the name of a published size or from three numbers.
 
     Args:
         named: published sizes by name.
@@ -21,7 +21,7 @@ def model_shape(
         heads: number of attention heads.
 
     Raises:
-        ValueError: for an unknown name, and if both or neither of name and numbers are given.
+        ValueError: if the name is unknown, or if both or neither of name and numbers are given.
     """
     if size is not None:
         if size not in named:
@@ -35,14 +35,14 @@ def model_shape(
 
 
 def both_sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """Height and width from an option that is one number for both, or a pair.
+    """Return height and width from an option that is one number for both sides, or a pair.
 
     Args:
         name: name of the option, for messages.
         size: side of a square, or height and width.
 
     Raises:
-        ValueError: for a different number of values, and for values below 1.
+        ValueError: if there are more than two values, or a value is below 1.
     """
     sides = [size, size] if isinstance(size, int) else list(size)
     if len(sides) != 2 or min(sides) < 1:

@@ -1,4 +1,4 @@
-"""Operators of the baselines: linear attention as recurrences with decay, in functions of tensors.
+"""Attention operators of baseline models: recurrences with decay, as functions of tensors.
 
 Every function takes q and k ``[B, N, H, Dk]`` and v ``[B, N, H, Dv]``. It returns ``(out, final_state)``, of the shapes
 ``[B, N, H, Dv]`` and ``[B, H, Dk, Dv]``. The functions process chunks of tokens in PyTorch, without a loop over tokens. On a

@@ -1,4 +1,4 @@
-"""Checks, the split into chunks, and the scan over chunks that the recurrences share.
+"""Steps that the recurrences share: checks of the inputs, the split into chunks, and the scan over chunks.
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M chunks, C tokens of a chunk, S sequences
 packed in one row.
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def chunk_tokens(width: int) -> int:
-    """Number of tokens in a chunk for keys and values of up to ``width`` features.
+    """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
     A longer chunk has a larger matrix of weights, and a shorter one has more states. On a CPU, 32 tokens measured fastest for
     up to 32 features and 64 tokens for more, forward and backward.
@@ -33,7 +33,7 @@ class ChunkedInputs(NamedTuple):
         k: keys, ``[B, H, M, C, K]``.
         v: values, ``[B, H, M, C, V]``.
         initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
-        bounds: first chunk of each sequence, and M.
+        bounds: index of the first chunk of each sequence, followed by M.
         partition: partition of the tokens into chunks.
         dtype: dtype of the output.
     """
@@ -47,19 +47,19 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Split a tensor into chunks like q, k and v: ``[B, N, H, ...]`` to ``[B, H, M, C, ...]``, with 3 or 4 dimensions."""
+        """Split a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the same chunks as q, k and v, ``[B, H, M, C, ...]``."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join the chunks of an output: ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype of the output."""
+        """Join the chunks of an output ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype that the caller expects."""
         return self.partition.merge(out).to(self.dtype)
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Check the inputs that all recurrences share.
+    """Check the arguments that all recurrences share.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -72,7 +72,7 @@ def check(
         ``cu_seqlens`` as a list of integers, or None.
 
     Raises:
-        ValueError: for shapes that do not match, and for bounds that do not rise from 0 to N.
+        ValueError: if shapes do not match, or the bounds do not rise from 0 to N.
     """
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
@@ -94,7 +94,7 @@ def check(
 
 
 def check_gate(name: str, gate: Tensor, shape: Sequence[int]) -> None:
-    """Check that a tensor of gates or decays has the given shape.
+    """Check that a tensor of gates or decays has the required shape.
 
     Args:
         name: name of the argument, for the message.
@@ -102,7 +102,7 @@ def check_gate(name: str, gate: Tensor, shape: Sequence[int]) -> None:
         shape: the required shape.
 
     Raises:
-        ValueError: for a tensor of a different shape.
+        ValueError: if the shape differs.
     """
     if tuple(gate.shape) != tuple(shape):
         raise ValueError(f"{name} must be {list(shape)}; got {list(gate.shape)}")
@@ -116,14 +116,14 @@ def prepare(
     initial_state: Tensor | None,
     bounds: list[int] | None,
 ) -> ChunkedInputs:
-    """Split checked inputs into chunks, in the dtype of the sums. No chunk holds tokens of two packed sequences.
+    """Split the checked inputs of a recurrence into chunks, in the dtype of its sums. No chunk spans two packed sequences.
 
     Args:
         q: queries, ``[B, N, H, K]``.
         k: keys, ``[B, N, H, K]``.
         v: values, ``[B, N, H, V]``.
         scale: factor on the queries; None for ``K ** -0.5``.
-        initial_state: initial states; None for zeros.
+        initial_state: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences; None for zeros.
         bounds: result of :func:`check`.
     """
     wide = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
@@ -147,13 +147,13 @@ def prepare(
 
 
 def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Run ``state = decay * state + update`` over the chunks of each sequence.
+    """Compute the states of a recurrence over chunks, ``state = decay * state + update``, for each sequence.
 
     Args:
         decay: decay over each chunk, ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.
-        update: what each chunk adds to the state, ``[B, H, M, K, V]``.
+        update: term that each chunk adds to the state, ``[B, H, M, K, V]``.
         initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
-        bounds: first chunk of each sequence, and M.
+        bounds: index of the first chunk of each sequence, followed by M.
 
     Returns:
         The state before every chunk, ``[B, H, M, K, V]``, and the final state of each sequence, shaped as ``initial``.
@@ -162,7 +162,13 @@ def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence
 
 
 def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
-    """Initial state of a sequence: all rows of ``initial`` if sequences are not packed, else the sequence's row."""
+    """Return the states of a sequence: all rows of ``initial`` if sequences are not packed, else the row of this sequence.
+
+    Args:
+        initial: states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
+        bounds: index of the first chunk of each sequence, followed by the number of chunks.
+        sequence: index of the sequence.
+    """
     return initial if len(bounds) == 2 else initial[sequence : sequence + 1]
 
 

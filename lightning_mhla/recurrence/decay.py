@@ -25,7 +25,9 @@ def retention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Retention (RetNet, arXiv 2307.08621, equation 5): ``out_t = scale * sum_{j <= t} exp(-decay (t - j)) (q_t . k_j) v_j``.
+    """Compute retention (RetNet, arXiv 2307.08621, equation 5).
+
+        out_t = scale * sum_{j <= t} exp(-decay (t - j)) (q_t . k_j) v_j
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -44,7 +46,7 @@ def retention(
         float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
+        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
     """
     check_gate("decay", decay, q.shape[2:3])
     log_decay = -decay.expand(q.shape[:3])
@@ -64,7 +66,7 @@ def state_space_dual(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """State-space dual (Mamba-2, arXiv 2405.21060, section 6) in the notation of attention.
+    """Compute the state-space dual (Mamba-2, arXiv 2405.21060, section 6) in the notation of attention.
 
         state_t = exp(log_decay_t) state_{t-1} + k_t v_t^T
         out_t = scale * q_t state_t
@@ -77,16 +79,18 @@ def state_space_dual(
         v: values, ``[B, N, H, Dv]``.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
         scale: factor on the products; None for ``Dk ** -0.5``.
-        initial_state: see :func:`retention`.
-        cu_seqlens: see :func:`retention`.
-        backend: see :func:`retention`.
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+            zeros.
+        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
+            row.
+        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
         float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
+        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])

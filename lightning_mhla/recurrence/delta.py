@@ -28,31 +28,34 @@ def gated_delta_rule(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10).
+    """Compute the gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10).
 
         state_t = exp(log_decay_t) (I - beta_t k_t k_t^T) state_{t-1} + beta_t k_t v_t^T
         out_t = scale * q_t state_t
 
-    Inside a chunk, the values that tokens replace depend on earlier tokens. They are the solution of a triangular system,
+    Within a chunk, the values that tokens replace depend on earlier tokens. They are the solution of a triangular system,
     which is solved for the complete chunk (the form of arXiv 2406.06484, section 3, with decay).
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
-        k: keys of length 1, ``[B, N, H, Dk]``. The caller normalises them; with longer keys the state may grow without bound.
+        k: keys of length 1, ``[B, N, H, Dk]``. The caller normalizes them; with longer keys the state may grow without bound.
         v: values, ``[B, N, H, Dv]``.
-        beta: share of the old value that is replaced, ``[B, N, H]``, in 0 .. 2.
+        beta: fraction of the old value that is replaced, ``[B, N, H]``, from 0 to 2.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
         scale: factor on the products; None for ``Dk ** -0.5``.
-        initial_state: see :func:`lightning_mhla.recurrence.retention`.
-        cu_seqlens: see :func:`lightning_mhla.recurrence.retention`.
-        backend: see :func:`lightning_mhla.recurrence.retention`; the kernels take keys of up to 256 features.
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+            zeros.
+        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
+            row.
+        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core, which take keys of up to 256 features; ``"auto"`` for
+            these kernels if they can run.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
         float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
+        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])

@@ -25,7 +25,7 @@ def gated_linear_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Gated linear attention (GLA, arXiv 2312.06635, equation 3).
+    """Compute gated linear attention (GLA, arXiv 2312.06635, equation 3).
 
         state_t = diag(exp(log_decay_t)) state_{t-1} + k_t v_t^T
         out_t = scale * q_t state_t
@@ -36,16 +36,18 @@ def gated_linear_attention(
         v: values, ``[B, N, H, Dv]``.
         log_decay: logarithm of the decay at each token and feature of the key, ``[B, N, H, Dk]``, at most 0.
         scale: factor on the products; None for ``Dk ** -0.5``.
-        initial_state: see :func:`lightning_mhla.recurrence.retention`.
-        cu_seqlens: see :func:`lightning_mhla.recurrence.retention`.
-        backend: see :func:`lightning_mhla.recurrence.retention`.
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+            zeros.
+        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
+            row.
+        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
         float64 inputs).
 
     Raises:
-        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
+        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape)

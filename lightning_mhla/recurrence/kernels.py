@@ -13,12 +13,12 @@ from torch import Tensor
 
 @cache
 def installed() -> bool:
-    """Whether fla-core is installed. It is imported by the first call that uses it."""
+    """Return whether fla-core is installed. It is imported by the first call that uses it."""
     return find_spec("fla") is not None
 
 
 def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
-    """Whether a call with queries ``q`` uses the kernels of fla-core.
+    """Return whether a recurrence uses the kernels of flash-linear-attention (fla-core).
 
     Args:
         backend: ``"torch"``, ``"triton"`` or ``"auto"``.
@@ -26,7 +26,7 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
         widest: largest Dk that the kernels support; None for any.
 
     Raises:
-        ValueError: for an unknown backend, and for ``"triton"`` if the kernels cannot run.
+        ValueError: if the backend is unknown, or if it is ``"triton"`` and the kernels cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
@@ -37,7 +37,7 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
         if installed():
             limit = "" if widest is None else f", keys of at most {widest} features"
             reason = (
-                f"they take tensors of a GPU, not float64{limit}; these are {list(q.shape)}, {q.dtype} on {q.device}"
+                f"they take tensors on a GPU, not float64{limit}; these are {list(q.shape)}, {q.dtype} on {q.device}"
             )
         raise ValueError(f"backend='triton' needs the kernels of flash-linear-attention: {reason}; use backend='auto'")
     return able and backend != "torch"
@@ -52,7 +52,7 @@ def state_space_dual(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run :func:`lightning_mhla.recurrence.state_space_dual` with fla-core's kernel, on checked arguments."""
+    """Compute :func:`lightning_mhla.recurrence.state_space_dual` with the kernel of fla-core, from checked arguments."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     out, final = chunk_simple_gla(
@@ -70,7 +70,7 @@ def gated_linear_attention(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run :func:`lightning_mhla.recurrence.gated_linear_attention` with fla-core's kernel, on checked arguments."""
+    """Compute :func:`lightning_mhla.recurrence.gated_linear_attention` with the kernel of fla-core, from checked arguments."""
     from fla.ops.gla import chunk_gla
 
     out, final = chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
@@ -87,7 +87,7 @@ def gated_delta_rule(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run :func:`lightning_mhla.recurrence.gated_delta_rule` with fla-core's kernel, on checked arguments."""
+    """Compute :func:`lightning_mhla.recurrence.gated_delta_rule` with the kernel of fla-core, from checked arguments."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     keys, values, beta = (x.to(q.dtype) for x in (k, v, beta))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 def decay_weights(log_decay: Tensor) -> Tensor:
-    """Decay weights between the tokens of a chunk.
+    """Compute the decay between each pair of tokens in a chunk.
 
     Args:
         log_decay: logarithms of the decays, at most 0, ``[..., C]``.
@@ -30,7 +30,7 @@ def decay_weights(log_decay: Tensor) -> Tensor:
 
 
 def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """Products of queries and keys of a chunk whose features decay by their own rates.
+    """Compute the products of queries and keys in a chunk, where each feature decays at a rate of its own.
 
     Entry (i, j) is ``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for ``j <= i``, and 0 for
     ``j > i``.
@@ -47,7 +47,7 @@ def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def suffix_sums(x: Tensor) -> Tensor:
-    """Sum over the later tokens of a chunk, ``x[j + 1] + ... + x[C - 1]``, along axis -2; the shape stays."""
+    """Sum over the later tokens of a chunk: entry j is ``x[j + 1] + ... + x[C - 1]`` along axis -2, in the shape of ``x``."""
     return F.pad(x[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
 
 
@@ -114,25 +114,42 @@ class _DecayedProducts(torch.autograd.Function):
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Pad tensors ``[..., C, D]`` with zeros so that C is a power of two."""
+    """Pad tensors ``[..., C, D]`` with zeros along C to the next power of two."""
     size = tensors[0].shape[-2]
-    more = (1 << (size - 1).bit_length()) - size if size else 0
-    return [F.pad(x, (0, 0, 0, more)) if more else x for x in tensors]
+    padding = (1 << (size - 1).bit_length()) - size if size else 0
+    return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in tensors]
 
 
 def _part(x: Tensor, half: int, side: int) -> Tensor:
-    """View of the first (side 0) or second (side 1) halves of all pairs of halves: ``[..., C / (2 half), half, D]``."""
+    """Return a view of the first or second halves of all parts of a chunk.
+
+    Args:
+        x: tensor of C tokens, ``[..., C, D]``.
+        half: number of tokens in a half.
+        side: 0 for the first halves, 1 for the second ones.
+
+    Returns:
+        ``[..., C / (2 half), half, D]``.
+    """
     return x.unflatten(-2, (-1, 2, half)).select(-3, side)
 
 
 def _below(products: Tensor, half: int) -> Tensor:
-    """View of the products of the second half with the first half of each pair: ``[..., half, half, C / (2 half)]``."""
+    """Return a view of the products between the second and the first half of each part of a chunk.
+
+    Args:
+        products: products of all pairs of tokens, ``[..., C, C]``.
+        half: number of tokens in a half.
+
+    Returns:
+        ``[..., half, half, C / (2 half)]``: tokens of the second half, tokens of the first half, parts.
+    """
     by_halves = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
     return by_halves.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Iterate over halves of 1, 2, 4, ... tokens.
+    """Iterate over the divisions of a chunk into pairs of halves, with 1, 2, 4, ... tokens in a half.
 
     Yields:
         The number of tokens in a half; for the second halves, the decay from their start to each token; for the first halves,

@@ -15,7 +15,7 @@ def one_token(
     initial_state: Tensor | None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Update the state with one token, and read the output from it.
+    """Compute one step of a recurrence: update the state with one token, and read the output from it.
 
     Args:
         q: query, ``[B, 1, H, K]``.

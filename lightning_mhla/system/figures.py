@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 def make_panels(
     count: int, columns: int, size: tuple[float, float], margin: tuple[float, float] = (0, 0)
 ) -> tuple[Figure, list[Any]]:
-    """Create a figure with panels in rows. The last row may be shorter.
+    """Create a matplotlib figure with panels in rows. The last row may be shorter.
 
     Args:
         count: number of panels, at least 1.
         columns: maximum number of panels in a row.
         size: width and height of a panel in inches.
-        margin: width and height of the figure in inches, in addition to the panels.
+        margin: width and height in inches that the figure has in addition to its panels.
 
     Returns:
         The figure, and the axes of its panels in order.

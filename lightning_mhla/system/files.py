@@ -32,7 +32,7 @@ def beside(path: Path, ending: str = "part") -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically, and create its folder if missing; an interrupted write leaves the previous file."""
+    """Write a text file atomically, creating its folder if missing; an interrupted write leaves the previous file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as aside:
         aside.write_text(text)
@@ -40,7 +40,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write a file to; on exit, flush it to the disk and rename it to ``path``.
+    """Context manager for an atomic write: yields a temporary path, and at its end flushes the file and renames it to ``path``.
 
     If the process stops or an error occurs before that, ``path`` stays unchanged.
     """
@@ -58,7 +58,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """Yield an empty folder to write to; on exit, replace ``folder`` by it.
+    """Context manager that replaces a folder atomically: yields an empty folder to write to, which then replaces ``folder``.
 
     If the process stops or an error occurs before that, ``folder`` stays unchanged. Files of ``folder`` that are not written
     again, such as notes or a ``.git``, are carried over, except those for which ``replaced`` is true.
@@ -117,19 +117,19 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Carry the files and the empty folders of ``source`` over to ``target``, except files that ``target`` already has.
+    """Move or link the files and empty folders of one folder into another, except files that the other already has.
 
     Args:
         source: the previous folder.
         target: the new folder.
-        is_carried: whether a path relative to ``source`` is carried over.
-        move: called with the old and the new path of each file, to link or to rename it.
+        is_carried: function of a path relative to ``source`` that returns whether to carry it over.
+        move: function of the old and the new path that links or renames a file.
 
     Raises:
         FileExistsError: if one folder has a file where the other has a folder.
     """
-    for place, folders, files in os.walk(source):
-        empty = Path(place).relative_to(source)
+    for parent, folders, files in os.walk(source):
+        empty = Path(parent).relative_to(source)
         if not (folders or files) and empty.parts and is_carried(empty):
             (target / empty).mkdir(parents=True, exist_ok=True)
     for path in filter(is_carried, _files_below(source)):
@@ -143,7 +143,7 @@ def _carry(
 
 
 def _restore(folder: Path) -> None:
-    """Restore a folder that a killed process left under its temporary name while replacing it."""
+    """Restore a folder that has only its temporary name left, because a process was killed while it replaced the folder."""
     if os.path.lexists(folder) or not folder.parent.is_dir():
         return
     with suppress(PermissionError):
@@ -154,8 +154,8 @@ def _restore(folder: Path) -> None:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """List all files and links below a folder, as paths relative to it."""
-    paths = (Path(place) / name for place, folders, files in os.walk(folder) for name in (*files, *folders))
+    """List all files and links below a folder, as paths relative to the folder."""
+    paths = (Path(parent) / name for parent, folders, files in os.walk(folder) for name in (*files, *folders))
     return [path.relative_to(folder) for path in paths if path.is_symlink() or not path.is_dir()]
 
 
@@ -188,7 +188,7 @@ def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its contents; ignore a missing one and errors inside a folder."""
+    """Remove a file, a link, or a folder with its contents; a missing path and errors inside a folder are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -196,7 +196,7 @@ def remove(path: Path) -> None:
 
 
 def give_second_name(path: Path, name: Path) -> None:
-    """Give a file, or all files in a folder, a second name atomically.
+    """Give a file or a folder a second name, atomically.
 
     The second name is a hard link, which costs neither time nor space. If the file system does not support hard links, or
     ``name`` is on a different file system, it is a copy.

@@ -13,12 +13,12 @@ Row = TypeVar("Row")
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Return the log folder of this run, the same on every rank. Collective: call it on every rank."""
+    """Return the log folder of a run, the same on every rank. Collective: call it on every rank."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def checkpoint_folder(trainer: Trainer) -> Path:
-    """Return the folder of this run's checkpoints. Collective: call it on every rank."""
+    """Return the folder of a run's checkpoints, the same on every rank. Collective: call it on every rank."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             return Path(callback.dirpath)
@@ -26,7 +26,7 @@ def checkpoint_folder(trainer: Trainer) -> Path:
 
 
 def gather_rows(trainer: Trainer, rows: list[Row]) -> list[Row]:
-    """Concatenate the rows of all processes in rank order, on every process. Collective: call it on every rank."""
+    """Gather the rows of all processes on every process, in rank order. Collective: call it on every rank."""
     if trainer.world_size == 1:
         return rows
     parts: list[Any] = [None] * trainer.world_size

@@ -24,7 +24,7 @@ def keep_plain(module: Any) -> None:
 
 
 def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested options to a dict from dotted names to values, with tuples as lists.
+    """Flatten nested options to a dict from dotted names to values; tuples become lists.
 
     Args:
         options: nested dicts and dataclasses.
@@ -41,7 +41,7 @@ def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LoggedApart(HyperparametersMixin):
-    """Mixin that logs hyperparameters without secrets, under a prefix that differs for modules and data modules.
+    """Mixin that logs hyperparameters without secrets, under separate prefixes for modules and data modules.
 
     Lightning merges the hyperparameters of both for loggers, and fails if one name has two values: ``train`` is a part of the
     network in a module and a folder in a data module. Checkpoints keep the names without a prefix.

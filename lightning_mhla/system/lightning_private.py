@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def logger_connector(trainer: Trainer) -> Any:
-    """Return the component of a trainer that collects logged metrics."""
+    """Return the component of a trainer that collects the logged metrics."""
     return trainer._logger_connector
 
 
@@ -25,50 +25,53 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step number that Lightning writes log rows for."""
+    """Return the step number under which Lightning logs metrics."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def validates_after_this_batch(trainer: Trainer) -> bool:
-    """Whether validation or the end of the epoch follows the current training batch."""
+    """Return whether validation or the end of the epoch follows the current training batch."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
 
 
 def accumulates_gradients(trainer: Trainer) -> bool:
-    """Whether the gradients of the last batch await an optimiser step that later batches complete."""
+    """Return whether the last batch did not complete its optimizer step, since gradients are accumulated over more batches."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Return the number of batches of the current epoch that training has started."""
+    """Return the number of batches of the current epoch that training has begun to process."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def inside_accumulation(trainer: Trainer) -> bool:
-    """Whether a checkpoint was saved between two batches of one optimiser step. Call it at the start of training."""
+    """Return whether the loaded checkpoint was saved between two batches of one optimizer step.
+
+    Call it at the start of training.
+    """
     return bool(trainer.fit_loop.restarted_mid_epoch) and accumulates_gradients(trainer)
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Whether the epoch ends after the current training batch, because it is the last one or because training stops."""
+    """Return whether the epoch ends after the current training batch, because it is the last one or because training stops."""
     fit_loop = trainer.fit_loop
     return fit_loop.epoch_loop._is_training_done or (trainer.should_stop and fit_loop._can_stop_early)
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:
-    """Whether training stopped before the last batch of its epoch."""
+    """Return whether training stopped before the last batch of its epoch."""
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Set the saved progress of training that stopped inside an epoch to the end of its last batch.
+    """Correct the progress in a checkpoint of training that stopped inside an epoch, so that the epoch is not counted as done.
 
-    Lightning counts the epoch as done, and a longer run would start with the next one.
+    Lightning counts it as done, and a longer run that resumes would start with the next epoch.
 
     Args:
-        loops: progress of the loops in the form of a checkpoint, changed in place.
+        loops: entry ``loops`` of the checkpoint, changed in place.
     """
     fit_loop = loops["fit_loop"]
     for progress, count in (("epoch_progress", "processed"), ("epoch_loop.batch_progress", "completed")):
@@ -78,7 +81,7 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 
 
 def start_next_epoch(trainer: Trainer) -> None:
-    """Start with the next epoch after loading a checkpoint that was saved at the end of an epoch.
+    """Move on to the next epoch after loading a checkpoint that was saved at the end of an epoch.
 
     Otherwise Lightning repeats the end of that epoch if ``max_steps`` limits the run, without the metrics that callbacks
     monitor.
@@ -98,17 +101,17 @@ def defer_saves(
     pending: Callable[[str], bool],
     outdated: Callable[[Trainer], bool],
 ) -> None:
-    """Make a ModelCheckpoint pass on the paths it would write and remove, instead of writing and removing them itself.
+    """Make a ModelCheckpoint report the paths it would write and remove, instead of writing and removing them itself.
 
-    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It also stops writing
-    ``last.ckpt``.
+    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It no longer writes
+    ``last.ckpt`` either.
 
     Args:
-        callback: changed in place until :func:`stop_deferring`.
-        save: called with a path to write the current state to.
-        remove: called with the path of a checkpoint that is no longer among the best.
-        pending: whether a path was passed on but is not written yet, so that no second checkpoint takes the same name.
-        outdated: whether the monitored value at the end of an epoch belongs to earlier weights.
+        callback: the ModelCheckpoint, changed in place until :func:`stop_deferring`.
+        save: called with each path to which it would write the current state.
+        remove: called with the path of each checkpoint that is no longer among the best.
+        pending: function that returns whether a path was reported but is not written yet, so that it is not taken twice.
+        outdated: function that returns whether the monitored value at the end of an epoch belongs to earlier weights.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end
 
@@ -141,5 +144,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return ``every_n_train_steps`` of a ModelCheckpoint; 0 if it saves at no fixed number of steps."""
+    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save by steps."""
     return callback._every_n_train_steps

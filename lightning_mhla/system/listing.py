@@ -20,7 +20,7 @@ LONGEST_NAME = 250
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a text is a valid name of a visible file: a single path component that cannot point to a different folder."""
+    """Return whether a text is a valid name of a visible file: one path component, not hidden, of a permitted length."""
     try:
         length = len(os.fsencode(name))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -29,7 +29,7 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder name is neither hidden (``.git``, ``.ipynb_checkpoints``) nor in :data:`NOISE`."""
+    """Return whether a file or folder name is neither hidden (``.git``, ``.ipynb_checkpoints``) nor in :data:`NOISE`."""
     return not name.startswith(".") and name not in NOISE
 
 
@@ -45,16 +45,16 @@ def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
     """
     files: list[Path] = []
 
-    def walk(place: Path, above: frozenset[tuple[int, int]]) -> None:
-        status = place.stat()
+    def walk(current: Path, above: frozenset[tuple[int, int]]) -> None:
+        status = current.stat()
         # Paths cannot reveal a loop of links, since each round makes a longer path; device and inode can.
         identity = (status.st_dev, status.st_ino)
         if identity in above:
-            log.warning("%s is a link to a folder above it and is skipped", shown(place))
+            log.warning("%s is a link to a folder above it and is skipped", shown(current))
             return
-        with os.scandir(place) as entries:
+        with os.scandir(current) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                path = place / entry.name
+                path = current / entry.name
                 if not is_visible(entry.name):
                     if hidden is not None:
                         hidden.append(path)

@@ -11,7 +11,7 @@ Options = TypeVar("Options")
 
 
 def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
-    """Convert a mapping from a configuration or checkpoint to a dataclass; return an instance unchanged.
+    """Convert a mapping from a configuration or checkpoint to a dataclass of options; return an instance unchanged.
 
     Args:
         kind: the dataclass.
@@ -19,7 +19,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
         name: name of the options in error messages; by default the name of the dataclass.
 
     Raises:
-        ValueError: for an unknown option, or a number, string or Boolean of the wrong type.
+        ValueError: if an option is unknown, or is a number, string or Boolean of the wrong type.
     """
     if isinstance(value, kind):
         return value
@@ -43,7 +43,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a plain value has a plain type; True for types that are not plain, which are not checked."""
+    """Return whether a number, string or Boolean has the expected type; True for all other types, which are not checked."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)

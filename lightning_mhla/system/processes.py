@@ -31,7 +31,11 @@ def process_ranks() -> tuple[int, int, int]:
 
 
 def process_device(asked: str | None) -> torch.device:
-    """Return the requested device, or by default the GPU of this process, or the CPU if there is no GPU."""
+    """Return the requested device; by default the GPU of this process, or the CPU if there is no GPU.
+
+    Args:
+        asked: name of the requested device, such as ``cuda:0``; None for the default.
+    """
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", process_ranks()[2] % torch.cuda.device_count())
@@ -39,10 +43,10 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes that do not synchronise with an accelerator.
+    """Votes among all processes of a run, without synchronization with an accelerator.
 
-    Creating an instance is collective: create it on every process, after the process group exists. In a run with one process,
-    each vote is that of the process itself.
+    Creating an instance is collective: create it on every process, after the process group exists. With one process, the result
+    of a vote is the answer of the process itself.
     """
 
     def __init__(self) -> None:
@@ -53,9 +57,12 @@ class Agreement:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def any(self, *said: bool) -> tuple[bool, ...]:
-        """Return for each question whether any process answers yes.
+        """Return, for each of several questions, whether any process answers yes.
 
         Collective: call it on every process with the same number of answers.
+
+        Args:
+            said: this process's answer to each question.
         """
         if not self.shared:
             return said
@@ -65,7 +72,7 @@ class Agreement:
 
 
 def check_open_files(workers: int) -> None:
-    """Check that the limit on open files allows a number of worker processes.
+    """Check that the system's limit on open files is high enough for a number of worker processes.
 
     Without the check, a worker that cannot open a file for a batch makes the loader wait for this batch forever.
 

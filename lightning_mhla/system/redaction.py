@@ -92,7 +92,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Reject a URL whose secrets were removed when it was written to a file.
+    """Check that a URL has not lost its secrets, which are replaced by ``***`` when a URL is written to a file.
 
     Args:
         url: URL or path.
@@ -102,15 +102,20 @@ def check_secrets(url: str, option: str | None = None) -> None:
         ValueError: if the URL contains ``***`` in place of a secret; the message asks for the complete URL.
     """
     if _HIDDEN_IN_URL.search(url):
-        again = f"--{option}=URL" if option else "the option that holds it"
+        option_text = f"--{option}=URL" if option else "the option that holds it"
         raise ValueError(
             f"{url}: user names, passwords and queries of URLs are not written to files, so this URL is not complete; "
-            f"give it again on the command line ({again})"
+            f"give it again on the command line ({option_text})"
         )
 
 
 def hidden_options(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted names of options whose secrets were removed when they were written to a file."""
+    """Iterate over the dotted names of options whose secrets were replaced when they were written to a file.
+
+    Args:
+        value: nested options.
+        path: dotted name of ``value`` itself.
+    """
     if isinstance(value, str):
         if _HIDDEN_IN_URL.search(value) or (value == HIDDEN and _is_secret(path.rpartition(".")[2])):
             yield path
@@ -137,7 +142,7 @@ def _redact_in_text(match: re.Match[str]) -> str:
 
 
 def _redact_url(url: str) -> str:
-    """Remove the secrets from a URL, or from several URLs chained by ``::`` in the syntax of fsspec."""
+    """Replace the secrets in a URL, or in several URLs chained by ``::`` in the syntax of fsspec, by ``***``."""
     return "::".join(_redact_link(link) for link in re.split(rf"::(?={_START})", url))
 
 
@@ -145,14 +150,14 @@ def _redact_link(url: str) -> str:
     parts = _PARTS.fullmatch(url)
     if parts is None:
         return url
-    start, authority, path, rest = parts.groups()
+    start, authority, path, query = parts.groups()
     host = authority.rpartition("@")[2]
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else ""
-    behind = path + rest
+    behind = path + query
     if "@" not in authority and "@" in behind and not re.fullmatch(r"\d*", port):
         # The text after the colon is not a port, so it begins a password that contains a slash, a question mark or a number
         # sign which should have been written as %2F, %3F or %23. The host follows the last @.
         path, mark, _ = behind.rpartition("@")[2].partition("?")
         return f"{start}{HIDDEN}@{path}{f'?{HIDDEN}' if mark else ''}"
     user = f"{HIDDEN}@" if "@" in authority else ""
-    return f"{start}{user}{host}{path}{f'?{HIDDEN}' if rest else ''}"
+    return f"{start}{user}{host}{path}{f'?{HIDDEN}' if query else ''}"

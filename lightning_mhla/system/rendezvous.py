@@ -26,15 +26,15 @@ _stores: list[Store] = []
 
 
 def listen_on_one_interface(strategy: Strategy) -> None:
-    """Serve the rendezvous of a run only on the address of rank 0.
+    """Open the rendezvous port of a run only on the network interface with the address of rank 0.
 
-    This requires an address that means the same to all processes: on one machine any address, on several machines an IP
+    This requires an address that is the same for all processes: on one machine any address, on several machines an IP
     address in MASTER_ADDR. A host name may resolve to different addresses on different machines, so torch then listens on all
     interfaces. It also does so if the address does not belong to this machine, for example behind a load balancer. Under
     torchrun nothing is done, because torchrun serves the rendezvous itself.
 
     Args:
-        strategy: strategy of the trainer, before a method of the trainer is called. Nothing is done for a single process.
+        strategy: strategy of the trainer, before any method of the trainer is called. Nothing is done for a single process.
     """
     environment = getattr(strategy, "cluster_environment", None)
     if environment is None or TORCHRUN in os.environ or distributed.is_initialized():
@@ -59,11 +59,11 @@ def _is_ip_address(text: str) -> bool:
 
 
 def _serve(address: str, port: int, world_size: int) -> Store:
-    """Create a store that listens on one address only; ``TCPStore`` by itself listens on all addresses."""
-    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    """Create torch's ``TCPStore`` listening on one address only; by default it listens on all addresses."""
+    family, kind, protocol, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(socket_address)
         listener.listen(socket.SOMAXCONN)
         store: Store = distributed.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
             address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -12,17 +12,19 @@ log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Record of a signal that asks this process to stop. A second Ctrl+C (SIGINT) raises KeyboardInterrupt.
+    """Handlers for the signals that ask this process to stop, which only record the signal.
+
+    A second Ctrl+C (SIGINT) raises KeyboardInterrupt.
 
     Args:
         names: names of the signals, such as ``SIGTERM``.
 
     Attributes:
-        numbers: the signals.
+        numbers: numbers of the signals.
         received: name of the latest signal received since :meth:`start`, or None.
 
     Raises:
-        ValueError: for a name that is not a signal on this system.
+        ValueError: if a name is not that of a signal on this system.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Number of optimiser steps of a run under gradient accumulation, which may change between epochs."""
+"""Number of optimizer steps of a run under gradient accumulation, which may change between epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 def accumulation(trainer: Trainer, epoch: int) -> int:
-    """Return the number of batches per optimiser step in an epoch, where epochs are counted from 0."""
+    """Return the number of batches per optimizer step in an epoch, which is counted from 0."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)
@@ -17,7 +17,7 @@ def accumulation(trainer: Trainer, epoch: int) -> int:
 
 
 def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
-    """Return the number of optimiser steps of the first ``epochs`` epochs; infinite for data without a length.
+    """Return the number of optimizer steps in the first ``epochs`` epochs of a run; infinite for data without a length.
 
     The last batch of an epoch ends the accumulation even if it is incomplete. A fraction of an epoch counts as that fraction
     of its steps.
@@ -31,7 +31,7 @@ def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
 
 
 def steps_of_run(trainer: Trainer) -> float:
-    """Return the number of optimiser steps of the complete run; infinite if neither epochs nor steps are limited.
+    """Return the number of optimizer steps in a complete run; infinite if neither epochs nor steps are limited.
 
     Lightning's ``estimated_stepping_batches`` is not used, because it applies the accumulation of the current epoch to all
     epochs.

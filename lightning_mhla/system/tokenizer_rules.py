@@ -29,14 +29,15 @@ MOST_DEPTH = 8
 
 
 def check_tokenizer(tokenizer: Any, where: str) -> None:
-    """Check the rules of a loaded tokenizer of transformers.
+    """Check that the rules of a loaded transformers tokenizer are safe to apply.
 
     Args:
         tokenizer: the tokenizer; a tokenizer written in Python has no rules and always passes.
         where: its folder or name, for messages.
 
     Raises:
-        ValueError: see :func:`check_rules`; also for a template that adds more than :data:`MOST_AROUND` tokens to a text.
+        ValueError: if a rule is unsafe, see :func:`check_rules`, or a template adds more than :data:`MOST_AROUND` tokens to a
+            text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -54,7 +55,7 @@ def check_folder(folder: Path) -> None:
     The library applies the rules during loading already, to the tokens that it adds.
 
     Raises:
-        ValueError: see :func:`check_rules`; also for a ``tokenizer.json`` that is larger than :data:`LARGEST_FILE`.
+        ValueError: if a rule is unsafe, see :func:`check_rules`, or ``tokenizer.json`` is larger than :data:`LARGEST_FILE`.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -68,14 +69,14 @@ def check_folder(folder: Path) -> None:
 
 
 def check_rules(state: Any, where: str) -> None:
-    """Reject a tokenizer that makes a short text grow without bound.
+    """Check that no rule of a tokenizer makes a short text grow without bound.
 
     Args:
         state: parsed content of its ``tokenizer.json``.
         where: its folder, for messages.
 
     Raises:
-        ValueError: for replacements that expand each other, and for padding to more than :data:`MOST_PADDING` tokens.
+        ValueError: if replacements expand each other, or texts are padded to more than :data:`MOST_PADDING` tokens.
     """
     if not isinstance(state, dict):
         return
@@ -93,15 +94,18 @@ def check_rules(state: Any, where: str) -> None:
 
 
 def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
-    """Raise ValueError if successive replacements of a tokenizer make a text many times longer.
+    """Check that successive replacements of a tokenizer do not make a text many times longer.
 
-    Any text grows first at some replacement. The check therefore applies all later replacements to the output of each one,
-    so that the result does not depend on a choice of test texts.
+    A text that grows does so first at one of the replacements. The check therefore applies all later replacements to the output
+    of each one, so that the result does not depend on a choice of test texts.
 
     Args:
         rules: replacements in the order in which they are applied.
         kind: ``normalizer`` or ``decoder``, for messages.
         where: folder of the tokenizer, for messages.
+
+    Raises:
+        ValueError: if they do.
     """
     long = any(len(rule.content) > LONGEST_REPLACEMENT for rule in rules)
     # The product bounds the growth from above without running a rule, which is enough for almost all tokenizers.
@@ -130,7 +134,7 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
 
 
 class _Rule(NamedTuple):
-    """A replacement step of a tokenizer.
+    """Replacement step of a tokenizer, which replaces a pattern in a text or inserts a prefix.
 
     Attributes:
         pattern: the text that is replaced; None if ``content`` is inserted at the start of the text.
@@ -149,22 +153,22 @@ class _Rule(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """Maximum factor by which the step lengthens a text; a pattern that matches the empty text adds to each character."""
+        """Maximum factor by which the step lengthens a text."""
         return (len(self.content) + (self.is_regex or not self.pattern)) / self.shortest
 
     def make(self) -> normalizers.Normalizer:
-        """Create the equivalent step of the tokenizers library."""
+        """Create the step as an object of the tokenizers library."""
         if self.pattern is None:
             return normalizers.Prepend(self.content)
         return normalizers.Replace(Regex(self.pattern) if self.is_regex else self.pattern, self.content)
 
 
 def _rules(step: Any, depth: int) -> Iterator[_Rule]:
-    """Yield the replacement steps of a normalizer or decoder in order.
+    """Iterate over the replacement steps of a normalizer or decoder, in order.
 
     Args:
-        step: the part of ``tokenizer.json`` that describes it.
-        depth: number of steps around this one.
+        step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
+        depth: number of steps in which this one is nested.
     """
     if not isinstance(step, dict):
         return

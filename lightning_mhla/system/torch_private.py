@@ -18,40 +18,40 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
-    """Set the learning rates that a schedule reports until its next step."""
+    """Set the learning rates that a scheduler reports as its last ones until its next step."""
     schedule._last_lr = list(rates)
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no values, such as a meta tensor or a fake tensor."""
+    """Return whether a tensor has no values: a meta tensor or a fake tensor."""
     return x.is_meta or isinstance(x, FakeTensor)
 
 
 def makes_fake_tensors() -> bool:
-    """Whether tensors that are created now have no values, because torch.compile or a fake mode traces the code."""
+    """Return whether newly created tensors have no values, because torch.compile or a fake mode is tracing the code."""
     # Dynamo cannot trace detect_fake_mode, so the order matters: under compilation it must not be called.
     return torch.compiler.is_compiling() or detect_fake_mode() is not None
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running, so that a forward function is being recomputed (activation checkpointing)."""
+    """Return whether a backward pass is running; in a forward function, this means recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def compilations() -> tuple[int, float]:
-    """Return the number of graphs that this process has compiled, and the time this took in seconds."""
+    """Return the number of graphs that this process has compiled, and the total time of compilation in seconds."""
     from torch._dynamo.utils import calculate_time_spent, counters  # takes a second to import, so not at the top
 
     return counters["stats"]["unique_graphs"], float(calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called on a module."""
+    """Return whether ``module.compile()`` was called on a module."""
     return module._compiled_call_impl is not None
 
 
 def raise_recompile_limit(least: int) -> None:
-    """Raise torch's limit on recompilations of one function to at least ``least``.
+    """Raise torch's limit on recompilations of one function to at least ``least``, if it is lower.
 
     Layers that share a forward function each compile it, so the limit has to cover the number of layers.
     """

@@ -56,7 +56,7 @@ DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np
 
 
 def reason(error: BaseException, length: int = 200) -> str:
-    """Return the first line of an error's message, without unprintable characters and cut to ``length`` characters."""
+    """Return the first line of an error's message, without unprintable characters and truncated to ``length`` characters."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "".join(sign if sign.isprintable() else "?" for sign in lines[0])[:length]
 
@@ -65,7 +65,7 @@ def check_size(path: Path, most: int) -> None:
     """Check that a file has at most ``most`` bytes.
 
     Raises:
-        ValueError: naming the file and its size.
+        ValueError: if the file is larger; the message names it and its size.
     """
     size = path.stat().st_size
     if size > most:
@@ -74,13 +74,13 @@ def check_size(path: Path, most: int) -> None:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Limit the processor time of the code in a ``with`` block, by a timer whose signal raises inside the block.
+    """Context manager that limits the processor time of its block by a timer, whose signal raises an error in the block.
 
-    There is no limit outside the main thread, and if other code uses the timer already.
+    There is no limit outside the main thread, or if other code uses the timer already.
 
     Args:
         seconds: maximum processor time in seconds.
-        what: plural subject of the error message.
+        what: plural noun that is the subject of the error message.
 
     Raises:
         ValueError: if the block takes longer.
@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
-        ValueError: naming the file, if it does not contain a JSON object or has more than :data:`LARGEST_JSON` bytes.
+        ValueError: if the file does not contain a JSON object, or has more than :data:`LARGEST_JSON` bytes.
     """
     check_size(path, LARGEST_JSON)
     try:
@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_array(data: bytes) -> np.ndarray:
-    """Parse the content of an ``.npy`` file.
+    """Parse the content of an ``.npy`` file from an untrusted source.
 
     Args:
         data: header and values; the dtype must be one of :data:`DTYPES`, in the byte order of this machine.
@@ -168,7 +168,7 @@ def read_yaml(path: Path) -> Any:
     """Read the values in a YAML file.
 
     Raises:
-        ValueError: naming the file, if it cannot be read or :func:`check_yaml` rejects it.
+        ValueError: if the file cannot be read, or if :func:`check_yaml` rejects it.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -191,7 +191,7 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
         Arrays by name; names that the file lacks are missing.
 
     Raises:
-        ValueError: naming the file, if it is broken, an array is too large, or a header does not fit the size of its array.
+        ValueError: if the file is damaged, an array is too large, or a header does not fit the size of its array.
         FileNotFoundError: if there is no such file.
         PermissionError: if the file may not be read.
     """
@@ -220,10 +220,10 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
 
 
 def check_yaml(text: str) -> None:
-    """Reject YAML text that would exhaust its reader: too long, nested too deeply, or with aliases that multiply.
+    """Check that a YAML text is safe to parse: neither too long nor nested too deeply, and without aliases that multiply.
 
     Raises:
-        ValueError: naming the limit that is exceeded.
+        ValueError: if it is not; the message names the limit that is exceeded.
     """
     if len(text) > YAML_CHARACTERS:
         raise ValueError(f"{len(text)} characters are too many for a configuration (at most {YAML_CHARACTERS})")

@@ -17,15 +17,15 @@ from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
-    """Resolve timm's ``indices`` to numbers of maps, counted from 0.
+    """Convert timm's argument ``indices`` to the indices of feature maps, counted from 0.
 
     Args:
-        indices: numbers of maps, negative ones counted from the end; a single number for that many of the last maps; None for
+        indices: indices of feature maps, negative ones counted from the end; a single number n for the last n maps; None for
             all.
-        count: number of maps.
+        count: number of feature maps of the model.
 
     Raises:
-        ValueError: for numbers without a map, and if there are none.
+        ValueError: if an index is out of range, or if no map remains.
     """
     if indices is None:
         return list(range(count))
@@ -38,12 +38,12 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
 
 @register_notrace_module
 class ImageCheck(nn.Module):
-    """Layer that returns images unchanged, after a check of their size.
+    """Layer that checks the size of images and returns them unchanged.
 
     It is a module that torch.fx does not trace, so that the check is not part of a traced graph.
 
     Args:
-        check: function of height and width that raises ValueError for images that the model does not take.
+        check: function of height and width that raises ValueError for a size that the model does not support.
     """
 
     def __init__(self, check: Callable[[tuple[int, int]], object]) -> None:
@@ -54,7 +54,7 @@ class ImageCheck(nn.Module):
         """Check the size of images ``[B, channels, H, W]``, and return them.
 
         Raises:
-            ValueError: for images that the model does not take.
+            ValueError: if the model does not support their size.
         """
         self.check((images.shape[2], images.shape[3]))
         return images
@@ -68,9 +68,9 @@ class VisionModel(nn.Module):
     Attributes:
         in_chans: channels of the images, under timm's name.
         num_classes: number of class scores; 0 for a model without a head.
-        num_features: channels of the last map.
+        num_features: channels of the last feature map.
         head_hidden_size: width of the input of the head.
-        feature_info: channels, reduction and module name of each map, in timm's format.
+        feature_info: channels, reduction and module name of each feature map, in timm's format.
         head: layer from pooled features to class scores.
         class_names: names of the classes, in the order of the scores; None if unknown.
         preprocessing: transform that :meth:`predict` applies to an image; None if unknown.
@@ -88,7 +88,7 @@ class VisionModel(nn.Module):
     def describe(
         self, class_names: Sequence[str] | None, preprocessing: Preprocessing | Mapping[str, Any] | None
     ) -> None:
-        """Store the class names and the preprocessing for :meth:`predict`.
+        """Set the class names and the image transform that :meth:`predict` uses.
 
         Args:
             class_names: names of the classes, in the order of the scores; None if unknown.
@@ -104,7 +104,7 @@ class VisionModel(nn.Module):
 
     @torch.inference_mode()
     def predict(self, image: Image.Image | str | PathLike[str], top: int | None = None) -> dict[str, float]:
-        """Classify one image.
+        """Compute the class probabilities of one image.
 
         Args:
             image: an image, or the path of one; it is transformed by :attr:`preprocessing`.
@@ -114,7 +114,7 @@ class VisionModel(nn.Module):
             Probabilities by class name, the most probable first.
 
         Raises:
-            BrokenSampleError: for a file that is not an image.
+            BrokenSampleError: if a file is not an image.
             ValueError: if the model has no preprocessing.
         """
         if self.preprocessing is None:
@@ -135,7 +135,7 @@ class VisionModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """All transformer blocks, first to last."""
+        """Transformer blocks of the model, from first to last."""
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
@@ -143,7 +143,12 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Compute class scores ``[B, num_classes]`` from features; with ``pre_logits`` the pooled features instead."""
+        """Compute class scores ``[B, num_classes]`` from features.
+
+        Args:
+            x: result of :meth:`forward_features`.
+            pre_logits: whether to return the pooled features, the input of the last layer, instead.
+        """
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
@@ -151,11 +156,11 @@ class VisionModel(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the features and some of the maps of images.
+        """Compute the features of images, and some of the intermediate feature maps.
 
         Args:
-            images: ``[B, channels, H, W]``.
-            taken: numbers of the maps.
+            images: images, ``[B, channels, H, W]``.
+            taken: indices of the feature maps, from 0.
             stop_early: whether to skip layers after the last of these maps.
             norm: whether to apply the final norm of the tokens to the maps, if there is one.
 
@@ -177,7 +182,7 @@ class VisionModel(nn.Module):
 
         Args:
             x: images, ``[B, channels, H, W]``.
-            indices: numbers of entries of ``feature_info``; a single number for that many of the last; None for all.
+            indices: indices of entries of ``feature_info``; a single number n for the last n entries; None for all.
             norm: whether to apply the final norm of the tokens to the maps, if there is one.
             stop_early: whether to skip layers after the last requested map. The features are then not those of the head.
             output_fmt: ``"NCHW"``, or ``"NLC"`` for maps ``[B, H * W, C]``.
@@ -187,7 +192,7 @@ class VisionModel(nn.Module):
             The features and the list of maps, or the list alone.
 
         Raises:
-            ValueError: for a different format, and for numbers without a map.
+            ValueError: if the format is unknown, or an index is out of range.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r} is not NCHW or NLC")
@@ -198,18 +203,18 @@ class VisionModel(nn.Module):
         return maps if intermediates_only else (features, maps)
 
     def get_classifier(self) -> nn.Module:
-        """The layer from pooled features to class scores."""
+        """Return the last layer, from pooled features to class scores."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new, randomly initialised one.
+        """Replace the classification head by a new, randomly initialized one.
 
         Args:
             num_classes: number of classes; 0 for no head.
             global_pool: new kind of pooling; empty for no pooling, None to keep the present one.
 
         Raises:
-            ValueError: for classes without pooling.
+            ValueError: if there are classes but no pooling.
         """
         if num_classes > 0 and global_pool == "":
             raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
@@ -227,9 +232,9 @@ class VisionModel(nn.Module):
         self.head.train(self.training)
 
     def set_pool(self, kind: str) -> None:
-        """Set the kind of pooling; an empty string for none."""
+        """Set the kind of pooling before the head, such as ``"avg"``; an empty string for none."""
         raise NotImplementedError
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters without weight decay: position embeddings and mixing coefficients."""
+        """Return the names of the parameters without weight decay: position embeddings and mixing coefficients."""
         return {name for name, _ in self.named_parameters() if name == "position" or ".mixing." in name}

@@ -12,20 +12,20 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's pixels for each colour, in [0, 1] (timm's defaults)."""
+"""Mean and standard deviation of ImageNet's pixels for each color, in [0, 1] (timm's defaults)."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Deterministic transform from an image to a tensor, for validation and prediction.
+    """Deterministic transform of an image to the input of a classifier, for validation and prediction.
 
     Args:
         image_size: side of the square result, in pixels.
-        channels: 3, or 1 for grey images.
+        channels: 3, or 1 for gray images.
         crop_share: side of the central crop divided by the side of the resized image; null resizes the complete image to the
             square, without keeping its aspect ratio.
-        mean: subtracted from the pixels in [0, 1], one number for each colour or one for all.
-        std: divisor of the pixels after that, one number for each colour or one for all.
+        mean: number to subtract from the pixels in [0, 1], one for each color or one for all.
+        std: number to divide the pixels by after that, one for each color or one for all.
     """
 
     image_size: int
@@ -48,7 +48,7 @@ class Preprocessing:
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Transform an image of mode :attr:`mode` to ``[channels, image_size, image_size]`` float32."""
+        """Transform an image in mode :attr:`mode` to a tensor ``[channels, image_size, image_size]`` in float32."""
         if self.crop_share is not None:
             tensor: Tensor = self._transform(image)
             return tensor
@@ -59,11 +59,11 @@ class Preprocessing:
 
     @property
     def mode(self) -> str:
-        """Mode of the images that the transform takes: ``"RGB"``, or ``"L"`` for grey images without a crop."""
+        """Pillow mode of the images that the transform takes: ``"RGB"``, or ``"L"`` for gray images without a crop."""
         return "L" if self.crop_share is None and self.channels == 1 else "RGB"
 
     def as_dict(self) -> dict[str, Any]:
-        """The options as plain values, for JSON and checkpoints."""
+        """Return the options as plain values, for JSON and checkpoints."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

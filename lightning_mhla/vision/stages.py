@@ -1,4 +1,4 @@
-"""Options of the stages of a VLT: published sizes, or the values of each stage."""
+"""Options of the stages of a hierarchical vision transformer (VLT): a published size, or the values of each stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RAVLT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Options of the stages of a VLT: a published size, or the values of each stage.
+    """Options of the stages of a hierarchical vision transformer (VLT): a published size, or the values of each stage.
 
     Args:
         size: T, S, B or L; sets dims, depths, heads and layer_scale.
@@ -57,7 +57,7 @@ class StageConfig:
         head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT.
 
     Raises:
-        ValueError: for values that do not fit together; the message names them.
+        ValueError: if values do not fit together; the message names them.
     """
 
     size: Size | None = None
@@ -99,7 +99,7 @@ class StageConfig:
             raise ValueError(f"patch_size={self.patch_size} must be 4, 2 or 1")
 
     def of(self, name: str) -> list[Any]:
-        """The values of an option in all stages, given or from the published size.
+        """Return the value of an option in each stage, from the option itself or from the published size.
 
         Args:
             name: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``.
@@ -111,13 +111,13 @@ class StageConfig:
         return [1.0] * len(self.dims or [])
 
     def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Number of tokens along both axes in each stage.
+        """Return the number of tokens along both axes in each stage.
 
         Args:
             image_size: height and width of the image, in pixels.
 
         Raises:
-            ValueError: for a size that the tokens of a stage do not divide.
+            ValueError: if the image cannot be divided into the tokens of a stage.
         """
         stages = len(self.of("dims"))
         multiple = self.patch_size * 2 ** (stages - 1)
@@ -134,14 +134,14 @@ class StageConfig:
         ]
 
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
-        """Configuration of the attention in one stage.
+        """Return the configuration of the attention in one stage.
 
         Args:
             config: attention of the linear stages.
             stage: number of the stage, from 0.
 
         Raises:
-            ValueError: for blocks in ``config``, and for a linear stage without an entry in ``block_grids``.
+            ValueError: if ``config`` sets blocks itself, or if a linear stage has no entry in ``block_grids``.
         """
         if stage >= self.linear_stages:
             return replace(config.with_kind("softmax"), block_grid=None, block_size=None)

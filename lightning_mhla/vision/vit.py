@@ -28,7 +28,7 @@ SIZES: dict[str, Shape] = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": 
 
 
 class ConvStem(nn.Module):
-    """Stem of two convolutions in place of the patch embedding, for images that are too small for patches.
+    """Stem of two convolutions that turns small images into tokens, in place of a patch embedding.
 
     Args:
         channels: number of channels of the image.
@@ -43,7 +43,7 @@ class ConvStem(nn.Module):
         self.layers = nn.Sequential(nn.Conv2d(channels, inner, 3, padding=1), nn.GroupNorm(1, inner), nn.GELU(), last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Convert images ``[B, channels, S, S]`` to tokens ``[B, (S / patch_size)^2, dim]``."""
+        """Compute tokens ``[B, (S / patch_size)^2, dim]`` from images ``[B, channels, S, S]``."""
         return self.layers(images).flatten(2).transpose(1, 2)
 
 
@@ -82,7 +82,7 @@ class VisionTransformer(
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class VisionTransformer(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the final features, and the feature maps after the blocks ``taken``, without the tokens that ``pad_to`` adds.
+        """Compute the final tokens, and the feature maps after some blocks, without the tokens that ``pad_to`` adds.
 
         Args:
-            images: ``[B, channels, image_size, image_size]``.
+            images: images, ``[B, channels, image_size, image_size]``.
             taken: indices of the blocks, from 0.
             stop_early: has no effect here, since all blocks run.
             norm: whether to apply the final norm to the maps.
@@ -195,7 +195,7 @@ class VisionTransformer(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of ``indices``, and optionally the final norm and the head.
+        """Remove the blocks after the last one that ``indices`` names, and optionally the final norm and the head.
 
         Args:
             indices: see :meth:`forward_intermediates`.
@@ -203,7 +203,7 @@ class VisionTransformer(
             prune_head: whether to remove pooling and head.
 
         Returns:
-            ``indices`` as numbers of blocks, counted from 0.
+            Indices of the named blocks, counted from 0.
         """
         taken = taken_indices(indices, len(self.layers))
         self.backbone.blocks = self.backbone.blocks[: max(taken) + 1]
@@ -220,16 +220,20 @@ class VisionTransformer(
         self.global_pool = kind
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Set whether blocks are recomputed in the backward pass."""
+        """Enable or disable the recomputation of blocks in the backward pass (activation checkpointing)."""
         self.backbone.checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameter names by depth, for timm's layer-wise learning rates."""
+        """Return patterns that group parameter names by depth, for timm's layer-wise learning rates.
+
+        Args:
+            coarse: argument of timm's interface, without an effect here.
+        """
         return {
             "stem": r"^stem|^position",
             "blocks": [(r"^backbone\.blocks\.(\d+)", None), (r"^backbone\.norm", (99999,))],
         }
 
 
-def _keep(found: dict[int, Tensor], index: int, module: nn.Module, inputs: object, output: Tensor) -> None:
-    found[index] = output
+def _keep(maps: dict[int, Tensor], index: int, module: nn.Module, inputs: object, output: Tensor) -> None:
+    maps[index] = output

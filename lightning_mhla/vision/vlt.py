@@ -1,4 +1,4 @@
-"""Hierarchical vision transformer VLT of RALA, with any kind of attention in its first stages."""
+"""Hierarchical vision transformer (VLT) of the RALA paper, with any kind of attention in its first stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MapAttention(nn.Module):
     Args:
         dim: channels of the map.
         heads: number of attention heads.
-        grid: rows and columns of the maps at first; the layer adapts to maps of a different size.
+        grid: rows and columns of the initial maps; the layer adapts to maps of a different size.
         config: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
     """
 
@@ -43,7 +43,7 @@ class MapAttention(nn.Module):
         self.attn: Attention = build_attention(config, dim, heads, BlockLayout(grid, self.blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply attention to a map ``[B, H, W, dim]``; returns the same shape."""
+        """Apply attention to feature maps ``[B, H, W, dim]``; return the same shape."""
         grid = (x.shape[1], x.shape[2])
         if grid != self.attn.layout.grid:
             self.attn.fit(BlockLayout(grid, self.blocks), x.device)
@@ -51,11 +51,11 @@ class MapAttention(nn.Module):
 
 
 class ConvMlp(nn.Module):
-    """MLP of two linear layers, with a residual depthwise 3 x 3 convolution between them.
+    """MLP of two linear layers over feature maps, with a residual depthwise 3 x 3 convolution between them.
 
     Args:
         dim: channels of the map.
-        inner: channels between the linear layers.
+        inner: number of channels between the linear layers.
     """
 
     def __init__(self, dim: int, inner: int) -> None:
@@ -66,7 +66,7 @@ class ConvMlp(nn.Module):
         self.fc2 = nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to a map ``[B, H, W, dim]``; returns the same shape."""
+        """Apply the MLP to feature maps ``[B, H, W, dim]``; return the same shape."""
         x = self.act(self.fc1(x))
         return self.fc2(x + _convolved(self.conv, x))
 
@@ -105,14 +105,14 @@ class VLTBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to a map ``[B, H, W, dim]``; returns the same shape."""
+        """Apply the block to feature maps ``[B, H, W, dim]``; return the same shape."""
         x = x + _convolved(self.position, x)
         x = x + self.drop_path(self.scale1 * self.mixer(self.norm1(x)))
         return x + self.drop_path(self.scale2 * self.mlp(self.norm2(x)))
 
 
 class Stage(nn.Module):
-    """Blocks at one resolution. In every stage after the first, a convolution before them halves height and width.
+    """Stage of a VLT: blocks at one resolution, after a convolution that halves height and width in all but the first stage.
 
     Args:
         before: channels of the input; None for the first stage, which has no convolution.
@@ -129,7 +129,7 @@ class Stage(nn.Module):
         self.checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute a map ``[B, dim, H / 2, W / 2]`` from ``[B, before, H, W]``; the first stage keeps ``[B, dim, H, W]``."""
+        """Compute maps ``[B, dim, H / 2, W / 2]`` from maps ``[B, before, H, W]``; the first stage keeps ``[B, dim, H, W]``."""
         x = self.downsample(x).permute(0, 2, 3, 1)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -175,7 +175,7 @@ class VLT(
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the map of the last stage from images ``[B, channels, H, W]``."""
+        """Compute the feature map of the last stage from images ``[B, channels, H, W]``."""
         return self.stages(self.stem(images))
 
     @override
@@ -240,11 +240,11 @@ class VLT(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the features and the maps of the stages ``taken``.
+        """Compute the final features, and the feature maps after some stages.
 
         Args:
-            images: ``[B, channels, H, W]``.
-            taken: numbers of the stages.
+            images: images, ``[B, channels, H, W]``.
+            taken: indices of the stages, from 0.
             stop_early: whether to skip the stages after the last of these. The features are then its map.
             norm: has no effect here, since stages have no norm after them.
 
@@ -263,7 +263,7 @@ class VLT(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of ``indices``, and optionally the head.
+        """Remove the stages after the last one that ``indices`` names, and optionally the head.
 
         Args:
             indices: see :meth:`forward_intermediates`.
@@ -271,7 +271,7 @@ class VLT(
             prune_head: whether to remove projection, pooling and head.
 
         Returns:
-            ``indices`` as numbers of stages, counted from 0.
+            Indices of the named stages, counted from 0.
         """
         taken = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(taken) + 1]
@@ -288,12 +288,16 @@ class VLT(
         self.global_pool = SelectAdaptivePool2d(pool_type=kind, flatten=bool(kind))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Set whether blocks are recomputed in the backward pass."""
+        """Enable or disable the recomputation of blocks in the backward pass (activation checkpointing)."""
         for stage in self.stages:
             cast(Stage, stage).checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameter names by depth, for timm's layer-wise learning rates."""
+        """Return patterns that group parameter names by depth, for timm's layer-wise learning rates.
+
+        Args:
+            coarse: whether all blocks of a stage are one group.
+        """
         return {
             "stem": r"^stem",
             "blocks": r"^stages\.(\d+)"
@@ -313,7 +317,7 @@ def _stem(channels: int, dim: int, patch_size: int) -> list[nn.Module]:
 
 
 def _convolved(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """Apply a convolution to a map ``[B, H, W, C]``; returns the same layout."""
+    """Apply a convolution to feature maps ``[B, H, W, C]``; return the same order of axes."""
     return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 

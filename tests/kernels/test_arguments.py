@@ -60,8 +60,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "form": ({"form": "fast"}, ValueError, "'fast' is not one of"),
     "backend": ({"backend": "cuda"}, ValueError, "'cuda' is not one of 'auto', 'torch', 'triton'"),
     "triton, float64": ({"q": Q.double(), "backend": "triton"}, ValueError, "not float64; use backend='torch'"),
-    "triton, reference": ({"backend": "triton", "form": "reference"}, ValueError, "PyTorch only"),
-    "triton, wide": ({"v": torch.rand(1, 10, 2, 300), "backend": "triton"}, ValueError, "256 wide, not 300"),
+    "triton, reference": ({"backend": "triton", "form": "reference"}, ValueError, "only in PyTorch"),
+    "triton, wide": ({"v": torch.rand(1, 10, 2, 300), "backend": "triton"}, ValueError, "at most 256 features, not 300"),
     "amplitude heads": ({"mixing": ExponentialMixing(torch.ones(3, 4), torch.ones(3, 4))}, ValueError, "for 3 heads; q has H = 2"),
     "causal grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2)), "causal": True}, ValueError, "without grid"),
     "other grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2))}, ValueError, "needs exactly 3"),
@@ -154,7 +154,7 @@ def test_resize_mixing_refuses(old: tuple[int, ...], new: tuple[int, ...], messa
 
 def test_triton_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mhla_kernels.backend.INTERPRETED", False)
-    with pytest.raises(ValueError, match=r"tensors lie on 'cpu'.*TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"the tensors are on 'cpu'.*TRITON_INTERPRET=1"):
         mhla_attention(Q, Q, Q, M, block_size=4, backend="triton")
     monkeypatch.setattr("mhla_kernels.backend.INSTALLED", False)
     with pytest.raises(ValueError, match="triton is not installed"):

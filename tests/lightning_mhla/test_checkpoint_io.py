@@ -114,7 +114,7 @@ def test_the_newest_whole_one_is_taken(
     os.utime(path, (9, 9))
     with caplog.at_level(logging.WARNING):
         assert resolve_checkpoint(tmp_path).name == "step=1.ckpt"
-    assert "Passed over a damaged checkpoint" in caplog.text
+    assert "Skipped a damaged checkpoint" in caplog.text
     assert "step=2.ckpt" in caplog.text
     with pytest.raises(ValueError, match=r"step=2\.ckpt"):
         WholeCheckpointIO().load_checkpoint(path)
@@ -124,7 +124,7 @@ def test_nothing_whole(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         resolve_checkpoint(tmp_path)
     cut(save(tmp_path / "a.ckpt"))
-    with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* is whole"):
+    with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* is complete"):
         resolve_checkpoint(tmp_path)
 
 
@@ -147,8 +147,8 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"state_dict": [1]}, "holds no state_dict"),
-        ({"state_dict": {"w": 1}}, "'w' in its state_dict is no plain tensor"),
-        ({"state_dict": {1: torch.ones(1)}}, "'1' in its state_dict is no plain tensor"),
+        ({"state_dict": {"w": 1}}, "'w' in its state_dict is not a plain tensor"),
+        ({"state_dict": {1: torch.ones(1)}}, "'1' in its state_dict is not a plain tensor"),
         ({"state_dict": {}, "hyper_parameters": "x"}, "its hyper_parameters is a str, not a dict"),
         ({"state_dict": {}, "loops": []}, "its loops is a list, not a dict"),
         ([1], "holds no state_dict"),
@@ -247,7 +247,7 @@ def test_a_sharded_one_is_replaced_and_read_whole(sharded: Path) -> None:
 def test_a_damaged_shard_is_found(sharded: Path, tmp_path: Path, name: str) -> None:
     folder = copied(sharded, tmp_path / "a.ckpt")
     (folder / name).unlink()
-    with pytest.raises(ValueError, match=r"missing|not written to its end"):
+    with pytest.raises(ValueError, match=r"missing|not written completely"):
         check_sharded(folder)
     if name != MANIFEST:
         folder = copied(sharded, tmp_path / "b.ckpt")
@@ -312,11 +312,11 @@ def test_a_changed_shard_is_found_or_harmless(
         (lambda listed: listed["paths"].update({"state_dict.b": ["state_dict", 10**12]}), "is kept under"),
         (lambda listed: listed["paths"].update({"c": ["c"]}), "'c' is kept under"),
         (lambda listed: listed["entries"]["state_dict.b"].update(size=[10**9]), "more than all"),
-        (lambda listed: listed["entries"]["state_dict.b"].update(size=[True]), "'True' is no number"),
-        (lambda listed: listed["entries"]["state_dict.b"].update(size=[-1]), "'-1' is no number"),
-        (lambda listed: listed["entries"]["state_dict.b"].update(dtype="load"), "is of no dtype: load"),
+        (lambda listed: listed["entries"]["state_dict.b"].update(size=[True]), "'True' is not a number"),
+        (lambda listed: listed["entries"]["state_dict.b"].update(size=[-1]), "'-1' is not a number"),
+        (lambda listed: listed["entries"]["state_dict.b"].update(dtype="load"), "has an unknown dtype: load"),
         (lambda listed: listed["places"][0].__setitem__(2, "../../x"), "names a file outside its folder: ../../x"),
-        (lambda listed: listed["places"][0].__setitem__(3, 1 << 70), "is no number of elements or bytes"),
+        (lambda listed: listed["places"][0].__setitem__(3, 1 << 70), "is not a number of elements or bytes"),
         (lambda listed: listed.pop("places"), "places"),
         (lambda listed: listed.update(entries=[1]), "'list' object"),
     ],

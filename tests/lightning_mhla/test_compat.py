@@ -45,14 +45,14 @@ def test_changed_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         compat.log_changed_options(checkpoint, "model", {"dim": 8, "optimizer": {"lr": 0.2}, "new": 1})
         compat.log_changed_options(checkpoint, "data", {"batch_size": 2})
-    assert caplog.messages == ["resumed with another option: model.optimizer.lr 0.1 -> 0.2"]
+    assert caplog.messages == ["resumed with a changed option: model.optimizer.lr 0.1 -> 0.2"]
 
 
 def test_optimizer_of_a_checkpoint() -> None:
     saved = compat.saved_groups({"optimizer_states": [{"param_groups": [{"params": [0, 1], "betas": (0.9, 0.95)}]}]})
     assert saved is not None
     compat.check_optimizer(saved, "adamw", 2, [2])
-    with pytest.raises(ValueError, match="another optimiser than muon"):
+    with pytest.raises(ValueError, match="a different optimizer than muon"):
         compat.check_optimizer(saved, "muon", 3, [2])
     with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this run's of \[1, 1\]"):
         compat.check_optimizer(saved, "adamw", 2, [1, 1])

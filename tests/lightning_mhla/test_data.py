@@ -372,7 +372,7 @@ def test_a_tar_damaged_in_the_middle_is_an_error(shards: list[Path], damage: str
     else:
         data = bytearray(shards[0].read_bytes()) + data
     shards[1].write_bytes(data)
-    with pytest.raises(ValueError, match=r"train-0001.tar: not a whole tar file"):
+    with pytest.raises(ValueError, match=r"train-0001.tar: not a complete tar file"):
         ShardReader(shards)
 
 
@@ -385,7 +385,9 @@ def test_a_broken_member_table_is_read_anew(shards: list[Path]) -> None:
 
 def test_shards_of_other_samples_are_not_mixed(shards: list[Path]) -> None:
     for items, per_shard in ((range(10), 5), (range(11), 4)):
-        with pytest.raises(ValueError, match=r"made from something else \((per_shard was 4 and is 5|added: item 10)\)"):
+        with pytest.raises(
+            ValueError, match=r"made from different files or options \((per_shard was 4 and is 5|added: item 10)\)"
+        ):
             write_shards(items, members, shards[0].parent, "train", per_shard)
 
 
@@ -394,13 +396,13 @@ def test_a_cut_tar_is_an_error(shards: list[Path], left: int) -> None:
     data = shards[1].read_bytes()
     payload = max(i for i in range(0, len(data), 512) if any(data[i : i + 512])) + 512
     shards[1].write_bytes(data[:left] if left > 0 else data[:payload])
-    with pytest.raises(ValueError, match=r"train-0001.tar: (cut short|not a whole tar)"):
+    with pytest.raises(ValueError, match=r"train-0001.tar: (cut short|not a complete tar)"):
         ShardReader(shards)
 
 
 def test_no_tar_at_all_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"hello" * 1000)
-    with pytest.raises(ValueError, match=r"x\.tar: not a whole tar file"):
+    with pytest.raises(ValueError, match=r"x\.tar: not a complete tar file"):
         ShardReader([tmp_path / "x.tar"])
 
 
@@ -453,7 +455,7 @@ def test_samples_are_shuffled_inside_a_window() -> None:
 def test_a_cut_download_is_not_kept(server: str, shards: list[Path], tmp_path: Path) -> None:
     whole = shards[0].read_bytes()
     shards[0].write_bytes(whole[:2000])
-    with pytest.raises(ValueError, match=r"cut short|not a whole tar"):
+    with pytest.raises(ValueError, match=r"cut short|not a complete tar"):
         find_shards(f"{server}/train-0000.tar", tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     shards[0].write_bytes(whole)
@@ -473,6 +475,8 @@ def test_a_rewritten_shard_of_the_same_size_is_scanned_again(tmp_path: Path) -> 
 
 def test_shards_of_as_many_other_samples_are_not_mixed(shards: list[Path]) -> None:
     shards[2].unlink()
-    with pytest.raises(ValueError, match=r"made from something else \(changed: item 0, item 1, item 2 and 5 more"):
+    with pytest.raises(
+        ValueError, match=r"made from different files or options \(changed: item 0, item 1, item 2 and 5 more"
+    ):
         write_shards(range(1, 11), members, shards[0].parent, "train", per_shard=4)
     assert write_shards(range(10), members, shards[0].parent, "train", per_shard=4) == shards

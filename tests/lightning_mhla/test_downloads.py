@@ -213,7 +213,7 @@ def test_a_body_that_trickles_is_an_attempt_that_failed(serve: Callable[..., Ans
             handler.wfile.write(A[number : number + 1])
             time.sleep(0.01)
 
-    with pytest.raises(ShardUnavailableError, match=r"after 2 attempts \(TimeoutError: only \d+ bytes came in"):
+    with pytest.raises(ShardUnavailableError, match=r"after 2 attempts \(TimeoutError: only \d+ bytes arrived in"):
         download(serve(trickle).url, io.BytesIO(), 1 << 24, attempts=2)
 
 
@@ -258,12 +258,12 @@ PAX.type, PAX.size = tarfile.XHDTYPE, 100 << 20
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (endless(b""), "zeros where a member belongs"),
-        (endless(MEMBER), "zeros where a member belongs"),
-        (endless(MEMBER + bytes(1024) + b"x"), "something follows its end"),
+        (endless(b""), "zeros in place of a member"),
+        (endless(MEMBER), "zeros in place of a member"),
+        (endless(MEMBER + bytes(1024) + b"x"), "data follows its end"),
         (endless(PAX.tobuf(tarfile.USTAR_FORMAT)), "a header of 104857600 bytes"),
-        (endless(b"<html>" + b" " * 1000), "is not a whole tar file"),
-        (lambda handler: packed(handler, gzip.compress(bytes(200 << 20), 1)), "zeros where a member belongs"),
+        (endless(b"<html>" + b" " * 1000), "is not a complete tar file"),
+        (lambda handler: packed(handler, gzip.compress(bytes(200 << 20), 1)), "zeros in place of a member"),
     ],
     ids=["zeros", "zeros after a member", "something after the end", "PAX", "a page", "gzip"],
 )
@@ -379,7 +379,7 @@ def test_a_server_without_tls_is_not_asked_again(
 
 def test_a_disk_that_is_full_is_not_filled_again(serve: Callable[..., Answers]) -> None:
     server = serve(sends(A))
-    with open("/dev/full", "wb", buffering=0) as sink, pytest.raises(ShardUnavailableError, match="cannot be kept"):
+    with open("/dev/full", "wb", buffering=0) as sink, pytest.raises(ShardUnavailableError, match="cannot be stored"):
         download(server.url, _Full(sink), 1 << 24)  # type: ignore[arg-type]
     assert server.asked == 1
 
@@ -468,6 +468,6 @@ def test_a_shard_that_is_replaced_on_the_disk_is_not_read_by_the_old_table(way: 
     elif way == "appended":
         path.write_bytes(A + bytes(512))
     os.utime(path, ns=(later, later))
-    with pytest.raises(ShardUnavailableError, match=r"a\.tar was written again while it is in use"):
+    with pytest.raises(ShardUnavailableError, match=r"a\.tar was rewritten while it is in use"):
         reader.read(0, "txt")
     assert ShardReader([path]).read(0, "cls")[:1] == (b"b" if way in ("renamed", "written over") else b"a")

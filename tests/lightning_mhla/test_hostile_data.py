@@ -76,11 +76,11 @@ def header(**fields: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not a whole tar file|cut short"),
-        (b"\x1f\x8b" + bytes(2000), "not a whole tar file"),
-        (header(size=b"\x80" + b"\xff" * 11) + bytes(1024), "not a whole tar file"),
-        (header(size=b"\xff" * 10 + b"\xfc\x00") + bytes(1024), "not a whole tar file"),
-        (header(size=b"77777777777\0") + bytes(1024), "cut short|not a whole tar file"),
+        (b"", "not a complete tar file|cut short"),
+        (b"\x1f\x8b" + bytes(2000), "not a complete tar file"),
+        (header(size=b"\x80" + b"\xff" * 11) + bytes(1024), "not a complete tar file"),
+        (header(size=b"\xff" * 10 + b"\xfc\x00") + bytes(1024), "not a complete tar file"),
+        (header(size=b"77777777777\0") + bytes(1024), "cut short|not a complete tar file"),
         (header(type=b"S", size=b"00000000010\0") + bytes(1024), "sparse"),
         (header() + bytes(1024) + b"x" * 512, "no member where byte"),
     ],
@@ -103,7 +103,7 @@ def test_a_long_tail_and_long_names_cost_no_time(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match="a name of 5004 characters"):
         scan_shard(shard(tmp_path / "b.tar", {"x" * 5000 + ".cls": b"1"}))
-    with pytest.raises(ValueError, match="kinds of members"):
+    with pytest.raises(ValueError, match="different extensions"):
         scan_shard(shard(tmp_path / "c.tar", {f"a.x{number}": b"1" for number in range(100)}))
     assert time.process_time() - begun < 10
 
@@ -119,7 +119,7 @@ def test_members_are_read_and_never_unpacked_or_unpickled(tmp_path: Path) -> Non
     reader = ShardReader([path])
     keys = reader.tables[0].keys.tolist()
     assert keys == ["../../x", "/etc/y", "z"]
-    with pytest.raises(BrokenSampleError, match="is no array"):
+    with pytest.raises(BrokenSampleError, match="is not an array"):
         reader.array(1, "npy")
     assert not (tmp_path.parent.parent / "x.pkl").exists()
 
@@ -389,7 +389,7 @@ def test_headers_without_end_are_not_read(start: bytes, tmp_path: Path) -> None:
     path.write_bytes(start + header() + bytes(512))
     with path.open("r+b") as stream:
         stream.truncate(len(start) + (200 << 20))  # sparse on the disk
-    with cheap(), pytest.raises(ValueError, match=r"a\.tar: not a whole tar file \(a header of \d+ bytes, at most"):
+    with cheap(), pytest.raises(ValueError, match=r"a\.tar: not a complete tar file \(a header of \d+ bytes, at most"):
         scan_shard(path)
 
 
@@ -400,7 +400,7 @@ def test_more_members_than_a_shard_has_are_not_read(tmp_path: Path, monkeypatch:
         (tmp_path / name).write_bytes(b"".join(blocks[:count]) + bytes(1024))
     assert len(ShardReader([tmp_path / "fits.tar"])) == 1000
     with pytest.raises(
-        ValueError, match=r"many\.tar: not a whole tar file \(more than 1000 members; write smaller shards"
+        ValueError, match=r"many\.tar: not a complete tar file \(more than 1000 members; write smaller shards"
     ):
         ShardReader([tmp_path / "many.tar"])
 

@@ -62,7 +62,7 @@ def test_the_page_shows_all_of_a_run_in_one_file(tmp_path: Path, monkeypatch: py
     assert "mixing-step0000200.png" in text
     assert "mixing-step0000100.png" not in text
     assert "<h2>Curves</h2>" in text
-    for words in ("not finished; 1,200 steps, 1 min 01 s, 19.5 steps a second over all", "0.25 at step 600", "2 processes",
+    for words in ("not finished; 1,200 steps, 1 min 01 s, 19.5 steps per second overall", "0.25 at step 600", "2 processes",
                   "lightning fit --run_dir &#x27;runs/&lt;script&gt;&#x27;", "&amp; more", "torch 2.15"):  # fmt: skip
         assert words in text, words
 

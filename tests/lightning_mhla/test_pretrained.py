@@ -65,7 +65,7 @@ def test_another_resolution_and_other_classes(tmp_path: Path, caplog: pytest.Log
     want = F.interpolate(grid, (8, 8), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
     torch.testing.assert_close(new.position, want)
     assert torch.equal(new.backbone.blocks[0].attn.qkv.weight, old.backbone.blocks[0].attn.qkv.weight)
-    assert "newly initialised (head.bias, head.weight)" in caplog.text
+    assert "newly initialized (head.bias, head.weight)" in caplog.text
 
 
 def test_blocks_of_another_shape_and_the_same_number_are_resized(tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_a_longer_context_and_another_vocabulary(tmp_path: Path) -> None:
 def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
     source = exported(classifier(2, 8, 3), tmp_path)
     wider = ImageClassifier(AttentionConfig(block_grid=[2, 2]), 3, image_size=8, **{**SIZES, "dim": 32}).network
-    with pytest.raises(ValueError, match=r"another shape: .*tensors in all\); set width, depth, heads and patches"):
+    with pytest.raises(ValueError, match=r"different shape: .*tensors in all\); set width, depth, heads and patches"):
         adopt(wider, source, "old", heads=("head.",), positions=("position",))
     deeper = ImageClassifier(AttentionConfig(block_grid=[2, 2]), 3, image_size=8, **{**SIZES, "depth": 3}).network
     with pytest.raises(ValueError, match="is missing"):
         adopt(deeper, source, "old", heads=("head.",), positions=("position",))
-    with pytest.raises(FileNotFoundError, match="no folder of a run, no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="is not a run folder, a checkpoint"):
         read_pretrained(tmp_path / "absent")
 
 
@@ -122,7 +122,7 @@ def test_positions_of_a_constant_stay_constant() -> None:
         torch.testing.assert_close(
             resize_positions(torch.full((1, 36, 2), 0.7), tokens), torch.full((1, tokens, 2), 0.7)
         )
-    with pytest.raises(ValueError, match="both must be squares"):
+    with pytest.raises(ValueError, match="both numbers must be squares"):
         resize_positions(torch.zeros(1, 12, 2), 16)
 
 

@@ -184,7 +184,7 @@ def test_a_table_of_another_user_is_made_again(tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_a_file_is_an_error_and_no_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY):
-        with pytest.raises(ForeignFileError, match="is not what belongs there"):
+        with pytest.raises(ForeignFileError, match="is not of the expected type"):
             open_own(tmp_path / "pipe", flags)
 
 

@@ -318,8 +318,8 @@ def test_published_weights_load_and_mhla_starts_from_them(tmp_path: Path, caplog
         rala.configure_model()
         mhla.configure_model()
     rala.eval(), mhla.eval()
-    assert "0 newly initialised" in caplog.text
-    assert "4 newly initialised" in caplog.text  # the coefficients
+    assert "0 newly initialized" in caplog.text
+    assert "4 newly initialized" in caplog.text  # the coefficients
     assert (
         rala.network.stages[1].downsample[1].running_var[0]
         == ravlt_weights()["layers.0.downsample.norm.running_var"][0]
@@ -331,7 +331,7 @@ def test_published_weights_load_and_mhla_starts_from_them(tmp_path: Path, caplog
 
 def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     network = VLT(64, 1000, AttentionConfig(**{**RAVLT, "kind": "rala"}), StageConfig(size="S"))
-    with pytest.raises(ValueError, match=r"of a model of another shape: .* set width, depth"):
+    with pytest.raises(ValueError, match=r"from a model of a different shape: .* set width, depth"):
         adopt(network, Pretrained(from_ravlt(ravlt_weights()), {}), "RAVLT_T.pth")
     (tmp_path / "other.pth").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"other\.pth cannot be read safely"):

@@ -129,11 +129,11 @@ def test_the_best_of_a_run(
     assert "step 10" in caplog.text
     with pytest.raises(SystemExit):
         main(["validate", "--config", str(place / "config.yaml"), "--ckpt_path=best"])
-    assert "--ckpt_path=best needs the run that it is the best of: --run_dir=FOLDER" in capsys.readouterr().err
+    assert "--ckpt_path=best needs a run: add --run_dir=FOLDER" in capsys.readouterr().err
     (place / "checkpoints" / best.name).unlink()
     with pytest.raises(SystemExit):
         main(["validate", f"--run_dir={place}", "--ckpt_path=best"])
-    assert f"its best checkpoint, {best.name}, is not there any more" in capsys.readouterr().err
+    assert f"its best checkpoint, {best.name}, no longer exists" in capsys.readouterr().err
 
 
 def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:

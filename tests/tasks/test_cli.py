@@ -331,7 +331,7 @@ def test_checkpoint_of_another_attention_kind(
     error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.attention.kind=linear")
     assert "trained with attention kind 'mhla', this run asks for 'linear'" in error
     error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.dim=32")
-    assert "a model of other sizes" in error
+    assert "a model with different sizes" in error
 
 
 def test_predict_writes_a_table(monkeypatch: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def test_a_run_says_what_it_needs_and_how_long_it_takes(capsys: pytest.CaptureFi
     fit(Poison("nowhere"), Forecast(warm_up_steps=1, measured_steps=2))
     said = capsys.readouterr().err
     assert re.search(r"9\.\d+k parameters, .* on 1 process: 0\.2 MiB each for weights, gradients, AdamW, average", said)
-    assert "11 steps an epoch, 4 in all" in said
-    assert re.search(r"[\d.]+ (s a step|steps a second), \d+ s to go, validation aside", said)
+    assert "11 steps per epoch, 4 in all" in said
+    assert re.search(r"[\d.]+ (s per step|steps per second), \d+ s remaining, without validation", said)
     assert [duration(s) for s in (5, 250, 4800, 183600)] == ["5 s", "4 min 10 s", "1 h 20 min", "2 d 3 h"]
 
 
@@ -133,7 +133,7 @@ class Wait(Callback):
 LOG = Path("log.txt").resolve()
 
 def slow_reading():
-    while not {"slow_reading", "holds the others up"} <= set(re.findall("slow_reading|holds the others up", LOG.read_text())):
+    while not {"slow_reading", "holds up the others"} <= set(re.findall("slow_reading|holds up the others", LOG.read_text())):
         time.sleep(0.05)
 
 torch.set_num_threads(1)
@@ -157,11 +157,11 @@ def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
     _, _, said = on_two_processes(tmp_path, STALLED).partition(
         "FROM HERE ON"
     )  # before, a loaded machine may be slow itself
-    assert re.search(r"no step for \d+ s: process 1 on .* holds the others up at batch 1: it computes it", said), said
+    assert re.search(r"no step for \d+ s: process 1 on .* holds up the others at batch 1: it computes it", said), said
     assert re.search(r"stack of process 1:\n(.*\n)*.*slow_reading", said), said
     assert "stack of process 0" not in said
     assert re.search(
-        r"no step for \d+ s: process 1 on .* gives no sign of life for \d+ s \(last at batch [12]\)", said
+        r"no step for \d+ s: process 1 on .* has given no sign of life for \d+ s \(last at batch [12]\)", said
     ), said
 
 

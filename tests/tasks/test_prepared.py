@@ -112,7 +112,9 @@ def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_
 
     files = sorted(path for path in source.rglob("*") if path.suffix in (".txt", ".png"))
     edited(files[0])
-    with pytest.raises(SystemExit, match=rf"made from something else \(changed: .*{files[0].stem}.*--force") as error:
+    with pytest.raises(
+        SystemExit, match=rf"made from different files or options \(changed: .*{files[0].stem}.*--force"
+    ) as error:
         registry.run(name, words)
     assert "added" not in str(error.value)
     extra = files[0].with_name(f"more{files[0].suffix}")
@@ -127,7 +129,7 @@ def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_
     assert digests(target) != first
     for file in extra.parent.glob("more.*"):
         file.unlink()
-    with pytest.raises(SystemExit, match=r"made from something else \(removed: .*more"):
+    with pytest.raises(SystemExit, match=r"made from different files or options \(removed: .*more"):
         registry.run(name, words)
 
 

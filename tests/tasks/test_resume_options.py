@@ -127,10 +127,10 @@ def test_what_may_not_change_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     config, run = write_config(tmp_path), tmp_path / "run"
     fit(run, config, "--trainer.max_steps=4")
     for option, message in (
-        ("--model.optimizer.layer_decay=0.5", "optimiser has groups of"),
+        ("--model.optimizer.layer_decay=0.5", "optimizer has groups of"),
         ("--data.batch_size=120", "trained with batch_size=240"),
         ("--seed_everything=7", "trained with seed=0"),
-        ("--model.dim=32", "model of other sizes"),
+        ("--model.dim=32", "model with different sizes"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit):

@@ -128,7 +128,7 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
     newest = sorted((run / "checkpoints/recovery").glob("*.ckpt"))[-1]
     newest.write_bytes(newest.read_bytes()[:5000])
     main(["fit", "--config", str(config), f"--run_dir={run}", "--trainer.limit_val_batches=0"])
-    assert "Passed over a damaged checkpoint" in caplog.text
+    assert "Skipped a damaged checkpoint" in caplog.text
     again = [step for name, step, _ in losses(run) if name == "train/loss"]
     assert again == [*range(15), *range(14, STEPS)]
 

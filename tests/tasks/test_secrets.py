@@ -181,8 +181,8 @@ def test_a_run_resumes_once_the_url_is_given_again(
     again = [f"--data.{name}={url(server)}" for name in ("train", "val")]
     with caplog.at_level(logging.INFO):
         main(["fit", "--run_dir=run", "--trainer.max_epochs=3", "--data.shards.max_skipped=7", *again])
-    changes = [text for text in caplog.messages if text.startswith("resumed with another option")]
-    assert changes == ["resumed with another option: data.shards.max_skipped 100 -> 7"]
+    changes = [text for text in caplog.messages if text.startswith("resumed with a changed option")]
+    assert changes == ["resumed with a changed option: data.shards.max_skipped 100 -> 7"]
     assert torch.load(trained / "run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
     assert leaks(trained) == []
 

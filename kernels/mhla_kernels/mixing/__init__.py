@@ -12,10 +12,10 @@ MixingLike = Tensor | Mixing
 
 
 def as_mixing(mixing: MixingLike) -> Mixing:
-    """Return a tensor as :class:`DenseMixing`, and a :class:`Mixing` unchanged.
+    """Convert a tensor of dense coefficients to :class:`DenseMixing`; return a :class:`Mixing` unchanged.
 
     Raises:
-        TypeError: for a value of any other type.
+        TypeError: if ``mixing`` is neither a tensor nor a :class:`Mixing`.
     """
     if isinstance(mixing, Mixing):
         return mixing

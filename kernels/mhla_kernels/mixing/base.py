@@ -23,11 +23,11 @@ Rows = slice | Tensor
 
 
 class BlockShares(Protocol):
-    """Protocol of the processes that share a sequence; see :mod:`mhla_kernels.sequence_parallel`."""
+    """Protocol of objects that assign the blocks of a sequence to processes; see :mod:`mhla_kernels.sequence_parallel`."""
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """First block of each process, and the number of blocks at the end."""
+        """Index of the first block of each process, followed by the total number of blocks."""
 
     @property
     def rank(self) -> int:
@@ -35,14 +35,19 @@ class BlockShares(Protocol):
 
     @property
     def own(self) -> tuple[int, int]:
-        """First block of this process, and the end of its blocks."""
+        """Index of the first block of this process, and index after its last one."""
 
     @property
     def blocks(self) -> list[int]:
-        """Number of blocks of each process."""
+        """Number of blocks that each process holds."""
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate the shares ``[B, H, length, ...]`` of all processes along axis 2."""
+        """Concatenate the tensors ``[B, H, length, ...]`` of all processes along axis 2.
+
+        Args:
+            share: tensor of this process.
+            lengths: length of axis 2 in the tensor of each process.
+        """
 
 
 class Mixing(ABC):
@@ -50,8 +55,7 @@ class Mixing(ABC):
 
     A kind is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and defines
     :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can compute
-    at lower cost. Kinds are pytrees of their tensors. ``torch.load`` reads them with ``weights_only=True``, and so does
-    ``torch.export.load``.
+    at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read them.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -86,51 +90,61 @@ class Mixing(ABC):
         return None
 
     def of_heads(self, heads: slice) -> Self | None:
-        """Return the coefficients of some heads; None if the kind cannot be split by head."""
+        """Return the coefficients of a range of heads; None if the kind cannot be split by head."""
         return self if self.heads is None else None
 
     def _of_first_axis(self, heads: slice) -> Self:
-        """Implement :meth:`of_heads` for a kind whose learned tensors have the heads, if any, as their first axis."""
+        """Implement :meth:`of_heads` for kinds whose learned tensors have heads as their first axis, or no axis of heads."""
         if self.heads is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return type(self)(**values | {name: x[heads] for name, x in self.tensors.items()})
 
     def check(self, heads: int, causal: bool) -> None:
-        """Check values and shapes for attention with the given number of heads.
+        """Check that the coefficients fit attention with the given number of heads.
+
+        Args:
+            heads: number of heads of the queries.
+            causal: whether the attention is causal.
 
         Raises:
-            ValueError: naming the mismatch.
-            TypeError: for tensors of an unsupported dtype.
+            ValueError: if a shape or value does not fit; the message names it.
+            TypeError: if a tensor has an unsupported dtype.
         """
         if self.heads not in (None, heads):
             raise ValueError(f"mixing is for {self.heads} heads; q has H = {heads}")
 
     @abstractmethod
     def matrix(self, blocks: int) -> Tensor:
-        """Return the matrix ``[M, M]`` or ``[H, M, M]``.
+        """Return the coefficients as a matrix ``[M, M]``, or ``[H, M, M]`` with one for each head.
 
-        M is at least ``blocks``, or the number of blocks that the coefficients cover.
+        M is at least ``blocks``, unless the coefficients cover fewer blocks.
         """
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return m[i, i] for some blocks: ``[n]`` or ``[H, n]``, where n is 1 if all blocks have the same coefficient.
+        """Return the coefficients m[i, i] that blocks have for themselves.
 
         Args:
-            index: indices of the blocks; a list is copied to the device.
+            index: indices i of the blocks; a list is copied to the device.
             blocks: upper bound of the indices, exclusive.
+
+        Returns:
+            ``[n]`` or ``[H, n]`` for n indices; n may be 1 if all blocks have the same coefficient.
         """
         diagonal = self.matrix(blocks).diagonal(dim1=-2, dim2=-1)
         return diagonal[..., index if isinstance(index, slice | Tensor) else on_device(index, diagonal.device)]
 
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix summaries ``[B, H, M, W]``, and return the same shape.
+        """Mix block summaries: entry i of the result is the sum of ``m[i, j] * summary[j]`` over blocks j.
 
-        By default this is one batched GEMM, since torch would copy both operands to broadcast the matrix.
+        By default this is one batched matrix product, since torch would copy both operands to broadcast the matrix.
 
         Args:
-            summary: summaries of the blocks.
-            causal: whether a block sees earlier blocks only, without itself.
+            summary: summaries of the M blocks, ``[B, H, M, W]`` with W numbers each.
+            causal: whether the sum is over earlier blocks ``j < i`` only.
+
+        Returns:
+            Mixed summaries, ``[B, H, M, W]``.
         """
         batch, heads, blocks, _ = summary.shape
         weights = self.matrix(blocks)
@@ -145,11 +159,14 @@ class Mixing(ABC):
     # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
 
     def span_terms(self, causal: bool) -> int | None:
-        """Return T, the number of running sums between chunks of several blocks; None for a kind without such sums."""
+        """Return the number T of running sums that connect chunks of several blocks; None for a kind without such sums."""
         return None
 
     def span(self, blocks: int, causal: bool) -> Span:
-        """Return the coefficients for chunks of ``blocks`` blocks; only for a kind whose :meth:`span_terms` is a number."""
+        """Return the coefficients within and between chunks of ``blocks`` blocks.
+
+        Only kinds whose :meth:`span_terms` is not None implement this method.
+        """
         raise NotImplementedError
 
     # Generation: a state stores the summaries of all finished blocks, or running sums of them.
@@ -160,9 +177,15 @@ class Mixing(ABC):
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return finished summaries with room for ``blocks`` of them: the same tensor if it has the room, or a larger copy.
+        """Make room in the tensor of finished summaries for new blocks.
 
-        Summaries that are ``owned`` grow by more than they need, since blocks are then appended one by one.
+        Args:
+            finished: summaries of finished blocks, ``[B, H, capacity, W]``.
+            blocks: capacity that is needed.
+            owned: whether blocks are appended to the tensor one by one; it then at least doubles when it grows.
+
+        Returns:
+            The same tensor if its capacity suffices, otherwise a larger copy.
         """
         if finished.shape[2] >= blocks:
             return finished
@@ -171,43 +194,46 @@ class Mixing(ABC):
         return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
 
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Append summaries of new blocks to the finished summaries of some rows.
+        """Append summaries of new blocks to the finished summaries of some rows of a batch.
 
         Args:
-            finished: finished summaries, with room for the new ones.
-            rows: rows that ``summary`` belongs to.
+            finished: summaries of finished blocks, ``[B, H, capacity, W]``, with room for the new ones.
+            rows: rows of the batch that ``summary`` belongs to.
             first: index of the first new block.
-            summary: summaries of the new blocks, ``[B, H, M, W]``.
-            in_place: whether ``finished`` may be written to and returned. States that share it have fewer blocks, and do not
-                read the new ones.
+            summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
+            in_place: whether ``finished`` may be written to. Generation states that share it have fewer blocks, and do not read
+                the new ones.
+
+        Returns:
+            ``finished`` with the new blocks, the same tensor or a copy.
         """
         end = first + summary.shape[2]
         if in_place:
             finished[rows, :, first:end] = summary
             return finished
-        before = finished[rows]
-        grown = torch.cat([before[:, :, :first], summary, before[:, :, end:]], 2)
+        selected = finished[rows]
+        grown = torch.cat([selected[:, :, :first], summary, selected[:, :, end:]], 2)
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """Return the mixture of the finished blocks for the open block.
+        """Mix the summaries of all finished blocks for the open block, to which tokens are still added.
 
         Args:
-            finished: finished summaries.
+            finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
             block: index of the open block.
 
         Returns:
-            ``[B, H, W]``.
+            Mixed summary, ``[B, H, W]``.
         """
         weights = self.matrix(block + 1)[..., block, :block].reshape(1, -1, 1, block)
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Mix new blocks, which follow finished blocks, causally.
+        """Compute causal mixtures for new blocks, from finished blocks and from earlier new blocks.
 
         Args:
-            finished: finished summaries.
-            summary: summaries of the new blocks, ``[B, H, M, W]``.
+            finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
+            summary: summaries of the M new blocks, ``[B, H, M, W]``.
             first: index of the first new block.
 
         Returns:
@@ -216,25 +242,28 @@ class Mixing(ABC):
         blocks = summary.shape[2]
         rows = self.matrix(first + blocks)[..., first : first + blocks, :]
         inside = rows[..., first : first + blocks].tril(-1)
-        known = inside.shape[-1]
-        mixed = inside @ summary[:, :, :known] + rows[..., :first] @ finished[:, :, :first]
-        return F.pad(mixed, (0, 0, 0, blocks - known))
+        covered = inside.shape[-1]
+        mixed = inside @ summary[:, :, :covered] + rows[..., :first] @ finished[:, :, :first]
+        return F.pad(mixed, (0, 0, 0, blocks - covered))
 
     # Sequence parallelism: processes hold ranges of blocks.
 
     @property
     def boundary_sums(self) -> int | None:
-        """Number R of sums that processes exchange for each side; None if they exchange summaries."""
+        """Number R of running sums that processes exchange in each direction; None if they exchange all summaries."""
         return None
 
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix the blocks of all processes for the blocks of this process, ``[B, H, m, ...]``.
+        """Mix summaries of a sequence that several processes share, for the blocks of this process.
 
         Args:
-            summary: summaries of this process's blocks.
-            causal: whether a block sees earlier blocks only, without itself.
-            shares: shares of all processes.
-            every: summaries of all blocks ``[B, H, M, ...]``; None gathers them.
+            summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
+            causal: whether a block's mixture is over earlier blocks only, without itself.
+            shares: assignment of blocks to processes.
+            every: summaries of the M blocks of all processes, ``[B, H, M, ...]``; None to gather them.
+
+        Returns:
+            Mixed summaries for the blocks of this process, ``[B, H, m, ...]``.
         """
         if every is None:
             every = shares.gather(summary, shares.blocks)
@@ -250,23 +279,37 @@ class Mixing(ABC):
     # The choice between forms, and the fused kernels.
 
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Return the fused kernels' name for the kind (a key of ``triton_backend.mixers.MIXERS``), and the tensors they take.
+        """Return the coefficients in the form that the fused kernels take. By default this is the matrix.
 
-        The tensors have heads as their first axis, of length 1 if the heads share them. The weights are linear in the first
-        tensor. By default the kernels apply the matrix.
+        Args:
+            blocks: number of blocks.
+            causal: whether the attention is causal.
+            form: form of the operator, such as ``"chunked"``.
+
+        Returns:
+            Key of ``triton_backend.mixers.MIXERS``, and tensors ``[H or 1, ...]``. The weights are linear in the first tensor.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]
 
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Return the number of summaries added up for each of ``blocks`` blocks, for the choice of the cheapest form."""
+        """Estimate the cost of mixing, by which the cheapest form of the operator is chosen.
+
+        Args:
+            blocks: number of blocks.
+            causal: whether the attention is causal.
+            fused: whether the fused kernels do the mixing.
+
+        Returns:
+            Number of summaries added up for each block.
+        """
         return blocks
 
 
 def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
-    """The fields that are not learned tensors, by name."""
-    others = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
-    return tuple((name, getattr(mixing, name)) for name in others)
+    """Return names and values of the fields that are not learned tensors."""
+    names = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
+    return tuple((name, getattr(mixing, name)) for name in names)
 
 
 def _from_json(value: Any) -> Any:

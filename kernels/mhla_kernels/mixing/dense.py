@@ -13,10 +13,10 @@ from mhla_kernels.mixing.base import Mixing
 
 @dataclass(frozen=True)
 class DenseMixing(Mixing):
-    """Matrix of coefficients; the operator converts a plain tensor to this class.
+    """Mixing coefficients as a matrix: one number for each pair of blocks. The operator converts a plain tensor to this class.
 
     Args:
-        mixing: ``[M, M]`` for all heads, or ``[H, M, M]``, in floating point.
+        mixing: matrix ``[M, M]`` for all heads, or ``[H, M, M]``, in floating point.
     """
 
     learned = ("mixing",)
@@ -49,5 +49,5 @@ class DenseMixing(Mixing):
             raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
     def matrix(self, blocks: int) -> Tensor:
-        """Return all coefficients, whatever ``blocks`` is."""
+        """Return the complete matrix of coefficients, regardless of ``blocks``."""
         return self.mixing

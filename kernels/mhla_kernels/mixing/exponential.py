@@ -127,16 +127,19 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the sum of the amplitudes, ``[1]`` or ``[H, 1]``, which is m[i, i] of every block."""
+        """Return the coefficient m[i, i], which is the sum of the amplitudes for every block i, ``[1]`` or ``[H, 1]``."""
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
-        """Return amplitude and decay with an axis of heads, of length 1 if all heads share them."""
+        """Return amplitudes and decays with heads as the first axis, of length 1 if all heads share them."""
         return (self.amplitude, self.decay) if self.heads else (self.amplitude[None], self.decay[None])
 
     @override
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix summaries in O(M R W) (times a group or the length of an axis), never in O(M^2 W)."""
+        """Mix summaries ``[B, H, M, W]`` by running sums, at a cost linear in the number of blocks M.
+
+        Over a grid, each term mixes along one axis after the other, or one matrix is applied if that takes fewer operations.
+        """
         amplitude, decay = self._per_head()
         if causal:
             return earlier(summary, amplitude, decay)
@@ -150,7 +153,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def span_terms(self, causal: bool) -> int | None:
-        """Return R for each direction; None over a grid, where consecutive blocks need not be neighbors."""
+        """Return the number of running sums between chunks: R if causal, else 2 R; None over a grid.
+
+        Consecutive blocks of a grid need not be neighbors, so chunks of them have no running sums.
+        """
         if self.grid is not None:
             return None
         return self.terms if causal else 2 * self.terms
@@ -161,17 +167,17 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """Number of terms R: one sum for each term replaces all finished blocks."""
+        """Number R of running sums that replace the finished blocks: one for each term."""
         return self.terms
 
     @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return the running sums unchanged: their number does not depend on the number of blocks."""
+        """Return the running sums unchanged, since their number does not depend on the number of blocks."""
         return finished
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Decay the running sums and add the new blocks to them, always in a copy."""
+        """Add new blocks to the running sums after decaying these; the result is always a copy."""
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
@@ -192,12 +198,12 @@ class ExponentialMixing(Mixing):
     @property
     @override
     def boundary_sums(self) -> int | None:
-        """Number of sums that processes exchange for each side; None over a grid, where they exchange summaries."""
+        """Number of running sums that processes exchange in each direction; None over a grid, where they exchange summaries."""
         return self.terms if self.grid is None else None
 
     @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix this process's blocks by running sums, and those of other processes by one sum for each term and side."""
+        """Mix a shared sequence by running sums, of which processes exchange one for each term and direction."""
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
         flat = summary.flatten(3)
@@ -222,14 +228,14 @@ class ExponentialMixing(Mixing):
 
     @override
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Return running sums for the causal chunked form, and the matrix for all other forms."""
+        """Return amplitudes and decays for the causal chunked form, and the matrix for all other forms."""
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)
         return "exponential", [x.contiguous() for x in self._per_head()]
 
     @override
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Return the number of running sums, or of blocks where the fused kernels apply the matrix (unless causal)."""
+        """Return the number of summaries added up for each block: one per running sum, or all where a matrix is applied."""
         if fused and not causal:
             return blocks
         both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for reversing and adding them
@@ -265,7 +271,7 @@ class ExponentialMixing(Mixing):
             mean; about zero where all coefficients are equal).
 
         Raises:
-            ValueError: for a wrong shape, numbers that are not finite, or options that do not fit.
+            ValueError: if a shape is wrong, a number is not finite, or options do not fit together.
         """
         amplitude, decay, explained = fit_exponentials(mixing, terms, grid, causal, any_row_scale, steps)
         return cls(amplitude, decay, grid), explained
@@ -274,7 +280,10 @@ class ExponentialMixing(Mixing):
 def _check_decay(decay: Tensor) -> None:
     """Check that the decays are finite and not negative.
 
-    On an accelerator, and while torch traces, the device itself checks them, and nothing waits for it.
+    On an accelerator, and while torch traces, the check runs on the device, and this function does not wait for the result.
+
+    Raises:
+        ValueError: if a decay is invalid and its value can be read here.
     """
     message = "the decays of ExponentialMixing must be finite and not negative"
     if decay.is_meta:
@@ -295,18 +304,18 @@ def _check_decay(decay: Tensor) -> None:
 
 
 def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
-    """Sum the boundary sums of all processes, each decayed over the blocks in between.
+    """Add up the running sums of P processes, each decayed over the blocks between that process and this one.
 
-    A process that does not count gets the weight zero instead of being left out, since every process must take part in the
-    collective operation of the backward pass.
+    This process and those on its other side get the weight zero instead of being left out, since every process must take part
+    in the collective operation of the backward pass.
 
     Args:
-        sums_BHPRW: boundary sums of P processes.
-        decay: ``[H or 1, R]``.
-        gaps: number of blocks between each process and this one; None for a process that does not count.
+        sums_BHPRW: running sums of R terms at the boundary of each process, with W numbers each.
+        decay: decay per block, ``[H or 1, R]``.
+        gaps: number of blocks between each process and this one; None for a process with weight zero.
 
     Returns:
-        ``[B, H, R, W]``.
+        Decayed total, ``[B, H, R, W]``.
     """
     gap = torch.tensor([gap or 0 for gap in gaps], device=decay.device, dtype=decay.dtype)
     counts = torch.tensor([gap is not None for gap in gaps], device=decay.device, dtype=decay.dtype)
@@ -320,28 +329,39 @@ def _distance(length: int, like: Tensor) -> Tensor:
 
 
 def _kernel(amplitude: Tensor, decay: Tensor, distance: Tensor) -> Tensor:
-    """Compute ``sum_r a_r exp(-lambda_r d)`` for distances ``[...]``; ``amplitude`` and ``decay`` are ``[..., R]``."""
+    """Compute ``sum_r a_r exp(-lambda_r d)`` for distances d.
+
+    Args:
+        amplitude: amplitudes a, ``[..., R]``.
+        decay: decays lambda, ``[..., R]``.
+        distance: distances d, of any shape D.
+
+    Returns:
+        Coefficients, ``[..., *D]``.
+    """
     rates = decay.reshape(*decay.shape, *(1,) * distance.dim())
     weights = amplitude.reshape(*amplitude.shape, *(1,) * distance.dim())
     return (weights * (-rates * distance).exp()).sum(amplitude.dim() - 1)
 
 
 def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Combine ``[..., I, J]`` and ``[..., K, L]`` to ``[..., I K, J L]``: a Kronecker product with sums for products."""
+    """Combine ``[..., I, J]`` and ``[..., K, L]`` into ``[..., I K, J L]``: a Kronecker product that adds, not multiplies."""
     joined = a[..., :, None, :, None] + b[..., None, :, None, :]
     return joined.flatten(-4, -3).flatten(-2, -1)
 
 
 def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
-    """Compute ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b`` in groups of blocks; R running sums connect the groups.
+    """Mix the earlier blocks for each block i: ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``.
+
+    A small matrix mixes the blocks within a group of :data:`GROUP`, and R running sums connect the groups.
 
     Args:
-        summary: summaries S, ``[B, H, M, W]``.
-        amplitude: ``[H or 1, R]``.
-        decay: ``[H or 1, R]``.
+        summary: summaries S of the M blocks, ``[B, H, M, W]``.
+        amplitude: amplitudes a, ``[H or 1, R]``.
+        decay: decays lambda, ``[H or 1, R]``.
 
     Returns:
-        ``[B, H, M, W]``.
+        Mixed summaries, ``[B, H, M, W]``.
     """
     batch, heads, blocks, width = summary.shape
     group = at_most(blocks, GROUP)
@@ -371,9 +391,16 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
 
 
 def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Mix over a grid, along one axis after the other for each term.
+    """Mix the blocks of a grid: each term mixes along one axis after the other.
 
-    Shapes are those of :func:`earlier`, but ``decay`` is ``[H or 1, R, A]`` for the A axes of the grid.
+    Args:
+        summary: summaries of the M blocks, ``[B, H, M, W]``.
+        amplitude: amplitudes, ``[H or 1, R]``.
+        decay: decays along the A axes of the grid, ``[H or 1, R, A]``.
+        grid: number of blocks along each axis.
+
+    Returns:
+        Mixed summaries, ``[B, H, M, W]``.
     """
     shape = summary.shape
     out = torch.zeros_like(summary)

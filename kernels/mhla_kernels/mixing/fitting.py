@@ -16,7 +16,7 @@ def fit_exponentials(
     any_row_scale: bool,
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit amplitudes and decays; :meth:`ExponentialMixing.fit` documents the arguments and errors.
+    """Fit a sum of exponentials to dense coefficients; :meth:`ExponentialMixing.fit` documents the arguments and errors.
 
     Returns:
         Amplitudes, decays and explained variance.
@@ -38,8 +38,8 @@ def fit_exponentials(
     if causal:
         counts = counts.tril()
     coefficients = target[:, counts]  # [H, n]
-    where = torch.cartesian_prod(*(torch.arange(length, device=mixing.device) for length in axes)).view(size, -1)
-    distance = (where[:, None] - where[None, :]).abs().double()[counts]  # [n, A]
+    coordinates = torch.cartesian_prod(*(torch.arange(length, device=mixing.device) for length in axes)).view(size, -1)
+    distance = (coordinates[:, None] - coordinates[None, :]).abs().double()[counts]  # [n, A]
 
     # works in any grad mode; tensors made in inference mode are cloned below, so that autograd accepts them
     with torch.enable_grad(), torch.inference_mode(False):
@@ -79,11 +79,11 @@ def fit_exponentials(
     return amplitude.float(), decay.float(), explained
 
 
-def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
+def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
     """Return the factor of each row that minimizes the squared error of ``fitted``, scaled to a mean of 1.
 
     Args:
-        wanted: target coefficients, ``[H, n]``.
+        target: target coefficients, ``[H, n]``.
         fitted: fitted coefficients, ``[H, n]``.
         row: ``[n]`` row of each coefficient.
         size: number of rows.
@@ -91,32 +91,32 @@ def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tenso
     Returns:
         Factor for each coefficient, ``[H, n]``.
     """
-    zeros = wanted.new_zeros(len(wanted), size)
-    along = zeros.index_add(1, row, wanted * fitted)
+    zeros = target.new_zeros(len(target), size)
+    along = zeros.index_add(1, row, target * fitted)
     scale = along / zeros.index_add(1, row, fitted.square()).clamp(min=1e-300)
     scale = scale / scale.mean(-1, keepdim=True).clamp(min=1e-300)
     return scale[:, row]
 
 
-def _nonnegative_least_squares(features: Tensor, wanted: Tensor, start: Tensor, sweeps: int) -> Tensor:
+def _nonnegative_least_squares(features: Tensor, target: Tensor, start: Tensor, sweeps: int) -> Tensor:
     """Solve ``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
 
     Args:
-        features: ``[H, n, R]``.
-        wanted: ``[H, n]``.
-        start: first guess, ``[H, R]``.
+        features: R features for each of n targets, ``[H, n, R]``.
+        target: targets, ``[H, n]``.
+        start: initial guess, ``[H, R]``.
         sweeps: number of passes over all R coordinates.
 
     Returns:
         The solution a, ``[H, R]``.
     """
     gram = features.transpose(-1, -2) @ features
-    right = (features.transpose(-1, -2) @ wanted[..., None]).squeeze(-1)
+    right = (features.transpose(-1, -2) @ target[..., None]).squeeze(-1)
     # keeps the division below finite if one of the features vanishes
     ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     amplitude = start.clone()
     for _ in range(sweeps):
         for term in range(right.shape[-1]):
-            rest = (gram[:, term] * amplitude).sum(-1) - gram[:, term, term] * amplitude[:, term]
-            amplitude[:, term] = ((right[:, term] - rest) / (gram[:, term, term] + ridge)).clamp(min=0)
+            other_terms = (gram[:, term] * amplitude).sum(-1) - gram[:, term, term] * amplitude[:, term]
+            amplitude[:, term] = ((right[:, term] - other_terms) / (gram[:, term, term] + ridge)).clamp(min=0)
     return amplitude

@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
-    """Return the weights ``[new, old]`` of linear interpolation between block centers; for fewer blocks, a triangle filter."""
+    """Return the weights ``[new, old]`` that resize one axis: linear interpolation between block centers.
+
+    For fewer blocks than before, they are a triangle filter that averages over the old blocks.
+    """
     stretch = old / new
     center = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5
     distance = (center[:, None] - torch.arange(old, device=device, dtype=torch.float64)[None, :]).abs()
@@ -75,7 +78,7 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
         ``[blocks, blocks]`` or ``[H, blocks, blocks]``, zero above the diagonal in new rows; dtype and device of ``mixing``.
 
     Raises:
-        ValueError: for a wrong shape, a number of blocks below 1, or an unknown tail.
+        ValueError: if the shape is wrong, ``blocks`` is below 1, or ``tail`` is unknown.
         TypeError: if ``mixing`` is not a tensor.
     """
     if not isinstance(mixing, Tensor):
@@ -113,7 +116,16 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
 
 def _tail(profile: Tensor, beyond: Tensor, tail: str) -> Tensor:
-    """Return the values of ``profile`` ``[..., M]`` at the distances ``M - 1 + beyond``."""
+    """Extrapolate coefficients beyond the largest existing block distance.
+
+    Args:
+        profile: coefficient at each distance from 0 to M - 1, ``[..., M]``.
+        beyond: how far to go beyond the distance M - 1, ``[n]``.
+        tail: kind of extrapolation, see :func:`extend_mixing`.
+
+    Returns:
+        Coefficients at the distances ``M - 1 + beyond``, ``[..., n]``.
+    """
     last = profile[..., -1:]
     if tail == "zero":
         return torch.zeros_like(last) * beyond

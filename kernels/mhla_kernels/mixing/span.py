@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Coefficients for chunks of G blocks, with T terms; the axis of heads has length 1 if all heads share them.
+    """Coefficients of exponential mixing for chunks of G blocks, connected by T running sums.
 
     Attributes:
-        matrix: coefficients between the blocks of a chunk, ``[H or 1, G, G]``.
+        matrix: coefficients between the blocks of one chunk, ``[H or 1, G, G]``; 1 if all heads share them.
         reading: weights with which the queries of a block read each running sum, ``[H or 1, T, G]``.
         writing: weights with which the keys of a block enter each running sum, ``[H or 1, T, G]``.
-        decay: exponents of the decay of the running sums over one chunk, ``[H or 1, T]``.
-        later: number of terms, the last ones, that sum over later chunks: none or half of them.
+        decay: exponent of the decay of each running sum over one chunk, ``[H or 1, T]``.
+        later: number of running sums, the last ones, that go over later instead of earlier chunks: 0 or T / 2.
     """
 
     matrix: Tensor
@@ -35,13 +35,13 @@ class Span(NamedTuple):
 
 
 def make_span(amplitude: Tensor, decay: Tensor, blocks: int, causal: bool) -> Span:
-    """Return the coefficients for chunks of ``blocks`` blocks.
+    """Convert a sum of R exponentials of block distance to coefficients for chunks of several blocks.
 
     Args:
-        amplitude: ``[H or 1, R]``.
-        decay: decay per block, ``[H or 1, R]``.
-        blocks: blocks in a chunk, G.
-        causal: whether only earlier chunks count: R terms, otherwise 2 R.
+        amplitude: amplitude of each exponential, ``[H or 1, R]``.
+        decay: decay per block of each exponential, ``[H or 1, R]``.
+        blocks: number of blocks in a chunk, G.
+        causal: whether only earlier chunks count, which gives R running sums; otherwise there are 2 R.
     """
     index = torch.arange(blocks, device=decay.device, dtype=decay.dtype)
     distance = (index[:, None] - index).abs()

@@ -17,17 +17,19 @@ from torch.nn import functional as F
 def gather_shares(
     share: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Concatenate the shares of all processes along ``dim``; gradients are summed over the processes and scattered back.
+    """Gather the tensors of all processes of a group and concatenate them, differentiably.
+
+    In the backward pass, gradients are summed over the processes, and each process receives those of its tensor.
 
     Args:
-        share: share of this process, of any shape; it is sent in its own dtype.
-        dim: axis along which the lengths of shares may differ.
-        lengths: length of the share of each process.
-        group: the processes.
-        dtype: dtype of the result, in which gradients are summed too; None for the dtype of the share.
+        share: tensor of this process, of any shape; it is sent in its own dtype.
+        dim: axis to concatenate along, the only one whose length may differ between processes.
+        lengths: length of this axis in the tensor of each process.
+        group: process group.
+        dtype: dtype of the result, in which gradients are summed too; None for the dtype of ``share``.
 
     Returns:
-        The shares in the order of the ranks.
+        Tensors of all processes, concatenated in the order of their ranks.
     """
     longest = max(lengths)
     share = share.movedim(dim, 0)
@@ -40,7 +42,7 @@ def gather_shares(
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function that gathers shares of equal length along the first axis."""
+    """Autograd function that gathers tensors of the same shape from all processes of a group."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:

@@ -14,14 +14,15 @@ from mhla_kernels.sequence_parallel.collectives import gather_shares
 
 
 def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
-    """Return the first block of each process, and M at the end; the numbers of blocks differ by one at most.
+    """Divide blocks among processes as evenly as possible: their numbers of blocks differ by one at most.
 
     Args:
         blocks: number of blocks M.
         processes: number of processes P.
 
     Returns:
-        P + 1 integers. If there are fewer blocks than processes, some processes hold none.
+        Index of the first block of each process, followed by M; P + 1 integers. If there are fewer blocks than processes, some
+        processes get none.
     """
     return tuple(blocks * rank // processes for rank in range(processes + 1))
 
@@ -29,13 +30,16 @@ def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
 def share_tokens(
     tokens: int, processes: int, *, block_size: int | None = None, block_offsets: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the first token of each process, and N at the end, for the blocks of :func:`share_blocks`.
+    """Divide the tokens of a sequence among processes, in complete blocks as :func:`share_blocks` assigns them.
 
     Args:
         tokens: number of tokens N.
         processes: number of processes P.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, see :func:`mhla_kernels.mhla_attention`.
+
+    Returns:
+        Index of the first token of each process, followed by N; P + 1 integers.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
@@ -45,7 +49,12 @@ def share_tokens(
 
 
 def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the first token of each block, and N at the end.
+    """Return the index of the first token of each block, followed by the number of tokens N.
+
+    Args:
+        tokens: number of tokens N.
+        block_size: tokens in a block; None with ``block_offsets``.
+        block_offsets: the same bounds for uneven blocks, as the user gives them; None with ``block_size``.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
@@ -60,12 +69,12 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one process receives in a forward pass of one layer.
+    """Number of bytes that one process receives in a forward pass of one layer, for the two ways of exchange.
 
-    The backward pass sums the gradients of the same numbers, in float32.
+    The backward pass exchanges gradients for the same numbers, in float32.
 
     Attributes:
-        summaries: bytes of the summaries of the other processes, or of their boundary sums.
+        summaries: bytes of the block summaries of the other processes, or of their running sums.
         tokens: bytes of the keys and values of the other processes; None if exchanging tokens is not possible.
     """
 
@@ -74,7 +83,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """Exchange that needs fewer bytes."""
+        """Name of the exchange that needs fewer bytes."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 
@@ -92,7 +101,7 @@ def traffic(
     normalize: bool = True,
     token_bytes: int = 2,
 ) -> Traffic:
-    """Return the number of bytes that :func:`mhla_sequence_parallel` exchanges; summaries are float32.
+    """Compute the number of bytes that a process receives in :func:`mhla_sequence_parallel`, with float32 summaries.
 
     Args:
         batch: batch size B.
@@ -102,17 +111,17 @@ def traffic(
         value_width: width of a value, Dv.
         blocks: number of blocks M.
         processes: number of processes P, with equal shares.
-        terms: R of exponential mixing over a sequence; None if summaries are exchanged.
-        causal: whether blocks see earlier blocks only.
+        terms: number of terms R of exponential mixing over a sequence; None if summaries are exchanged.
+        causal: whether the attention is causal.
         normalize: whether normalizers are exchanged too.
-        token_bytes: bytes of one number of k and v.
+        token_bytes: size in bytes of one number of k and v.
     """
     width = key_width * (value_width + normalize)
-    others = processes - 1
+    other_processes = processes - 1
     if terms is not None:
-        return Traffic(batch * heads * others * terms * (1 if causal else 2) * width * 4, None)
-    summaries = batch * heads * others * -(-blocks // processes) * width * 4
-    shares = batch * heads * others * -(-tokens // processes) * (key_width + value_width) * token_bytes
+        return Traffic(batch * heads * other_processes * terms * (1 if causal else 2) * width * 4, None)
+    summaries = batch * heads * other_processes * -(-blocks // processes) * width * 4
+    shares = batch * heads * other_processes * -(-tokens // processes) * (key_width + value_width) * token_bytes
     return Traffic(summaries, shares)
 
 
@@ -121,10 +130,10 @@ class SequencePlan:
     """Assignment of the blocks of a sequence to the processes of a group.
 
     Attributes:
-        group: the processes.
-        bounds: first token of each block, and N.
-        shares: first block of each process, and M.
-        rank: rank of this process.
+        group: process group.
+        bounds: index of the first token of each block, followed by the number of tokens N.
+        shares: index of the first block of each process, followed by the number of blocks M.
+        rank: rank of this process in the group.
     """
 
     group: dist.ProcessGroup
@@ -134,19 +143,24 @@ class SequencePlan:
 
     @property
     def own(self) -> tuple[int, int]:
-        """First block of this process, and the end of its blocks."""
+        """Index of the first block of this process, and index after its last one."""
         return self.shares[self.rank], self.shares[self.rank + 1]
 
     @property
     def blocks(self) -> list[int]:
-        """Number of blocks of each process."""
+        """Number of blocks that each process holds."""
         return [b - a for a, b in pairwise(self.shares)]
 
     @property
     def tokens(self) -> list[int]:
-        """Number of tokens of each process."""
+        """Number of tokens that each process holds."""
         return [self.bounds[b] - self.bounds[a] for a, b in pairwise(self.shares)]
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate the shares ``[B, H, length, ...]`` of all processes along axis 2; see :func:`gather_shares`."""
+        """Concatenate the tensors ``[B, H, length, ...]`` of all processes along axis 2, see :func:`gather_shares`.
+
+        Args:
+            share: tensor of this process.
+            lengths: length of axis 2 in the tensor of each process.
+        """
         return gather_shares(share, 2, lengths, self.group)

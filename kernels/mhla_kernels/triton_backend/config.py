@@ -1,8 +1,8 @@
-"""Tile sizes of the kernels: how many tokens, keys and values a program works on.
+"""Tile sizes of the Triton kernels: how many tokens, keys and values a program processes.
 
-They depend on the dtype, the widths and the chip, so that a kernel is not compiled again for another length. Mixing is the
-exception: it has one kind of tiles for few blocks and one for many. The sizes are chosen so that ``make resources`` shows
-no register spills for bfloat16 at common widths.
+They depend on the dtype, the widths and the chip, but not on the sequence length, so that a new length needs no new
+compilation. Mixing is the exception: it has one kind of tiles for few blocks and one for many. The sizes are chosen so that
+``make resources`` shows no register spills for bfloat16 at common widths.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 import triton
 
 PIECE = 256
-"""Tokens in a piece of a block at most, in the causal form. A piece is summarised, and its pairs are scored, at once."""
+"""Maximum number of tokens in a piece of a block, in the causal form. One program summarizes a piece and scores its pairs."""
 
 SPLIT = 2048
-"""Tokens in a piece at most, without causality. There pieces only distribute the summary of a long block over programs."""
+"""Maximum number of tokens in a piece, without causality. There, pieces only distribute a long block over programs."""
 
 
 def power_of_two(number: int) -> int:
-    """Round up to a power of two, at least 16, which is the smallest operand of a matrix product."""
+    """Round a width up to a power of two, at least 16, the smallest operand of a matrix product in Triton."""
     return max(16, 1 << (number - 1).bit_length())
 
 
@@ -42,7 +42,7 @@ Source: CUDA C++ Programming Guide, table 27.
 
 
 def overlaps_chained_products(chip: int) -> bool:
-    """Whether the installed Triton computes wrong values on a chip in loops of more than one pipeline stage.
+    """Return whether the installed Triton miscompiles pipelined loops with chained matrix products on a chip.
 
     On datacenter Blackwell, Triton before 3.9 puts products that share an accumulator into different stages of a loop
     (triton-lang/triton #10821, fixed by #10988). Kernels use one stage there.
@@ -54,21 +54,21 @@ def overlaps_chained_products(chip: int) -> bool:
 
 
 def register_limit(chip: int, warps: int) -> dict[str, int]:
-    """Launch option that raises the limit of registers for each thread; empty on Hopper.
+    """Return the launch option that raises the register limit of a kernel; an empty dict on Hopper.
 
-    On other chips the compiler limits some kernels to 128 or 168 registers and spills a few bytes (``make resources``). This
-    option gives a thread block the complete register file.
+    On other chips the compiler limits some kernels to 128 or 168 registers per thread, and spills a few bytes
+    (``make resources``). This option gives a thread block the complete register file.
 
     Args:
         chip: compute capability times ten.
-        warps: warps of the kernel.
+        warps: number of warps of the kernel.
     """
     return {} if chip == HOPPER else {"maxnreg": min(255, 65536 // (32 * warps))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Warps and pipeline stages of a kernel. Derived classes add the sizes of its tiles."""
+    """Numbers of warps and pipeline stages of a Triton kernel. Derived classes add the sizes of its tiles."""
 
     warps: int = 4
     stages: int = 1
@@ -76,13 +76,13 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendTiles(Tiles):
-    """Tiles of the attend kernel and of the gradient of mixing in the parallel form.
+    """Tile sizes of the kernel that computes outputs, and of the gradient of the coefficients in the parallel form.
 
     Attributes:
-        rows: row tokens of a tile.
-        columns: column tokens that a program loads at a time.
-        slice: features that products sum over at a time.
-        outputs: output features of a tile; 0 for a kernel without outputs.
+        rows: number of tokens along the rows of a score tile.
+        columns: number of tokens along the columns, loaded at a time.
+        slice: number of features that a matrix product sums over at a time.
+        outputs: number of output features of a tile; 0 for a kernel without outputs.
     """
 
     rows: int
@@ -101,19 +101,19 @@ def attend_tiles(
     short: bool = False,
     summaries: bool = False,
 ) -> AttendTiles:
-    """Tiles of the attend kernel.
+    """Choose the tile sizes of the kernel that computes outputs or gradients from pairs of tokens.
 
-    Without summaries, all features fit into one slice if possible. The loop over columns then loads its rows once and
-    prefetches its columns.
+    If the kernel reads no summaries, one slice holds all features if possible. The loop over columns then loads its rows once
+    and prefetches its columns.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
-        x_width: width of x, which products sum over.
-        out_width: width of the result.
-        whole: whether one program computes the full output width, as the normalised gradient of q requires.
+        x_width: number of features that the scores sum over.
+        out_width: number of features of the result.
+        whole: whether one program computes the full output width, as the normalized gradient of q requires.
         parallel: whether pairs are weighed by a matrix of coefficients.
         chip: compute capability times ten.
-        short: whether to use fewer rows, because the kernel holds more registers for each.
+        short: whether to use fewer rows, for kernels that need more registers per row.
         summaries: whether the kernel reads summaries.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
@@ -135,7 +135,12 @@ def attend_tiles(
 
 
 def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
-    """Tiles of the kernel for the gradient of mixing in the parallel form; it has no outputs."""
+    """Return the tile sizes of the kernel for the gradient of the coefficients in the parallel form.
+
+    Args:
+        dtype: dtype of the operands, float32 or bfloat16.
+        chip: compute capability times ten.
+    """
     if dtype == torch.bfloat16:
         return AttendTiles(rows=64, columns=32, slice=64, warps=4 if chip == HOPPER else 8, stages=2)
     return AttendTiles(rows=32, columns=32, slice=32)
@@ -143,7 +148,7 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryTiles(Tiles):
-    """Tiles of the summaries kernel: ``tokens`` at a time are added to a ``keys`` x ``values`` part of a summary."""
+    """Tile sizes of the summaries kernel: ``tokens`` at a time are added to a ``keys`` x ``values`` part of a block summary."""
 
     tokens: int
     keys: int
@@ -151,7 +156,13 @@ class SummaryTiles(Tiles):
 
 
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
-    """Tiles of the summaries kernel for keys and values of these widths."""
+    """Choose the tile sizes of the summaries kernel.
+
+    Args:
+        dtype: dtype of the operands, float32 or bfloat16.
+        key_width: width of a key.
+        value_width: width of a value.
+    """
     if dtype == torch.bfloat16:
         keys, values = min(power_of_two(key_width), 128), min(power_of_two(value_width), 128)
         tokens = 64 if keys * values < 128 * 128 else 32
@@ -162,7 +173,13 @@ def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> Summa
 
 @dataclass(frozen=True, kw_only=True)
 class MixTiles(Tiles):
-    """Tiles of mixing: ``rows`` query blocks x ``columns`` numbers of a summary, summed over ``terms`` key blocks at a time."""
+    """Tile sizes of the kernel that mixes summaries by a matrix.
+
+    Attributes:
+        rows: number of query blocks.
+        columns: number of summary entries.
+        terms: number of key blocks that are summed over at a time.
+    """
 
     rows: int
     terms: int
@@ -170,43 +187,57 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
-    """Tiles of mixing and of its gradient: fewer rows for at most 32 blocks."""
-    few = blocks <= 32
+    """Choose the tile sizes of mixing by a matrix and of its gradient, with fewer rows for at most 32 blocks.
+
+    Args:
+        dtype: dtype of the operands, float32 or bfloat16.
+        blocks: number of blocks.
+    """
+    has_few_blocks = blocks <= 32
     if dtype == torch.bfloat16:
         return (
             MixTiles(rows=16, terms=16, columns=256, stages=2)
-            if few
+            if has_few_blocks
             else MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
         )
-    return MixTiles(rows=16, terms=16, columns=128) if few else MixTiles(rows=32, terms=32, columns=64)
+    return MixTiles(rows=16, terms=16, columns=128) if has_few_blocks else MixTiles(rows=32, terms=32, columns=64)
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:
-    """Number of parts that the gradient of mixing splits its sum over a summary into.
+    """Return the number of parts into which the gradient of mixing splits its sum over the entries of a summary.
 
-    The parts fill a GPU with programs, and each has at least 1024 numbers to sum.
+    There are enough parts to fill a GPU with programs, and each has at least 1024 numbers to sum.
 
     Args:
-        tiles: programs without the split.
-        width: numbers in a summary.
+        tiles: number of programs without the split.
+        width: number of entries of a summary.
     """
     return max(1, min(PROGRAMS // tiles, width // 1024))
 
 
 def mixing_gradient_columns(chip: int) -> int:
-    """Numbers of a summary that the gradient of mixing loads at a time on a chip (its compute capability times ten)."""
+    """Return how many entries of a summary the gradient of mixing loads at a time.
+
+    Args:
+        chip: compute capability times ten.
+    """
     return 64 if chip in (HOPPER, 100) else 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """Tiles of a scan: ``terms`` running sums, padded to a power of two, of ``columns`` numbers of a summary."""
+    """Tile sizes of a scan over blocks.
+
+    Attributes:
+        columns: number of summary entries.
+        terms: number of running sums, padded to a power of two.
+    """
 
     terms: int
     columns: int
 
 
 def scan_tiles(terms: int) -> ScanTiles:
-    """Tiles of the scan of exponential mixing with ``terms`` terms."""
+    """Choose the tile sizes of the scan of exponential mixing, for a number of exponential terms."""
     padded = 1 << (terms - 1).bit_length()
     return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)

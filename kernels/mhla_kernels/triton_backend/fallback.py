@@ -1,4 +1,4 @@
-"""PyTorch replacements for a fused kernel that failed. They take the arguments of the registered operator."""
+"""PyTorch replacements for the fused kernels, for a call in which these failed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mhla_kernels.verdicts import in_own_thread
 
 
 def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Compute the outputs of a call in PyTorch, differentiably.
+    """Compute the outputs of the attention operator in PyTorch, differentiably, in place of the fused kernels.
 
     Args:
-        given: arguments of the call.
+        given: arguments of the registered operator.
         dtype: dtype of the operands and sums.
 
     Returns:
-        ``[B, N, H, V]`` in the dtype of v, contiguous.
+        Outputs, ``[B, N, H, V]`` in the dtype of v, contiguous.
     """
     q, k, v = (x.to(dtype) for x in given[:3])
     q, k, v = map_features(q, k, v, "relu" if given.relu else "identity", given.key_mask)
@@ -52,12 +52,12 @@ def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gradients(gradient: Tensor, wanted: Sequence[bool], given: Arguments) -> list[Tensor | None]:
-    """Compute the gradients of a call in PyTorch, by autograd.
+    """Compute the gradients of the attention operator in PyTorch by autograd, in place of the fused kernels.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
-        given: arguments of the call.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        given: arguments of the registered operator.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor; None for those not wanted.

@@ -1,6 +1,6 @@
-"""Forward and backward passes of all forms: the order of kernel launches, on plain tensors.
+"""Forward and backward passes of the operator as sequences of kernel launches, for all forms.
 
-A buffer that a kernel fills completely is allocated without values. A buffer that it adds to, or fills in part, is zeroed.
+A buffer that a kernel fills completely is allocated uninitialized. A buffer that it adds to, or fills in part, is zeroed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mhla_kernels.triton_backend.summaries import summarize
 
 
 def forward(call: Call) -> Tensor:
-    """Launch the kernels of the forward pass; returns the outputs, ``[B, N, H, V]``."""
+    """Run the forward pass of the attention operator with Triton kernels; return the outputs, ``[B, N, H, V]``."""
     if call.terms:
         return spanning.forward(call)
     mixed = running = None
@@ -30,15 +30,15 @@ def forward(call: Call) -> Tensor:
 
 
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Launch the kernels of the backward pass.
+    """Run the backward pass of the attention operator with Triton kernels.
 
     Summaries are computed again instead of being saved by the forward pass. At most two sets of float32 summaries exist at
     the same time.
 
     Args:
-        call: the call.
+        call: call of the operator.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor; None for those not wanted.
@@ -84,6 +84,14 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
 
 
 def _reduce(gradient: Tensor, call: Call) -> Tensor:
-    """Sum a gradient ``[B * H, ...]`` over the batch, and over the heads if they share coefficients."""
+    """Sum a gradient of coefficients ``[B * H, ...]`` over the batch, and over the heads if they share the coefficients.
+
+    Args:
+        gradient: gradient for each sample and head.
+        call: call of the operator, which has the coefficients.
+
+    Returns:
+        ``[H, ...]``, or ``[1, ...]`` for shared coefficients.
+    """
     gradient = gradient.unflatten(0, (-1, call.heads)).sum(0)
     return gradient.sum(0, keepdim=True) if call.coefficients[0].shape[0] == 1 else gradient

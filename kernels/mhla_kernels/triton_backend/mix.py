@@ -1,4 +1,4 @@
-"""Kernels of dense mixing: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
+"""Triton kernels of dense mixing: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def mix_kernel(
     TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute ``mixed[i] = sum_b m[i, b] summary[b]`` over the blocks b of i's sequence.
+    """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over the blocks b of i's sequence.
 
-    With ``CAUSAL`` the sum runs over b < i. With ``TRANSPOSED`` the coefficient is ``m[b, i]``, and a causal sum runs over
+    With ``CAUSAL`` the sum is over b < i. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
     b > i. Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
@@ -100,9 +100,9 @@ def mixing_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute ``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences.
+    """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
-    With ``CAUSAL`` the result is 0 unless b < i.
+    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless b < i.
 
     Grid: (B * H * tiles of i, tiles of b, parts of ``WIDTH``). ``gradient`` (of the mixed summaries) and ``summary``:
     ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient``: ``[parts, B * H, size, size]`` float32; the caller sums the
@@ -141,10 +141,10 @@ def mixing_gradient_kernel(
 
 
 class DenseMixer:
-    """Launchers for a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
+    """Launchers of the Triton kernels that mix by a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix the summaries of blocks, see :meth:`TritonMixer.mix`."""
+        """Mix the block summaries ``[B * H, M, W]`` by the matrix, see :meth:`TritonMixer.mix`."""
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, blocks)
@@ -157,18 +157,18 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the coefficients for the PyTorch forms, see :meth:`TritonMixer.mixing`."""
+        """Convert the matrix to the object that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Coefficients of token pairs with their strides, see :meth:`TritonMixer.pairs`."""
+        """Return the matrix with its strides, see :meth:`TritonMixer.pairs`."""
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Gradients of the coefficients through mixing, see :meth:`TritonMixer.gradients`."""
+        """Compute the gradient of the matrix through the mixing of summaries, see :meth:`TritonMixer.gradients`."""
         size = call.coefficients[0].shape[-1]
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, size)
@@ -184,6 +184,6 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of m[i, i] in place, see :meth:`TritonMixer.add_own`."""
+        """Add the gradients of the diagonal coefficients m[i, i] in place, see :meth:`TritonMixer.add_own`."""
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

@@ -13,15 +13,18 @@ from mhla_kernels.triton_backend.scan import ExponentialMixer
 
 
 class TritonMixer(Protocol):
-    """Launchers for one kind of coefficients. ``call.coefficients`` holds the tensors that :meth:`Mixing.fused` returns."""
+    """Interface to the Triton kernels for one kind of mixing coefficients.
+
+    ``call.coefficients`` holds the tensors that :meth:`mhla_kernels.mixing.Mixing.fused` returns.
+    """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix the summaries of blocks.
+        """Mix block summaries by the coefficients of a call.
 
         Args:
-            call: the call, with the coefficients.
-            summary: summaries, ``[B * H, M, W]`` float32.
-            transposed: whether to use the transposed coefficients, as for gradients.
+            call: call of the operator, with the coefficients.
+            summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            transposed: whether to use the transposed coefficients, as the backward pass does.
 
         Returns:
             Mixed summaries, ``[B * H, M, W]``.
@@ -31,30 +34,30 @@ class TritonMixer(Protocol):
         """Convert the coefficients to the object that the PyTorch forms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Coefficients of token pairs, and their strides along heads, query blocks and key blocks.
+        """Return the coefficients that kernels apply to pairs of tokens, with strides along heads, query and key blocks.
 
-        The parallel form reads m[i, b]. The causal chunked form reads m[i, i].
+        The parallel form reads m[i, b] for all pairs of blocks. The causal chunked form reads m[i, i] only.
         """
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Gradients of the coefficients through the mixing of summaries.
+        """Compute the gradients of the coefficients through the mixing of summaries.
 
         Args:
-            call: the call, with the coefficients.
+            call: call of the operator, with the coefficients.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
-            summary: summaries, ``[B * H, M, W]`` float32.
+            summary: summaries of the blocks, ``[B * H, M, W]`` float32.
 
         Returns:
-            A gradient ``[B * H, ...]`` for each tensor of coefficients.
+            Gradient of each tensor of coefficients, ``[B * H, ...]``.
         """
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of m[i, i] through the pairs inside each block to ``gradients``, in place (causal form).
+        """Add the gradients of the coefficients m[i, i] through pairs of tokens in one block, for the causal form.
 
         Args:
-            call: the call.
+            call: call of the operator.
             gradients: result of :meth:`gradients`, changed in place.
-            own: gradient of m[i, i] for each block, ``[B * H, M]`` float32.
+            own: gradient of m[i, i] for each block i, ``[B * H, M]`` float32.
         """
 
 

@@ -34,7 +34,14 @@ TENSORS = Arguments._fields.index("largest")
 
 @torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def attention(*arguments: Any) -> Tensor:
-    """Compute the outputs ``[B, N, H, V]``, contiguous, from the arguments that :class:`Arguments` lists."""
+    """Compute attention with the fused kernels; the registered operator ``torch.ops.mhla.attention``.
+
+    Args:
+        arguments: values of the fields of :class:`Arguments`, in order.
+
+    Returns:
+        Outputs, ``[B, N, H, V]``, contiguous.
+    """
     named = Arguments(*arguments)
 
     def run() -> Tensor:
@@ -59,12 +66,12 @@ def _(*arguments: Any) -> Tensor:
 def attention_backward(
     gradient: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the gradients of q, k, v and of the coefficients.
+    """Compute the gradients of attention with the fused kernels.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
-        arguments: arguments of the operator, see :class:`Arguments`.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        arguments: values of the fields of :class:`Arguments`, in order.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor; tensors without elements for those not wanted.
@@ -118,33 +125,36 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _operations(given: Any) -> int:
-    """Count the additions and multiplications in the products of one form, from arguments whose tensors are shapes.
+def _operations(shapes: Any) -> int:
+    """Count the additions and multiplications in the matrix products of a forward pass.
 
-    Work outside of the products is not counted.
+    Args:
+        shapes: arguments of the operator, with shapes in place of tensors.
     """
-    batch, tokens, heads, key_width = given.q
-    width, causal = given.v[-1], given.causal
-    chunked = given.form != "parallel"
-    blocks, size = given.table[1], given.largest
+    batch, tokens, heads, key_width = shapes.q
+    width, causal = shapes.v[-1], shapes.causal
+    chunked = shapes.form != "parallel"
+    blocks, size = shapes.table[1], shapes.largest
     pairs = tokens * (min(size, tokens) if chunked else tokens) / (2 if causal else 1) * (key_width + width)
     if not chunked:
         return int(2 * batch * heads * pairs)
-    terms = given.coefficients[1][1] if given.form == "spanning" else 1
-    mixed = 0 if given.form == "spanning" else blocks * (blocks if given.mixer == "dense" else given.coefficients[0][1])
+    terms = shapes.coefficients[1][1] if shapes.form == "spanning" else 1
+    mixed = (
+        0 if shapes.form == "spanning" else blocks * (blocks if shapes.mixer == "dense" else shapes.coefficients[0][1])
+    )
     products = (2 * tokens * terms + mixed) * key_width * width
-    return int(2 * batch * heads * (products + (pairs if causal or given.form == "spanning" else 0)))
+    return int(2 * batch * heads * (products + (pairs if causal or shapes.form == "spanning" else 0)))
 
 
 @register_flop_formula(torch.ops.mhla.attention)
 def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Operations of the forward pass, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
+    """Count the operations of a forward pass, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
     return _operations(Arguments(*arguments))
 
 
 @register_flop_formula(torch.ops.mhla.attention_backward)
 def _backward_operations(gradient: Any, wanted: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Operations of the backward pass: twice those of the forward pass."""
+    """Count the operations of a backward pass as twice those of the forward pass."""
     return 2 * _operations(Arguments(*arguments))
 
 

@@ -39,10 +39,10 @@ SIZES = (
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorate a kernel with ``triton.jit`` so that it is compiled once for all lengths.
+    """Decorate a function as a Triton kernel that is compiled once for all sequence lengths.
 
-    Sizes and strides are not specialised, with the exception of the stride of the features: a value of 1 there decides
-    between wide and narrow loads. The other strides come divided by their alignment, which is a constant of the kernel.
+    Triton does not specialize on the values of sizes and strides, with the exception of the stride of the features: a value of
+    1 allows wide loads. Callers pass the other strides divided by their alignment, which is a constant of the kernel.
     """
     lengths = [
         name
@@ -54,7 +54,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """Round float32 ``x`` to ``DTYPE``: to the nearest number, ties to even."""
+    """Round a float32 tensor to the nearest numbers of ``DTYPE``, ties to even."""
     # Adding 0x7FFF and the lowest bit that stays carries into that bit exactly where the number has to be rounded up.
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
@@ -65,7 +65,7 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """Compute ``acc + a @ b`` for operands of one dtype. Float32 products are IEEE ones, not TF32."""
+    """Compute ``acc + a @ b`` for operands of the same dtype, with float32 operands in full precision instead of TF32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -73,7 +73,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def multiply(a, b, acc, INPUT: tl.constexpr):
-    """Compute ``acc + a @ b`` for operands in ``INPUT`` or float32, without rounding float32 operands to ``INPUT``.
+    """Compute ``acc + a @ b`` for operands of dtype ``INPUT`` or float32, without rounding float32 operands to ``INPUT``.
 
     If ``INPUT`` is bfloat16, a float32 operand enters the matrix unit as the sum of two bfloat16 numbers, which keep 16 bits
     of the significand. The product of the two small numbers is omitted.
@@ -106,9 +106,9 @@ def rectify(x):
 
 @triton.jit
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
-    """Load features ``columns`` of tokens ``rows`` as ``[len(rows), len(columns)]``, after the feature map if ``RELU``.
+    """Load the features ``columns`` of the tokens ``rows``, ``[len(rows), len(columns)]``, and map them if ``RELU``.
 
-    Tokens that are not ``visible`` and features from ``width`` on are zero, also after the feature map.
+    Tokens that are not ``visible`` and features from index ``width`` on are zero, also after the feature map.
     """
     # 64-bit offsets: a tensor of tokens may have more than 2^31 elements
     mask = visible[:, None] & (columns < width)[None, :]
@@ -121,7 +121,7 @@ def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: t
 
 @triton.jit
 def load_visible(mask_base, rows, end, HAS_MASK: tl.constexpr):
-    """Mask of the ``rows`` that lie before ``end`` and that the key mask does not hide."""
+    """Return the mask of the tokens ``rows`` that lie before token ``end`` and that the key mask does not hide."""
     visible = rows < end
     if HAS_MASK:
         visible = visible & (tl.load(mask_base + rows, mask=visible, other=0) != 0)

@@ -44,11 +44,11 @@ def rotary_kernel(
     HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Map and rotate ``ROWS`` of the B * N * H rows of ``x``, or with ``BACKWARD`` compute the gradient of the input.
+    """Apply the feature map and the rotary embedding to ``ROWS`` rows of a tensor, or compute the gradient of its rows.
 
-    Forward: ``x`` is the input. Backward: ``x`` is the gradient of the output, and ``raw`` is the input, whose sign decides
-    where the rectifier passes the gradient. ``out`` is contiguous. ``cos`` and ``sin`` are contiguous, ``[N, HALF]`` with
-    ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with ``angle_stride_b`` = N.
+    A row holds the features of one token and head. Forward: ``x`` is the input. Backward: ``x`` is the gradient of the output,
+    and ``raw`` is the input, whose sign decides where the rectifier passes the gradient. ``out`` is contiguous. ``cos`` and
+    ``sin`` are contiguous, ``[N, HALF]`` with ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with ``angle_stride_b`` = N.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF_PADDED)
@@ -83,15 +83,15 @@ def rotary_kernel(
 def launch_rotary(
     x: Tensor, raw: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, backward: bool
 ) -> Tensor:
-    """Launch :func:`rotary_kernel`.
+    """Apply the feature map and the rotary embedding with the Triton kernel, or compute the gradient of its input.
 
     Args:
-        x: ``[B, N, H, D]``: the input, or in the backward pass the gradient of the output.
-        raw: the input, ``[B, N, H, D]``.
-        cos: ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
-        sin: as cos.
+        x: input, or in the backward pass the gradient of the output, ``[B, N, H, D]``.
+        raw: input, ``[B, N, H, D]``.
+        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
+        sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
-        interleaved: whether pairs are neighbouring features (else feature i and feature i + D / 2).
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
         backward: whether to compute the gradient of the input.
 
     Returns:
@@ -115,9 +115,18 @@ def launch_rotary(
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
-    """Registered operator behind :func:`mhla_kernels.rotary_features`.
+    """Apply the feature map and the rotary embedding with the fused kernel; the operator ``torch.ops.mhla.rotary``.
 
-    ``cos`` and ``sin`` must be contiguous and float32. ``guard`` has the meaning that :class:`Arguments` gives it.
+    Args:
+        x: queries or keys, ``[B, N, H, D]``.
+        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
+        sin: sine of the angles, in the same shape.
+        relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
+        guard: kind of kernel to withdraw if it fails; empty to raise its errors.
+
+    Returns:
+        ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
     """
     out: Tensor = guarded(
         guard,
@@ -137,7 +146,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard:
 def rotary_backward(
     gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str
 ) -> Tensor:
-    """Gradient of x, ``[B, N, H, D]``; the angles have no gradient."""
+    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]``; the angles get no gradient."""
 
     def instead() -> Tensor:
         def run() -> Tensor:
@@ -176,7 +185,15 @@ rotary.register_autograd(_backward, setup_context=_setup_context)
 def turn_fused(
     x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, only_if_sound: bool
 ) -> Tensor | None:
-    """Apply the feature map and the rotary embedding with the fused kernel, as :func:`mhla_kernels.features.turn` does.
+    """Apply the feature map and the rotary embedding with the fused kernel.
+
+    Args:
+        x: queries or keys, ``[B, N, H, D]``.
+        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``.
+        sin: sine of the angles, in the same shape.
+        relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
+        only_if_sound: whether to use the kernel only if its trial on this device agreed with PyTorch.
 
     Returns:
         ``[B, N, H, D]``, or None if ``only_if_sound`` and the kernel may not be used.
@@ -195,7 +212,16 @@ def turn_fused(
 def sound_kernel(
     device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
 ) -> str:
-    """Name of a kind of rotary kernel, or an empty string if it may not be used on a device."""
+    """Return the name of a kind of rotary kernel; an empty string if it may not be used on a device.
+
+    Args:
+        device_type: type of the device, such as ``"cuda"``.
+        device_index: index of the device; None for the type alone.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        width: number of features, D.
+        relu: whether the feature map is applied.
+        interleaved: whether features 2i and 2i + 1 are a pair.
+    """
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     flags = [name for name, on in (("relu", relu), ("interleaved", interleaved)) if on]
     kind = "-".join(["rotary", dtype, str(width), *flags])
@@ -204,7 +230,15 @@ def sound_kernel(
 
 
 def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, device: torch.device) -> Verdict:
-    """Run the kernel forward and backward on a few rows, and compare it with the PyTorch form in float64."""
+    """Run the rotary kernel forward and backward on random tokens, and compare it with the PyTorch form in float64.
+
+    Args:
+        dtype: dtype of the tokens, float32 or bfloat16.
+        width: number of features, D.
+        relu: whether the feature map is applied.
+        interleaved: whether features 2i and 2i + 1 are a pair.
+        device: device to run on.
+    """
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)
     single: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}

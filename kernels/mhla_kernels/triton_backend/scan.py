@@ -2,7 +2,7 @@
 
     S~_i = sum_r a_r e^{-lambda_r} P_r(i - 1),     P_r(i) = e^{-lambda_r} P_r(i - 1) + S_i
 
-The gradient of the summaries runs the same sums from the last block to the first. Let R_i be the gradient of S~_i. The
+The gradient of the summaries consists of the same sums from the last block to the first. Let R_i be the gradient of S~_i. The
 gradients of amplitudes and decays also use Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), which is the sum of
 (i - b) e^{-lambda_r (i - b)} S_b over earlier b:
 
@@ -42,7 +42,9 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute ``mixed[i]``, the weighted sum over the earlier blocks of i's sequence (the later ones with ``REVERSE``).
+    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of i's sequence.
+
+    With ``REVERSE``, it sums over the later blocks.
 
     Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``:
     ``[H or 1, TERMS]`` float32.
@@ -88,9 +90,10 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute one part's share of the gradients of ``amplitude`` and ``decay``, ``[B * H, parts, TERMS]`` float32 each.
+    """Compute the gradients of ``amplitude`` and ``decay`` from some of the ``WIDTH`` entries of all summaries.
 
     Grid: (B * H * column parts). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
+    ``amplitude_gradient`` and ``decay_gradient``: ``[B * H, parts, TERMS]`` float32; the caller sums the parts.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -121,10 +124,10 @@ def scan_gradient_kernel(
 
 
 class ExponentialMixer:
-    """Launchers for causal sums of exponentials. The coefficients are amplitudes and decays, ``[1, R]`` or ``[H, R]``."""
+    """Launchers of the Triton kernels for causal exponential mixing, with amplitudes and decays ``[1, R]`` or ``[H, R]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix the summaries of blocks, see :meth:`TritonMixer.mix`."""
+        """Mix the block summaries ``[B * H, M, W]`` by running sums, see :meth:`TritonMixer.mix`."""
         amplitude, decay = call.coefficients
         mixed = torch.empty_like(summary)
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
@@ -137,17 +140,17 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the coefficients for the PyTorch forms, see :meth:`TritonMixer.mixing`."""
+        """Convert amplitudes and decays to the object that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Coefficient m[i, i], which is the same for all blocks, with its strides; see :meth:`TritonMixer.pairs`."""
+        """Return the coefficient m[i, i], which all blocks share, with its strides; see :meth:`TritonMixer.pairs`."""
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Gradients of the coefficients through mixing, see :meth:`TritonMixer.gradients`."""
+        """Compute the gradients of amplitudes and decays through mixing, see :meth:`TritonMixer.gradients`."""
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -161,7 +164,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of m[i, i], the sum of the amplitudes, in place; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each; see :meth:`TritonMixer.add_own`."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 

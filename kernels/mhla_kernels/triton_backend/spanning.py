@@ -1,9 +1,10 @@
 """Forward and backward pass of the spanning form: chunks of several blocks, connected by running sums.
 
-This form is for exponential coefficients. A chunk has one summary for each term where the chunked form has one for each
-block. The pairs inside a chunk are scored and weighed by the matrix between its blocks. The backward pass is the forward
-pass with queries in place of keys, reading weights in place of writing weights, and time reversed. So let X be the sums that
-chunks read, and Y the gradients of the sums that they write: the gradient of a term's ``e^-decay`` is ``sum_c <X_c, Y_c>``.
+This form is for exponential coefficients. A chunk has one summary for each term, while the chunked form has one for each
+block. Pairs of tokens in one chunk are scored, and weighed by the matrix between its blocks. The backward pass is the forward
+pass with queries in place of keys, reading weights in place of writing weights, and time reversed. Let X be the sums that
+chunks read, and Y the gradients of the sums that they write. Then the gradient of a term's ``e^-decay`` is
+``sum_c <X_c, Y_c>``.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace each chunk's sums by the sum over the chunks before it in its sequence, decayed by ``e^-decay`` per chunk.
+    """Replace the summaries of each chunk by running sums over the earlier chunks of its sequence.
 
-    The terms from ``EARLIER`` on sum over the chunks after it instead. ``REVERSE`` exchanges the two directions.
+    A running sum decays by ``e^-decay`` per chunk.
+
+    Terms from index ``EARLIER`` on sum over the later chunks instead. ``REVERSE`` exchanges the two directions.
 
     Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``:
     ``[H or 1, TERMS]``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
-    part, place = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
-    term, head = place % TERMS, place // TERMS % heads
+    part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    term, head = series % TERMS, series // TERMS % heads
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < WIDTH
     fade = tl.exp(-tl.load(decay + head * decay_stride_h + term))
     backwards = (term >= EARLIER) != REVERSE
-    sums += place * blocks * WIDTH
+    sums += series * blocks * WIDTH
     state = tl.zeros([COLUMNS], tl.float32)
     for step in range(0, blocks):
         i = tl.where(backwards, blocks - 1 - step, step)
@@ -63,13 +66,22 @@ def carry_kernel(
         begin = tl.load(table + tl.where(backwards, LAST, FIRST) * blocks + i)
         state = tl.where(begin == tl.where(backwards, i + 1, i), 0.0, state)
         offset = sums + i.to(tl.int64) * WIDTH + columns
-        own = tl.load(offset, mask=inside, other=0.0)
+        chunk_sum = tl.load(offset, mask=inside, other=0.0)
         tl.store(offset, state, mask=inside)
-        state = state * fade + own
+        state = state * fade + chunk_sum
 
 
 def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
-    """Replace the result of :func:`summarize` by the running sums that chunks read, in place; returns it."""
+    """Replace chunk summaries by running sums over earlier or later chunks, in place.
+
+    Args:
+        call: call of the operator.
+        sums: summaries of M chunks for each of T terms, ``[B * H * T, M, W]`` float32; changed in place.
+        reverse: whether to exchange the two directions, as the backward pass does.
+
+    Returns:
+        ``sums``.
+    """
     decay, earlier = call.coefficients[3], call.terms
     if not call.causal:  # half of the terms sum over earlier chunks, the other half over later ones
         earlier //= 2
@@ -83,22 +95,22 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
 
 
 def forward(call: Call) -> Tensor:
-    """Launch the kernels of the forward pass; returns the outputs, ``[B, N, H, V]``."""
+    """Run the forward pass of the spanning form with Triton kernels; return the outputs, ``[B, N, H, V]``."""
     sums = _carry(call, summarize(call, call.k, call.v)[0])
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
 
 
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Launch the kernels of the backward pass.
+    """Run the backward pass of the spanning form with Triton kernels.
 
     Args:
-        call: the call.
+        call: call of the operator.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
     Returns:
-        Gradients of q, k and v, None for those not wanted; and gradients ``[B * H, ...]`` of the tensors of the span, or an
-        empty list.
+        Gradients of q, k and v, None for those not wanted; and gradients ``[B * H, ...]`` of the tensors of
+        :class:`mhla_kernels.mixing.span.Span`, an empty list if not wanted.
     """
     of_q, of_k, of_v, of_mixing = wanted
     q, k, v = call.q, call.k, call.v
@@ -129,7 +141,15 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list
 
 
 def _by_block(call: Call, by_token: Tensor) -> Tensor:
-    """Sum ``[B * H, N, T]`` over the tokens of each block position inside chunks: ``[B * H, T, G]``."""
+    """Sum per-token gradients over all tokens whose blocks have the same position in their chunks.
+
+    Args:
+        call: call of the operator.
+        by_token: gradient of the weight of each token in T terms, ``[B * H, N, T]``.
+
+    Returns:
+        Gradient for each of the G positions of a block in a chunk, ``[B * H, T, G]``.
+    """
     assert call.token_row is not None
     rows, _, terms = by_token.shape
     size = call.coefficients[0].shape[-1]

@@ -62,15 +62,16 @@ def summaries_kernel(
     VALUES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute one ``[KEYS, VALUES]`` part of the summary of one piece of a block.
+    """Compute the summary ``S = sum_j k_j v_j^T``, ``z = sum_j k_j`` of one piece of a block, for some features.
 
-    Grid: (B * H * blocks * pieces, key parts * value parts). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
+    A program computes ``KEYS`` rows and ``VALUES`` columns of S. Grid: (B * H * blocks * pieces, key parts * value parts).
+    ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
 
     With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z, ``[B * H, N]``
     float32 each.
 
-    With ``TERMS`` there is one summary for each term, ``[B * H, TERMS, blocks, K * V + K]``, and one program for each of
-    these. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
+    With ``TERMS`` there is one summary for each exponential term, ``[B * H, TERMS, blocks, K * V + K]``, and one program for
+    each of these. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
@@ -139,10 +140,10 @@ def running_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the pieces of each block, and replace each piece by the sum of the pieces before it (after it with ``REVERSE``).
+    """Sum the summaries of the pieces of each block, and replace each by the sum of the earlier pieces of the block.
 
-    Grid: (B * H * blocks, column parts). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place.
-    ``block_summary``: ``[B * H, blocks, WIDTH]``.
+    With ``REVERSE``, it is replaced by the sum of the later pieces. Grid: (B * H * blocks, column parts). ``pieces_summary``:
+    ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary``: ``[B * H, blocks, WIDTH]``.
     """
     block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -151,9 +152,9 @@ def running_kernel(
     for step in range(0, pieces):
         piece = pieces - 1 - step if REVERSE else step
         offset = pieces_summary + ((row * blocks + block) * pieces + piece) * WIDTH + columns
-        own = tl.load(offset, mask=inside, other=0.0).to(tl.float32)
+        piece_sum = tl.load(offset, mask=inside, other=0.0).to(tl.float32)
         tl.store(offset, round_to(total, pieces_summary.dtype.element_ty), mask=inside)
-        total += own
+        total += piece_sum
     offset = block_summary + (row * blocks + block) * WIDTH + columns
     tl.store(offset, round_to(total, block_summary.dtype.element_ty), mask=inside)
 
@@ -161,20 +162,20 @@ def running_kernel(
 def summarize(
     call: Call, key: Tensor, value: Tensor, weights: tuple[Tensor, Tensor] | None = None, reverse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the summaries of the blocks, or of the chunks in the spanning form.
+    """Compute the summary of every block: ``S = sum_j k_j v_j^T``, row by row, then ``z = sum_j k_j``.
 
     Args:
-        call: the call.
+        call: arguments and tables of the operator's call.
         key: keys, or queries for the gradient of the mixed summaries, ``[B, N, H, K]``.
         value: values, or gradients of the outputs, ``[B, N, H, V]``.
         weights: weights of each token in S and in z, ``[B * H, N]`` float32 each; None for 1.
-        reverse: whether the running sums go over later instead of earlier pieces, and the weights of the terms are those of
-            reading instead of writing.
+        reverse: whether the second result sums later instead of earlier pieces, and tokens of the spanning form have their
+            reading weights instead of their writing weights.
 
     Returns:
-        Summaries of the blocks, ``[B * H, M, K * V + K]`` float32; in the spanning form those of the chunks for each term,
-        ``[B * H * T, M, K * V + K]``. In the causal form with several pieces to a block also, for each piece, the summary
-        of the earlier pieces of its block, ``[B * H, M * pieces, K * V + K]``; else None.
+        Summaries of the M blocks, ``[B * H, M, K * V + K]`` float32, or in the spanning form those of M chunks for each of T
+        terms, ``[B * H * T, M, K * V + K]``. If the call is causal and its blocks are processed in several pieces, also the
+        summary of the earlier pieces of the same block for each piece, ``[B * H, M * pieces, K * V + K]``; else None.
     """
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width

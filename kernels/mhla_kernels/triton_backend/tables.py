@@ -27,7 +27,7 @@ token after the last one. An unused block has no tokens, FIRST = M and LAST = 0.
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Sizes and lookup tables of the blocks of one call, as the kernels read them.
+    """Lookup tables and sizes of the blocks in one call of the operator, in the form that the Triton kernels read.
 
     Attributes:
         tokens: number of tokens, N.
@@ -48,7 +48,11 @@ class BlockTables:
     sequences: Tensor
 
     def span(self, tile: int) -> int:
-        """Largest number of blocks that a tile of ``tile`` tokens touches; tiles are counted from the start of a sequence."""
+        """Return the largest number of blocks that a tile of tokens overlaps, where tiles start at the beginning of a sequence.
+
+        Args:
+            tile: number of tokens in a tile.
+        """
         if self.offsets is None:
             return span_of_tile(tile, self.largest)
         starts = range(0, self.tokens, tile)
@@ -56,7 +60,7 @@ class BlockTables:
 
 
 def span_of_tile(tile: int, block_size: int) -> int:
-    """Largest number of equal blocks that ``tile`` consecutive tokens touch, wherever they begin."""
+    """Return the largest number of blocks of ``block_size`` tokens that ``tile`` consecutive tokens overlap."""
     return min(tile, (tile - 2) // block_size + 2)
 
 
@@ -67,7 +71,7 @@ def make_tables(
     block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> BlockTables:
-    """Make the tables for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
+    """Create the block tables of a call: for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
 
     Args:
         tokens: number of tokens, N.
@@ -108,9 +112,9 @@ def _one_sequence(
 
 
 def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
-    """Tables of packed sequences, made on the device without reading the bounds back.
+    """Create the block tables of packed sequences on the device, without copying the sequence bounds to the host.
 
-    S sequences of N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
+    S sequences with N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
     at its end may be unused.
     """
     counts = (bounds.diff() + block_size - 1) // block_size
@@ -139,13 +143,24 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
 
 
 def token_rows(tables: BlockTables) -> Tensor:
-    """For each token, the row of its block in the mixing matrix: ``[N]`` int32."""
+    """Return, for each token, the row of its block in the mixing matrix, ``[N]`` int32."""
     device = tables.table.device
     return _token_rows(device, tables) if tables.packed else keep(_token_rows, device, tables)
 
 
 def rows_in_chunks(tokens: int, device: torch.device, block_size: int, chunk: int, cu_seqlens: Tensor | None) -> Tensor:
-    """For each token, its block counted from the start of its chunk of ``chunk`` tokens: ``[N]`` int32."""
+    """Return, for each token, the index of its block within its chunk of several blocks.
+
+    Args:
+        tokens: number of tokens, N.
+        device: device of the result.
+        block_size: tokens in a block.
+        chunk: tokens in a chunk.
+        cu_seqlens: first token of each packed sequence and N, ``[S + 1]``; None for one sequence.
+
+    Returns:
+        ``[N]`` int32.
+    """
     if cu_seqlens is None:
         return keep(_rows_in_chunks, device, tokens, block_size, chunk)
     rows = token_rows(make_tables(tokens, device, block_size, None, cu_seqlens))

@@ -24,7 +24,7 @@ LONGEST = 4096
 
 
 class Kind(NamedTuple):
-    """Properties of a call that decide which kernels it compiles, except for alignments and strides.
+    """Properties of a call of the operator that decide which kernels it compiles, except for alignments and strides.
 
     Attributes:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
@@ -32,8 +32,8 @@ class Kind(NamedTuple):
         dtype: ``"float32"`` or ``"bfloat16"``.
         key_width: width of a key, K.
         value_width: width of a value, V.
-        causal: whether token t attends to tokens ``j <= t`` only.
-        normalize: whether outputs are divided by the normaliser.
+        causal: whether a token attends to itself and earlier tokens only.
+        normalize: whether outputs are divided by the normalizer.
         relu: whether the feature map is ``"relu"``.
         masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
@@ -64,10 +64,14 @@ class Kind(NamedTuple):
 
 
 def size_class(block_size: int, form: str) -> int:
-    """Round a block size up to the one that a trial uses, see :attr:`Kind.block_size`.
+    """Round a block size up to the one that the trial of a kernel uses, see :attr:`Kind.block_size`.
 
-    In the parallel and the spanning form kernels are compiled for the number of blocks that a tile touches. There, sizes up
-    to 4 are rounded to 1, 2 or 4 instead of 16.
+    In the parallel and the spanning form, kernels are compiled for the number of blocks that a tile of tokens overlaps. There,
+    sizes up to 4 are rounded to 1, 2 or 4 instead of 16.
+
+    Args:
+        block_size: tokens in the largest block.
+        form: form of the operator.
     """
     if form != "chunked" and block_size <= 4:
         return 1 << (block_size - 1).bit_length()
@@ -75,9 +79,10 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def make_problem(kind: Kind, device: torch.device) -> Arguments:
-    """Make the arguments of a small call of a kind: two heads of random tokens.
+    """Create the arguments of a small call of the operator, with random tokens in two heads, for a trial.
 
-    There are three blocks, or two more than :data:`MANY`, or in the spanning form those of two chunks and a part of a third.
+    There are three blocks, or two more than :data:`MANY` if ``kind.many``. In the spanning form, the blocks fill two chunks and
+    a part of a third.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -116,7 +121,7 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
 
 
 def try_kernels(kind: Kind, device: torch.device) -> Verdict:
-    """Run the fused kernels of a kind forward and backward on a small problem, and compare them with the PyTorch form."""
+    """Run the fused kernels of a kind forward and backward on a small call, and compare them with the PyTorch form."""
     start = time.perf_counter()
     problem = make_problem(kind, device)
     reference, reference_gradients = _run(problem, fused=False)
@@ -131,13 +136,13 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     return Verdict(not wrong, "; ".join(wrong) or errors, time.perf_counter() - start)
 
 
-def _run(given: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype = given.q.dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
-    leaves = [x.to(dtype).requires_grad_() for x in given[:3]]
+def _run(arguments: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    dtype = arguments.q.dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
+    leaves = [x.to(dtype).requires_grad_() for x in arguments[:3]]
     coefficient_dtype = torch.float32 if fused else torch.float64
-    coefficients = [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in given.coefficients]
-    given = given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
-    out = torch.ops.mhla.attention(*given) if fused else fallback.outputs(given, torch.float64)
+    coefficients = [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in arguments.coefficients]
+    arguments = arguments._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
+    out = torch.ops.mhla.attention(*arguments) if fused else fallback.outputs(arguments, torch.float64)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
     cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # rounded first, so that both runs get equal values

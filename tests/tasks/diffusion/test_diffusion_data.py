@@ -112,7 +112,7 @@ def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(place: Path, t
     encode(tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "latents").glob("*.tar")} == whole
     assert (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns == before, "written again"
-    with pytest.raises(SystemExit, match=r"made from something else \(image_size was 16 and is 32"):
+    with pytest.raises(SystemExit, match=r"made from different files or options \(image_size was 16 and is 32"):
         encode(tmp_path, "--image-size", "32")
 
 

@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_pretrained(like_published("mhla"), str(tmp_path / "untied"))
     published().save_pretrained(tmp_path / "dit")
     small = DiT(8, 4, 10, AttentionConfig(block_grid=[2, 2]), dim=32, depth=2, heads=2, out_channels=8)
-    with pytest.raises(ValueError, match="of a model of another shape"):
+    with pytest.raises(ValueError, match="from a model of a different shape"):
         load_pretrained(small, str(tmp_path / "dit"))
     deeper = DiT(8, 4, 10, AttentionConfig(block_grid=[2, 2]), dim=16, depth=3, heads=2, out_channels=8)
     with pytest.raises(ValueError, match=r"backbone\.blocks\.2\.attn\.qkv\.weight is missing"):
@@ -159,7 +159,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     )
     assert "final_layer.linear.weight" in read_state(str(tmp_path / "train.pt"))
     torch.save({"pytorch-lightning_version": "2.6"}, tmp_path / "run.ckpt")
-    with pytest.raises(ValueError, match=r"run.ckpt holds no state_dict: it is no checkpoint of training"):
+    with pytest.raises(ValueError, match=r"run.ckpt holds no state_dict: it is not a training checkpoint"):
         load_pretrained(deeper, str(tmp_path / "run.ckpt"))
     torch.save({"args": Path()}, tmp_path / "code.pt")
     with pytest.raises(ValueError, match="cannot be read safely"):

@@ -125,7 +125,7 @@ def test_shards_go_on_after_a_stop(
     assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == [whole[0].name]
     again = write(tmp_path / "out", sources, tokenizer)
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in whole]
-    with pytest.raises(ValueError, match=r"made from something else \(skip was 0 and is 3\)"):
+    with pytest.raises(ValueError, match=r"made from different files or options \(skip was 0 and is 3\)"):
         write(tmp_path / "out", sources, tokenizer, skip=3)
     other = train_tokenizer(TEXTS[::-1], 310)
     with pytest.raises(ValueError, match="shards of a different tokenizer"):
@@ -159,7 +159,7 @@ def test_token_shards_refuse_what_is_broken(sources: list[str], tokenizer: Any, 
 
     content = paths[0].read_bytes()
     paths[0].write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"train-00000\.tar: (cut short|not a whole tar)"):
+    with pytest.raises(ValueError, match=r"train-00000\.tar: (cut short|not a complete tar)"):
         data.windows("train")
     place = content.index(b"NUMPY", content.index(b"tokens.npy"))
     paths[0].write_bytes(content[:place] + b"NUMPI" + content[place + 5 :])

@@ -189,7 +189,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a checkpoint that can be read safely"):
         load_model(tmp_path / "evil.ckpt")
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 cut short")
-    with pytest.raises(ValueError, match="is no whole checkpoint"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint"):
         load_model(tmp_path / "short.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"no checkpoint of .*LanguageModel"):

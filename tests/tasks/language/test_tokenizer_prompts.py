@@ -243,7 +243,7 @@ def test_prepare_reads_control_tokens_only_where_asked(tmp_path: Path) -> None:
         assert [token for token in tokens[1:] if token < 2] == inside
         assert made("byte_level").decode(tokens[1:]) == text
     said = command(*common, "--control_tokens", status=1)
-    assert "made from something else (control_tokens was False and is True)" in said.replace("\n", " ")
+    assert "made from different files or options (control_tokens was False and is True)" in said.replace("\n", " ")
 
 
 @pytest.mark.parametrize("asked", [False, True])

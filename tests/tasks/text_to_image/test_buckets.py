@@ -144,7 +144,7 @@ def test_latents_of_several_sizes(folder: Path, tmp_path: Path) -> None:
     shapes = [tuple(batch["latent"].shape[2:]) for batch in module.train_dataloader()]
     assert len(set(shapes)) == 3
     assert len(shapes) == len(module.train_dataloader())
-    with pytest.raises(SystemExit, match=r"made from something else \(buckets was .* and is None\)"):
+    with pytest.raises(SystemExit, match=r"made from different files or options \(buckets was .* and is None\)"):
         registry.run("prepare caption-latents", [*words, "--max_skipped", "1"])
     with pytest.raises(ValueError, match=r"bucket \d+x\d+: only \d latents are nearest to it"):
         ImageLatentShards(str(out), str(out), batch_size=12, num_workers=0).train_dataloader()

@@ -84,7 +84,9 @@ def test_the_command_makes_shards_of_a_folder(
         str(tmp_path / "out"), str(tmp_path / "out"), **SIZE, batch_size=2, num_workers=0, caption_key="said"
     )
     assert next(iter(data.val_dataloader()))["video"].shape == (2, 3, 5, 16, 24)
-    with pytest.raises(SystemExit, match=r"made from something else \(caption_key was 'said' and is 'caption'"):
+    with pytest.raises(
+        SystemExit, match=r"made from different files or options \(caption_key was 'said' and is 'caption'"
+    ):
         registry.run("prepare clips", command[:-2])
     with pytest.raises(SystemExit, match="broken samples: 2, more than --max_skipped 1"):
         registry.run("prepare clips", [command[0], str(tmp_path / "none"), "--max_skipped", "1"])
@@ -283,7 +285,7 @@ def test_encode_refuses_to_mix_and_to_skip_too_much(
     with pytest.raises(SystemExit, match="broken samples: 1, more than --max_skipped 0"):
         encode_command(folder, tmp_path / "few", pipeline, "--max-skipped", "0")
     encode_command(folder, tmp_path / "latents", pipeline)
-    with pytest.raises(SystemExit, match=r"made from something else \(frames was \d+ and is 9\)"):
+    with pytest.raises(SystemExit, match=r"made from different files or options \(frames was \d+ and is 9\)"):
         encode_command(folder, tmp_path / "latents", pipeline, "--frames", "9")
     with pytest.raises(SystemExit, match="the VAE requires 1 frame more than a multiple of 4"):
         encode_command(folder, tmp_path / "odd", pipeline, "--frames", "6")
