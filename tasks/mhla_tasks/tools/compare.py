@@ -213,7 +213,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         for run, label in zip(runs, labels(runs), strict=True):
             axis.plot(*zip(*run.record["metrics"][metric], strict=True), label=label, marker=".", linewidth=1.2)
         axis.set_title(metric, parse_math=False)
-        axis.set_xlabel("optimiser step")
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
     legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
     for text in legend.get_texts():
