@@ -101,9 +101,10 @@ def mhla_sequence_parallel(
     first, last = shares[rank], shares[rank + 1]
     _check_shares(q, k, v, key_mask)
     # one check covers the complete sequence; then the tensors of this process take the place of those without memory
+    complete_q, complete_k, complete_v = (_of_complete_sequence(x, tokens) for x in (q, k, v))
     problem = check_problem(
-        *(_of_complete_sequence(x, tokens) for x in (q, k, v)), mixing, block_size=block_size, block_offsets=block_offsets,
-        causal=causal, normalize=normalize, scale=scale, eps=eps, feature_map=feature_map,
+        complete_q, complete_k, complete_v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal,
+        normalize=normalize, scale=scale, eps=eps, feature_map=feature_map,
     )._replace(q=q, k=k, v=v, key_mask=key_mask)  # fmt: skip
     if q.shape[1] != bounds[last] - bounds[first]:
         raise ValueError(

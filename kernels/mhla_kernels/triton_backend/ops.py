@@ -96,7 +96,7 @@ def _(gradient: Tensor, wanted: list[bool], *arguments: Any) -> tuple[Tensor, Te
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     arguments = Arguments(*inputs)
     ctx.options, ctx.coefficients = arguments[TENSORS:], len(arguments.coefficients)
-    q, k, v, coefficients, tables, *optional = arguments[:TENSORS]
+    q, k, v, coefficients, tables, *optional = inputs[:TENSORS]
     # flat, since save_for_backward takes no lists
     ctx.save_for_backward(q, k, v, *optional, *coefficients, *tables)
 
