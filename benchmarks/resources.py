@@ -183,12 +183,13 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
 
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
-    """Return the kernel launches of a forward and a backward pass, with arguments specialized as Triton does."""
+    """Return the launches of a forward and a backward pass, with arguments specialized as Triton does at a launch."""
+    from mhla_kernels.blocks import TokenLayout
     from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
     from mhla_kernels.triton_backend.launch import backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
-    from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, token_rows
+    from mhla_kernels.triton_backend.tables import kernel_tables
 
     tokens, heads, dtype = (
         variant.blocks * variant.block_size,
@@ -201,37 +202,30 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     if variant.unusual:
         q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3)[:1] for x in (q, k, v))
         mask, bounds = torch.ones(1, tokens, dtype=torch.bool), torch.tensor([0, tokens])
-    tables = make_tables(tokens, q.device, variant.block_size, None, bounds)
     coefficients = (
         [torch.zeros(1, variant.terms)] * 2 if variant.terms else [torch.zeros(1, variant.blocks, variant.blocks)]
     )
-    rows = token_rows(tables) if variant.form == "parallel" else None
     if variant.form == "spanning":
-        chunk = chunk_tokens(tokens, variant.block_size, "triton")
-        tables, count = make_tables(tokens, q.device, chunk, None, bounds), -(-chunk // variant.block_size)
+        count = -(-chunk_tokens(tokens, variant.block_size, "triton") // variant.block_size)
         by_block = torch.zeros(1, variant.terms, count)
         coefficients = [torch.zeros(1, count, count), by_block, by_block, by_block[..., 0].contiguous()]
-        rows = rows_in_chunks(tokens, q.device, variant.block_size, chunk, bounds)
+    layout = TokenLayout(tokens, variant.block_size, cu_seqlens=bounds)
     checked = call.Arguments(
         q,
         k,
         v,
-        coefficients,
-        mask,
-        bounds,
-        tables.table,
-        tables.sequences,
-        rows,
-        tables.largest,
-        variant.block_size,
-        None,
-        variant.causal,
-        variant.normalize,
-        not variant.unusual,
-        1e-6,
-        variant.form,
-        "exponential" if variant.terms else "dense",
-        "",
+        coefficients=coefficients,
+        tables=kernel_tables(layout, variant.form, coefficients[0].shape[-1], q.device),
+        key_mask=mask,
+        cu_seqlens=bounds,
+        block_size=variant.block_size,
+        block_offsets=None,
+        causal=variant.causal,
+        relu=not variant.unusual,
+        eps=1e-6 if variant.normalize else None,
+        form=variant.form,
+        mixer="exponential" if variant.terms else "dense",
+        guard="",
     )
     with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
         forward(call.Call(checked))

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.backend import Backend, ChosenForm, Form, check_form_and_backend, choose_backend
-from mhla_kernels.blocks import divide_up, is_dynamic, most_blocks, token_blocks
-from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, check_span, repeat_heads
-from mhla_kernels.features import FeatureMap, map_features
-from mhla_kernels.forms import reference
-from mhla_kernels.forms.attend import attend
+from mhla_kernels.blocks import divide_up
+from mhla_kernels.checks import check_devices, check_problem, check_span
+from mhla_kernels.features import FeatureMap
+from mhla_kernels.forms.attend import attend, attention_weights
 from mhla_kernels.forms.cost import cheapest_form
-from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
+from mhla_kernels.mixing import MixingLike
+from mhla_kernels.problem import Problem, nothing, prepare
 
 
 def mhla_attention(
@@ -97,71 +97,27 @@ def mhla_attention(
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
-    mixing = as_mixing(mixing)
-    block_size = None if block_size is None else check_block_size(block_size)
     problem = check_problem(
-        q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
-    )
-    check_devices(q, k, v, mixing, key_mask)
+        q, k, v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=normalize, scale=scale,
+        eps=eps, feature_map=feature_map, key_mask=key_mask, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    check_devices(problem)
     if form == "spanning":
-        check_span(problem, mixing, causal)
+        check_span(problem)
     fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or v.numel() == 0:
-        return nothing((*q.shape[:3], v.shape[-1]), problem.dtype, q, k, v, *mixing.tensors.values())
-    k, v = repeat_heads(q, k, v)
+        return nothing(problem)
     with without_autocast(q.device.type):
         if fused:
             from mhla_kernels.triton_backend.fused import attend_fused  # needs triton
 
-            chosen = _choose_form(problem, q, v, mixing, causal, True) if form == "auto" else form
-            out = attend_fused(
-                q,
-                k,
-                v,
-                mixing,
-                problem,
-                block_size,
-                causal,
-                eps,
-                feature_map == "relu",
-                key_mask,
-                chosen,
-                backend == "auto",
-            )
+            fused_form = _choose_form(problem, fused=True) if form == "auto" else form
+            out = attend_fused(problem, fused_form, only_if_sound=backend == "auto")
             if out is not None:  # None: "auto", and these kernels may not be used here
                 return out.contiguous()
         if form == "auto":
-            form = _choose_form(problem, q, v, mixing, causal, False)
-        q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
-        out = attend(
-            q,
-            k,
-            v,
-            mixing,
-            form,
-            block_size=block_size,
-            block_offsets=problem.block_offsets,
-            cu_seqlens=problem.cu_seqlens,
-            causal=causal,
-            scale=problem.scale,
-            eps=eps,
-        )
-        return out.to(problem.dtype).contiguous()
-
-
-def nothing(shape: Sequence[int], dtype: torch.dtype, *arguments: Tensor) -> Tensor:
-    """Return zeros for a call that has no rows, tokens, heads or features.
-
-    Args:
-        shape: shape of the output.
-        dtype: dtype of the output.
-        arguments: tensors of the call; all of them get zeros as gradients.
-    """
-    out = arguments[0].new_zeros(shape, dtype=dtype)
-    for x in arguments:
-        # the empty sum ties x to the output: DDP waits for a gradient of every parameter
-        out = out + x.flatten()[:0].sum().to(dtype)
-    return out
+            form = _choose_form(problem, fused=False)
+        return attend(prepare(problem), form).to(v.dtype).contiguous()
 
 
 def attention_matrix(
@@ -184,36 +140,32 @@ def attention_matrix(
     The weights are float32 (float64 for float64 inputs). Memory grows with N squared, so this function is for analysis and
     tests. Arguments and errors are those of :func:`mhla_attention`.
     """
-    mixing = as_mixing(mixing)
-    block_size = None if block_size is None else check_block_size(block_size)
     problem = check_problem(
-        q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
-    )
-    check_devices(q, k, k, mixing, key_mask)
-    k, _ = repeat_heads(q, k, k)
+        q, k, k, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=normalize, scale=scale,
+        eps=eps, feature_map=feature_map, key_mask=key_mask, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    check_devices(problem)
     with without_autocast(q.device.type):
-        q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
-        where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-        matrix = mixing.matrix(most_blocks(problem.tokens, block_size, problem.block_offsets))
-        return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
+        return attention_weights(prepare(problem))
 
 
-def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool) -> ChosenForm:
+def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
     """Return the cheapest form, or block summaries where ``torch.export`` leaves N open.
 
     The Triton kernels stay inside each packed sequence, so their cost is that of sequences of average length.
     """
-    tokens, blocks, rows = problem.tokens, problem.blocks, q.shape[0] * q.shape[2]
-    if is_dynamic(tokens):
+    q, layout, mixing, causal = problem.q, problem.layout, problem.mixing, problem.weighting.causal
+    if layout.is_open:
         return "chunked"
-    if fused and problem.cu_seqlens is not None:
-        sequences = max(1, len(problem.cu_seqlens) - 1)
+    tokens, blocks, rows = layout.tokens, layout.blocks, q.shape[0] * q.shape[2]
+    if fused and layout.cu_seqlens is not None:
+        sequences = max(1, len(layout.cu_seqlens) - 1)
         tokens, blocks, rows = divide_up(tokens, sequences), divide_up(blocks, sequences), rows * sequences
     work = mixing.work(blocks, causal, fused)
-    terms = mixing.span_terms(causal) if problem.block_offsets is None else None
+    terms = mixing.span_terms(causal) if layout.block_offsets is None else None
     backend: Literal["torch", "triton"] = "triton" if fused else "torch"
     return cheapest_form(
-        tokens, blocks, q.shape[-1], v.shape[-1], causal, work=work, terms=terms, rows=rows, backend=backend
+        tokens, blocks, q.shape[-1], problem.v.shape[-1], causal, work=work, terms=terms, rows=rows, backend=backend
     )
 
 
@@ -222,17 +174,3 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
-
-
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    problem: Problem,
-    feature_map: FeatureMap,
-    key_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Mixing]:
-    """Convert the inputs to the accumulation dtype, map the features and set masked tokens to zero."""
-    q, k, v = (x if x.dtype == problem.accumulate else x.to(problem.accumulate) for x in (q, k, v))
-    return *map_features(q, k, v, feature_map, key_mask), mixing.to(problem.accumulate)

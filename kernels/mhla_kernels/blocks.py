@@ -130,12 +130,75 @@ def count_blocks(tokens: int, block_size: int) -> int:
     return tokens // block_size + 2
 
 
-def most_blocks(tokens: int, block_size: int | None, block_offsets: tuple[int, ...] | None) -> int:
-    """Return the largest number of blocks that one sequence in a row of ``tokens`` tokens can have."""
-    if block_offsets is not None:
-        return len(block_offsets) - 1
-    assert block_size is not None
-    return count_blocks(tokens, block_size)
+class TokenLayout(NamedTuple):
+    """Partition of the tokens of a row into equal blocks, uneven blocks, or packed sequences of equal blocks.
+
+    A layout consists of sizes alone. :meth:`partition` makes the tables that put tokens in block order.
+
+    Attributes:
+        tokens: number of tokens N.
+        block_size: tokens in a block; 0 for uneven blocks.
+        block_offsets: first token of each block, and N, for uneven blocks; None for equal blocks.
+        cu_seqlens: first token of each packed sequence, and N, ``[S + 1]``; None if the row is one sequence.
+    """
+
+    tokens: int
+    block_size: int
+    block_offsets: tuple[int, ...] | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the number of tokens is left open, see :func:`is_dynamic`."""
+        return is_dynamic(self.tokens)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks M; for packed sequences an upper bound for all of them together."""
+        if self.block_offsets is not None:
+            return len(self.block_offsets) - 1
+        blocks = divide_up(self.tokens, self.block_size)
+        # every sequence but the last can end in one more block that is not full
+        return blocks if self.cu_seqlens is None else blocks + len(self.cu_seqlens) - 2
+
+    @property
+    def most_blocks(self) -> int:
+        """Largest number of blocks that one sequence of the row can have, by which coefficients are made."""
+        return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
+
+    @property
+    def largest(self) -> int:
+        """Number of tokens in the largest block."""
+        if self.block_offsets is not None:
+            return max(end - start for start, end in pairwise(self.block_offsets))
+        return at_most(self.block_size, self.tokens)
+
+    def in_chunks(self, blocks: int) -> TokenLayout:
+        """Return the layout whose blocks are chunks of ``blocks`` equal blocks, at most all tokens."""
+        return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
+
+    def token_blocks(self, device: torch.device) -> TokenBlocks:
+        """Compute the block and the sequence of every token by the definition, without waiting for the device."""
+        position = torch.arange(self.tokens, device=device)
+        if self.block_offsets is not None:
+            inner = on_device(self.block_offsets[1:-1], device)
+            return TokenBlocks(torch.searchsorted(inner, position, right=True))
+        if self.cu_seqlens is None:
+            return TokenBlocks(position // self.block_size)
+        bounds = on_device(self.cu_seqlens, device)
+        sequence = torch.searchsorted(bounds[1:].contiguous(), position, right=True)
+        return TokenBlocks((position - bounds[sequence]) // self.block_size, sequence)
+
+    def partition(self, device: torch.device) -> BlockPartition:
+        """Make the tables of the layout, without waiting for the device."""
+        if self.block_offsets is not None:
+            return keep(_uneven_partition, device, self.block_offsets)
+        if self.cu_seqlens is not None:
+            return _packed_partition(self, self.cu_seqlens, device)
+        if self.is_open:
+            return BlockPartition(self.tokens, count_blocks(self.tokens, self.block_size), self.block_size)
+        slots = at_most(self.tokens, self.block_size)
+        return BlockPartition(self.tokens, divide_up(self.tokens, slots) if slots else 0, slots)
 
 
 @dataclass(frozen=True)
@@ -149,26 +212,6 @@ class TokenBlocks:
 
     block: Tensor
     sequence: Tensor | None = None
-
-
-def token_blocks(
-    tokens: int,
-    device: torch.device,
-    block_size: int | None,
-    block_offsets: tuple[int, ...] | None,
-    cu_seqlens: Tensor | None,
-) -> TokenBlocks:
-    """Compute the block and the sequence of every token by the definition, without waiting for the device."""
-    position = torch.arange(tokens, device=device)
-    if block_offsets is not None:
-        inner = on_device(block_offsets[1:-1], device)
-        return TokenBlocks(torch.searchsorted(inner, position, right=True))
-    assert block_size is not None
-    if cu_seqlens is None:
-        return TokenBlocks(position // block_size)
-    bounds = on_device(cu_seqlens, device)
-    sequence = torch.searchsorted(bounds[1:].contiguous(), position, right=True)
-    return TokenBlocks((position - bounds[sequence]) // block_size, sequence)
 
 
 class BlockPartition(NamedTuple):
@@ -218,9 +261,11 @@ class BlockPartition(NamedTuple):
             return x.index_select(1, self.slot)
         return x[:, : self.tokens]
 
-    def line_up(self, x: Tensor) -> Tensor:
-        """Lay out tokens ``[B, N, H, D]`` in slots ``[B, H, M * C, D]``; a view if every slot holds a token."""
-        return x.transpose(1, 2) if self.is_full else self.split(x).flatten(2, 3)
+    def line_up(self, *tokens: Tensor) -> list[Tensor]:
+        """Lay out each ``[B, N, H, D]`` in slots ``[B, H, M * C, D]``; these are views if every slot holds a token."""
+        if self.is_full:
+            return [x.transpose(1, 2) for x in tokens]
+        return [self.split(x).flatten(2, 3) for x in tokens]
 
     def take_out(self, x: Tensor) -> Tensor:
         """Reverse :meth:`line_up`: ``[B, H, M * C, D]`` to ``[B, N, H, D]``."""
@@ -248,33 +293,14 @@ class BlockPartition(NamedTuple):
         return mixing[..., local[:, None], local[None, :]] * together
 
 
-def make_partition(
-    tokens: int,
-    device: torch.device,
-    block_size: int | None,
-    block_offsets: tuple[int, ...] | None,
-    cu_seqlens: Tensor | None,
-) -> BlockPartition:
-    """Return the partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
+def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.device) -> BlockPartition:
+    """Return the partition of packed sequences, each of which has blocks of its own.
 
-    Nothing waits for the device. If only the device knows the bounds of S packed sequences of N tokens in all, they have at
-    most ``N // block_size + S`` blocks. The partition has that many blocks, and each sequence has blocks of its own.
-
-    Args:
-        tokens: number of tokens N.
-        device: device of the tables.
-        block_size: tokens in a block, unless ``block_offsets`` is given.
-        block_offsets: M + 1 integers for uneven blocks, or None.
-        cu_seqlens: ``[S + 1]`` bounds of packed sequences, or None.
+    If only the device knows the bounds of S sequences of N tokens in all, they have at most ``N // block_size + S`` blocks, and
+    the partition has that many.
     """
-    if block_offsets is not None:
-        return keep(_uneven_partition, device, block_offsets)
-    assert block_size is not None
-    if is_dynamic(tokens) and cu_seqlens is None:
-        return BlockPartition(tokens, count_blocks(tokens, block_size), block_size)
+    tokens, block_size = layout.tokens, layout.block_size
     slots = at_most(tokens, block_size)
-    if cu_seqlens is None:
-        return BlockPartition(tokens, divide_up(tokens, slots) if slots else 0, slots)
     bounds = on_device(cu_seqlens, device)
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
@@ -288,7 +314,7 @@ def make_partition(
     owner = torch.searchsorted(ends, index, right=True)
     starts = F.pad(ends, (1, 0))
     local = index - starts[owner]
-    where = token_blocks(tokens, device, block_size, None, cu_seqlens)
+    where = layout.token_blocks(device)
     assert where.sequence is not None
     within = torch.arange(tokens, device=device) - bounds[where.sequence]
     slot = (starts[where.sequence] + where.block) * slots + within % block_size

@@ -1,63 +1,46 @@
-"""Checks of the operator's arguments; every message names the value and the remedy.
-
-Longer than other modules: it holds all checks of the operator, so that a message is worded once.
-"""
+"""Checks of the operator's arguments, which return them as one object; every message names the value and the remedy."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import is_dynamic
-from mhla_kernels.mixing import Mixing
+from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.features import FeatureMap
+from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
+from mhla_kernels.problem import Problem, Weighting
 from mhla_kernels.torch_private import FakeTensor, assert_async, has_values, is_mapped, is_traced, unwrapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
-class Problem(NamedTuple):
-    """Sizes and options of a checked call.
-
-    Attributes:
-        tokens: number of tokens N.
-        blocks: number of blocks M; for packed sequences an upper bound for all sequences together.
-        scale: factor on the output, or None if rows are divided by their sum.
-        accumulate: dtype of the sums.
-        dtype: dtype of the output.
-        block_offsets: M + 1 integers, or None.
-        cu_seqlens: ``[S + 1]`` integers, or None.
-    """
-
-    tokens: int
-    blocks: int
-    scale: float | None
-    accumulate: torch.dtype
-    dtype: torch.dtype
-    block_offsets: tuple[int, ...] | None
-    cu_seqlens: Tensor | None
 
 
 def check_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Mixing,
+    mixing: MixingLike,
+    *,
     block_size: int | None,
-    block_offsets: Tensor | Sequence[int] | None,
-    causal: bool,
-    normalize: bool,
-    scale: float | None,
-    eps: float,
-    feature_map: str,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
+    block_offsets: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_map: FeatureMap = "identity",
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check one call of the operator; :func:`mhla_kernels.mhla_attention` documents the arguments and errors."""
+    """Check one call of the operator, and return it as one object.
+
+    :func:`mhla_kernels.mhla_attention` documents the arguments and the errors. Devices are checked by :func:`check_devices`.
+    """
+    mixing = as_mixing(mixing)
+    block_size = None if block_size is None else check_block_size(block_size)
     _check_tensors(q, k, v)
     _check_mixing(mixing, q, causal)
     batch, tokens, _, width = q.shape
@@ -75,20 +58,15 @@ def check_problem(
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
 
-    offsets = bounds = None
     if block_offsets is not None:
-        offsets = _check_offsets(block_offsets, tokens, causal, cu_seqlens)
-        blocks = len(offsets) - 1
-        _check_mixing_size(mixing, blocks, causal, tokens, block_size, q)
+        layout = TokenLayout(tokens, 0, _check_offsets(block_offsets, tokens, causal, cu_seqlens))
     else:
         assert block_size is not None
-        block_size = check_block_size(block_size)
-        blocks = (tokens + block_size - 1) // block_size
-        if cu_seqlens is None:
-            _check_mixing_size(mixing, blocks, causal, tokens, block_size, q)
-        else:
-            bounds = _check_cu_seqlens(cu_seqlens, q, mixing, block_size, causal)
-            blocks += len(bounds) - 2
+        layout = TokenLayout(tokens, block_size)
+    if cu_seqlens is None:
+        _check_mixing_size(mixing, layout, causal, q)
+    else:
+        layout = layout._replace(cu_seqlens=_check_cu_seqlens(cu_seqlens, q, mixing, layout, causal))
 
     if normalize and feature_map == "identity":
         check_features(
@@ -97,17 +75,9 @@ def check_problem(
             "rows of weights cannot be divided by their sums. Pass feature_map='relu', map q and k to nonnegative features "
             "before the call, or pass normalize=False",
         )
-
-    double = torch.float64 in (q.dtype, k.dtype, v.dtype)
-    return Problem(
-        tokens=tokens,
-        blocks=blocks,
-        scale=None if normalize else (width**-0.5 if scale is None else float(scale)),
-        accumulate=torch.float64 if double else torch.float32,
-        dtype=v.dtype,
-        block_offsets=offsets,
-        cu_seqlens=bounds,
-    )
+    if not normalize:
+        scale = width**-0.5 if scale is None else float(scale)
+    return Problem(q, k, v, mixing, layout, Weighting(causal, scale, eps), feature_map, key_mask)
 
 
 SMALLEST_SHARE = 1e-5
@@ -199,54 +169,36 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Tensor | None = None) -> None:
-    """Reject tensors that are not all on one device.
+def check_devices(problem: Problem) -> None:
+    """Reject a problem whose tensors are not all on one device.
 
     A result that involves a tensor on the meta device would have no values.
 
     Raises:
         ValueError: naming the tensor and its device.
     """
-    device = q.device
-    for name, x in (("k", k), ("v", v), *mixing.tensors.items(), ("key_mask", key_mask)):
+    device = problem.q.device
+    tensors = ("k", problem.k), ("v", problem.v), *problem.mixing.tensors.items(), ("key_mask", problem.key_mask)
+    for name, x in tensors:
         if x is not None and x.device != device:
             hint = "; it was never given values (to_empty and load_state_dict do)" if x.is_meta else ""
             raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(device)!r}{hint}")
 
 
-def check_span(problem: Problem, mixing: Mixing, causal: bool) -> None:
+def check_span(problem: Problem) -> None:
     """Reject coefficients and blocks that the spanning form does not support.
 
     Raises:
         ValueError: naming the coefficients or the blocks.
     """
-    if mixing.span_terms(causal) is None:
+    mixing, layout = problem.mixing, problem.layout
+    if mixing.span_terms(problem.weighting.causal) is None:
         raise ValueError(
             f"form='spanning' takes an ExponentialMixing without a grid, not {mixing}; use form='chunked' or 'auto'"
         )
-    if problem.block_offsets is not None or is_dynamic(problem.tokens):
-        unsupported = "block_offsets" if problem.block_offsets is not None else "an open number of tokens"
+    if layout.block_offsets is not None or layout.is_open:
+        unsupported = "block_offsets" if layout.block_offsets is not None else "an open number of tokens"
         raise ValueError(f"form='spanning' takes blocks of equal size, not {unsupported}; use form='chunked' or 'auto'")
-
-
-def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values for every query head: with Hkv key heads, query head h takes key head ``h // (H / Hkv)``.
-
-    Args:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, Hkv, Dk]``.
-        v: ``[B, N, Hkv, Dv]``.
-
-    Returns:
-        Keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``.
-    """
-    repeats = q.shape[2] // max(1, k.shape[2])
-    return repeat(k, repeats, 2), repeat(v, repeats, 2)
-
-
-def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
-    """Repeat every head of ``x`` along ``axis``, ``repeats`` times in a row; a single repeat makes no copy."""
-    return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 
 def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
@@ -257,21 +209,23 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
         raise ValueError(f"{error}{hint}") from None
 
 
-def _check_mixing_size(
-    mixing: Mixing, blocks: int, causal: bool, tokens: int, block_size: int | None, q: Tensor
-) -> None:
+def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Tensor) -> None:
+    """Check that the coefficients cover the blocks of one sequence."""
     size = mixing.blocks
-    if size is None or blocks == 0 or (size >= blocks and (causal or size == blocks)):
+    if size is None:
         return
-    layout = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
+    blocks, tokens, block_size = layout.blocks, layout.tokens, layout.block_size
+    if blocks == 0 or (size >= blocks and (causal or size == blocks)):
+        return
+    source = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
     if not causal:
         raise ValueError(
-            f"{layout} make {blocks} blocks, but mixing is for {size}: bidirectional attention needs exactly "
+            f"{source} make {blocks} blocks, but mixing is for {size}: bidirectional attention needs exactly "
             f"{blocks}; change the blocks, or resize mixing to the new block grid with mhla_kernels.resize_mixing"
             f"{_sdpa_order(q)}"
         )
     raise ValueError(
-        f"{layout} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * (block_size or 0)} "
+        f"{source} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * block_size} "
         f"tokens, block_size={-(-tokens // size)} or more, or extend mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
     )
 
@@ -328,9 +282,9 @@ def _check_offsets(
 
 
 def _check_cu_seqlens(
-    cu_seqlens: Tensor | Sequence[int], q: Tensor, mixing: Mixing, block_size: int, causal: bool
+    cu_seqlens: Tensor | Sequence[int], q: Tensor, mixing: Mixing, layout: TokenLayout, causal: bool
 ) -> Tensor:
-    batch, tokens = q.shape[:2]
+    batch, tokens, block_size = q.shape[0], layout.tokens, layout.block_size
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
     size = mixing.blocks
@@ -351,5 +305,5 @@ def _check_cu_seqlens(
     _check_bounds(bounds, tokens, "cu_seqlens", least=0)
     for start, end in pairwise(bounds):
         if end > start:
-            _check_mixing_size(mixing, -(-(end - start) // block_size), causal, end - start, block_size, q)
+            _check_mixing_size(mixing, TokenLayout(end - start, block_size), causal, q)
     return torch.tensor(bounds)

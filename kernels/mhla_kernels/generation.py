@@ -15,21 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhla_kernels.attention import mhla_attention, nothing, without_autocast
+from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, at_most, divide_up, on_device
-from mhla_kernels.checks import (
-    Problem,
-    check_block_size,
-    check_devices,
-    check_problem,
-    read_numbers,
-    repeat,
-    repeat_heads,
-)
+from mhla_kernels.checks import check_block_size, check_devices, check_problem, read_numbers
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
+from mhla_kernels.problem import nothing, prepare, repeat, repeat_heads
 from mhla_kernels.state import (
     BlockState,
     MHLAState,
@@ -92,34 +85,39 @@ def mhla_prefill(
     check_form_and_backend(form, backend)
     before = state.lengths if state is not None else (0,) * batch
     mask = mask_of_counts(counts, q)
-    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts, mask)
+    problem = check_problem(
+        q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
+        feature_map=feature_map, key_mask=mask,
+    )  # fmt: skip
+    check_devices(problem)
+    check_reach(mixing, block_size, before, counts)
     kind = kind_of(q, v, mixing, block_size)
     if state is not None:
         state.check(kind, batch, q.shape[2], problem.accumulate)
     k, v = repeat_heads(q, k, v)
 
     with without_autocast(q.device.type):
-        mixing = mixing.to(problem.accumulate)
-        mapped = _mapped(q, k, v, problem, feature_map, mask)
+        prepared = prepare(problem._replace(k=k, v=v))
+        mapped, mixing = prepared[:3], prepared.mixing
         if state is None:  # an ordinary pass, which the fused kernels can run
             out = mhla_attention(
                 q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
             )  # fmt: skip
-            start = MHLAState((0,) * batch, **empty_tensors(q, v, mixing, problem), kind=kind)
+            start = MHLAState((0,) * batch, **empty_tensors(q, v, mixing, problem.accumulate), kind=kind)
             blocks = summaries(*(in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
             return out, close(start, blocks, counts, mixing, start.may_write(*mapped, *mixing.tensors.values()))
         if not any(counts):
-            return nothing(v.shape, problem.dtype, q, k, v, *mixing.tensors.values()), state.select(range(batch))
+            return nothing(problem), state.select(range(batch))
         writes = state.may_write(*mapped, *mixing.tensors.values())
         piece = begin(state, counts, mixing, writes)
         start = piece.start
         q_blocks, k_blocks, v_blocks = (in_blocks(x, piece.offsets, block_size) for x in mapped)
         mixer = _ContinuedMixer(mixing, start, piece.firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
-        out = chunked(q_blocks, k_blocks, v_blocks, mixer, causal=True, scale=problem.scale, eps=eps)
+        out = chunked(q_blocks, k_blocks, v_blocks, mixer, problem.weighting)
         blocks = add_to_first(summaries(k_blocks, v_blocks), start.open)
         after = close(start, blocks, counts, mixing, writes)
-        return take_back(out, piece.offsets, tokens, mask).to(problem.dtype), after
+        return take_back(out, piece.offsets, tokens, mask).to(v.dtype), after
 
 
 def mhla_step(
@@ -164,13 +162,19 @@ def mhla_step(
     check_one_token(q, k, v)
     batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
     token = q[:, None], k[:, None], v[:, None]
-    problem = _check(*token, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
+    problem = check_problem(
+        *token, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
+        feature_map=feature_map,
+    )  # fmt: skip
+    check_devices(problem)
+    check_reach(mixing, block_size, state.lengths, (1,) * batch)
     state.check(kind_of(q, v, mixing, block_size), batch, q.shape[1], problem.accumulate)
     heads = q.shape[1] // max(1, k.shape[1])
     k, v = repeat(k, heads, 1), repeat(v, heads, 1)
     with without_autocast(q.device.type):
-        mixing = mixing.to(problem.accumulate)
-        q, k, v = _mapped(q, k, v, problem, feature_map, None)
+        dtype = problem.accumulate
+        mixing = mixing.to(dtype)
+        q, k, v = map_features(q.to(dtype), k.to(dtype), v.to(dtype), feature_map, None)
         writes = state.may_write(q, k, v, *mixing.tensors.values())
         opened = state.advance(mixing, (True,) * batch, writes, donate_state)
         summary = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
@@ -183,12 +187,12 @@ def mhla_step(
         width = q.shape[-1] * v.shape[-1]
         out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
         total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
-        out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
+        out = out / (total_weight + eps) if problem.weighting.scale is None else out * problem.weighting.scale
         lengths = tuple(length + 1 for length in state.lengths)
         after = opened.with_tensors({"open": total}, lengths, opened.written(owned))
         if donate_state:
             state.spend()
-        return out.to(problem.dtype), after
+        return out.to(problem.v.dtype), after
 
 
 def check_tokens(q: Tensor) -> None:
@@ -244,27 +248,6 @@ def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
     return torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    block_size: int,
-    normalize: bool,
-    scale: float | None,
-    eps: float,
-    feature_map: str,
-    before: tuple[int, ...],
-    counts: tuple[int, ...],
-    mask: Tensor | None = None,
-) -> Problem:
-    """Check a call like one of :func:`mhla_attention`, and check that the mixing covers the last token."""
-    problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, mask, None)
-    check_devices(q, k, v, mixing)
-    check_reach(mixing, block_size, before, counts)
-    return problem
-
-
 def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: Sequence[int]) -> None:
     """Check that the coefficients cover the last token of each row.
 
@@ -286,13 +269,6 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
             f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "
             f"{size} at most: use at most {size * block_size} tokens, or extend mixing (mhla_kernels.extend_mixing)"
         )
-
-
-def _mapped(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, feature_map: FeatureMap, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
-    return map_features(q, k, v, feature_map, mask)
 
 
 class Piece(NamedTuple):

@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from mhla_kernels.blocks import on_device
-from mhla_kernels.checks import Problem, as_index, read_numbers
+from mhla_kernels.checks import as_index, read_numbers
 from mhla_kernels.mixing import Mixing, Rows
 from mhla_kernels.pytrees import register
 from mhla_kernels.torch_private import is_traced, is_wrapped
@@ -370,20 +370,10 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
     return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
 
 
-def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, problem: Problem) -> dict[str, Any]:
-    """Create the tensors of a generation state before the first token.
-
-    Args:
-        q: queries, ``[B, N, H, K]``.
-        v: values, ``[..., V]``.
-        mixing: the coefficients.
-        problem: checked options of the call; it provides the dtype of the sums.
-
-    Returns:
-        Tensors of zeros by name.
-    """
+def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tensors of a state before the first token, by name; ``q`` is ``[B, N, H, K]`` and ``v`` ``[..., V]``."""
     batch, _, heads, width = q.shape
-    zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=problem.accumulate, device=q.device)
+    zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=dtype, device=q.device)
     finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])
     return {"finished": finished, "open": zeros, "mixture": zeros.clone()}
 

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mhla_kernels.attention import nothing, without_autocast
-from mhla_kernels.blocks import make_partition
-from mhla_kernels.checks import Problem, check_block_size, check_devices, check_features, check_problem, repeat_heads
+from mhla_kernels.attention import without_autocast
+from mhla_kernels.checks import check_block_size, check_devices, check_features, check_problem
 from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
+from mhla_kernels.problem import Problem, nothing, repeat_heads
 
 LEAST_WEIGHT = 0.8
 """Exponent e: a sum of far weights below ``tiny ** e`` (4e-31 in float32) counts as this bound when the divisor is chosen."""
@@ -77,7 +77,7 @@ def mhla_window_attention(
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     problem = check_window(q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens)
     if v.numel() == 0 or q.numel() == 0:
-        return nothing_far((*q.shape[:3], v.shape[-1]), problem, q, k, v, q_features, k_features, far, mixing)
+        return nothing_far(problem, q_features, k_features, far)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
@@ -85,7 +85,7 @@ def mhla_window_attention(
         real = q.new_ones(q.shape[:2]) if key_mask is None else key_mask.to(q.dtype)
         if key_mask is not None:
             k, v, g = (x.masked_fill(~key_mask[..., None, None], 0) for x in (k, v, g))
-        blocks = make_partition(problem.tokens, q.device, block_size, None, problem.cu_seqlens)
+        blocks = problem.layout.partition(q.device)
         weight = blocks.split(heads_last(far, q))
         q, k, v, f, g = (blocks.split(x) for x in (q, k, v, f, g))
         seen = blocks.split(real[..., None, None])[:, 0, ..., 0] > 0
@@ -98,38 +98,12 @@ def mhla_window_attention(
         seen_before = previous_blocks[2][:, 0, ..., 0] & ~starts[:, None]
         out = joined(q, k, v, f, weight, previous_blocks[0], previous_blocks[1], mixed, seen, seen_before, scale)
         out = blocks.merge(out)
-        return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.dtype)
+        return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
 
 
-def nothing_far(
-    shape: Sequence[int],
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    f: Tensor,
-    g: Tensor,
-    far: Tensor | None,
-    mixing: Mixing,
-) -> Tensor:
-    """Return outputs of zeros for a call without tokens, heads or features.
-
-    Args:
-        shape: shape of the outputs.
-        problem: checked options of the call; it provides the dtype of the outputs.
-        q: queries.
-        k: keys.
-        v: values.
-        f: features of the queries.
-        g: features of the keys.
-        far: logarithm of the weight of far tokens; None for zeros.
-        mixing: the coefficients.
-
-    Returns:
-        Zeros that depend on all these tensors, so that each of them gets a gradient of zeros.
-    """
-    others = [] if far is None else [far]
-    return nothing(shape, problem.dtype, q, k, v, f, g, *others, *mixing.tensors.values())
+def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
+    """Return zeros for a call that has nothing to attend with; all its tensors get zeros as gradients."""
+    return nothing(problem, f, g, *([] if far is None else [far]))
 
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
@@ -248,10 +222,10 @@ def check_window(
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")
-    check_devices(q, k, v, mixing, key_mask)
     problem = check_problem(
-        q, k, v, mixing, block_size, None, True, False, None, 1e-6, "identity", key_mask, cu_seqlens
+        q, k, v, mixing, block_size=block_size, causal=True, normalize=False, key_mask=key_mask, cu_seqlens=cu_seqlens
     )
+    check_devices(problem)
     features = {"q_features": q_features, "k_features": k_features}
     check_features(features, key_mask, "rows of weights cannot be divided by their sums; give nonnegative ones")
     return problem

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import on_device
-from mhla_kernels.checks import Problem, check_block_size, repeat
+from mhla_kernels.checks import check_block_size
 from mhla_kernels.finite import finite_
 from mhla_kernels.generation import (
     add_to_first,
@@ -34,6 +34,7 @@ from mhla_kernels.generation import (
     take_back,
 )
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
+from mhla_kernels.problem import Problem, repeat
 from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
 from mhla_kernels.windowed import check_window, combine, heads_last, joined, nothing_far
 
@@ -116,12 +117,11 @@ def mhla_window_prefill(
     problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q))
     kind = _kind_of(q_features, k, v, mixing, block_size)
     if state is None:
-        state = _empty(k, v, q_features, mixing, kind, problem)
+        state = _empty(problem, q_features, kind)
     state.check(kind, batch, q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, counts)
     if not any(counts):
-        shape = (*q.shape[:3], v.shape[-1])
-        return nothing_far(shape, problem, q, k, v, q_features, k_features, far, mixing), state.select(range(batch))
+        return nothing_far(problem, q_features, k_features, far), state.select(range(batch))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
@@ -156,7 +156,7 @@ def mhla_window_prefill(
             _with_totals(mixed, f.shape[-1]), seen, seen_before, scale,
         )  # fmt: skip
         after = _close(start, new_blocks, sums, counts, firsts, mixing, writes)
-        return take_back(out, offsets, tokens, mask).to(problem.dtype), after
+        return take_back(out, offsets, tokens, mask).to(problem.v.dtype), after
 
 
 def mhla_window_step(
@@ -239,25 +239,17 @@ def mhla_window_step(
         after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
         if donate_state:
             state.spend()
-        return out.to(problem.dtype), after
+        return out.to(problem.v.dtype), after
 
 
 def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
     return kind_of(f, v, mixing, block_size, (k.shape[2], k.shape[3]))
 
 
-def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, kind: StateKind, problem: Problem) -> MHLAWindowState:
-    """Create the generation state before the first token.
-
-    Args:
-        k: keys of the call, ``[B, N, Hkv, Dk]``.
-        v: values of the call, ``[B, N, Hkv, V]``.
-        f: features of the queries, ``[B, N, H, K]``.
-        mixing: the coefficients.
-        kind: properties that every call with the state must share.
-        problem: checked options of the call.
-    """
-    tensors = empty_tensors(f, v, mixing, problem)
+def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
+    """Return the state before the first token, for queries with features ``f``."""
+    k, v = problem.k, problem.v
+    tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
     keys, values = (zeros.new_zeros(len(k), 2 * kind.block_size, x.shape[2], x.shape[3]) for x in (k, v))
     return MHLAWindowState((0,) * len(k), **tensors, kind=kind, previous=zeros.clone(), keys=keys, values=values)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from mhla_kernels.blocks import BlockPartition, make_partition
+from mhla_kernels.blocks import BlockPartition, TokenLayout
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -130,7 +130,8 @@ def prepare(
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device="cpu")
     tokens = q.shape[1]
     chunk = chunk_tokens(max(q.shape[-1], v.shape[-1]))
-    partition = make_partition(tokens, q.device, chunk, None, cu_seqlens) if tokens else BlockPartition(0, 0, 1)
+    layout = TokenLayout(tokens, chunk, cu_seqlens=cu_seqlens)
+    partition = layout.partition(q.device) if tokens else BlockPartition(0, 0, 1)
     chunks: tuple[int, ...] = (0, partition.blocks)
     if bounds is not None:
         counts = [-(-(end - start) // partition.slots) if end > start else 0 for start, end in pairwise(bounds)]

@@ -214,17 +214,18 @@ def test_the_cheaper_form() -> None:
     """Floors of an H200: 256 image tokens want pairs, long sequences summaries; packed ones count by their own length."""
     from mhla_kernels.attention import _choose_form
     from mhla_kernels.checks import check_problem
-    from mhla_kernels.mixing import as_mixing
 
     def pick(
         tokens: int, block: int, causal: bool, sequences: int = 1, width: int = 128, value: int | None = None
     ) -> str:
         q, bounds = torch.empty(1, tokens, 1, width), None
-        mixing = as_mixing(torch.ones(tokens // sequences // block, tokens // sequences // block))
+        mixing = torch.ones(tokens // sequences // block, tokens // sequences // block)
         if sequences > 1:
             bounds = list(range(0, tokens + 1, tokens // sequences))
-        problem = check_problem(q, q, q, mixing, block, None, causal, True, None, 1e-6, "identity", None, bounds)
-        return _choose_form(problem, q, q[..., :1].expand(-1, -1, -1, value or width), mixing, causal, True)
+        v = q[..., :1].expand(-1, -1, -1, value or width)
+        return _choose_form(
+            check_problem(q, q, v, mixing, block_size=block, causal=causal, cu_seqlens=bounds), fused=True
+        )
 
     assert pick(256, 16, False, width=64) == "parallel"
     assert pick(31500, 210, False) == "chunked"

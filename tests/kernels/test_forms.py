@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from implementations import DEVICE, IMPLEMENTATIONS, SHORT_CHUNKS, SPANNING, TORCH, TRITON, attend, small_tiles
 from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
-from mhla_kernels.blocks import make_partition
+from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.forms import attend as forms_attend
 from mhla_kernels.forms import spanning
 from mhla_kernels.forms.cost import numbers_held
 from mhla_kernels.mixing import Mixing
+from mhla_kernels.problem import Weighting
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
 from toeplitz import toeplitz_matrix
 from torch import Tensor
@@ -219,11 +220,11 @@ def test_chunks_of_sequences_whose_bounds_only_the_device_knows(causal: bool) ->
     """Sequence bounds are not read by the CPU, which would have to wait for a GPU."""
     q, k, v = (torch.rand(1, 300, 2, 4) for _ in range(3))
     span = ExponentialMixing(torch.rand(2, 3), torch.rand(2, 3)).span(4, causal)
-    chunks = make_partition(300, q.device, 32, None, torch.tensor([0, 10, 140, 140, 300]))
+    chunks = TokenLayout(300, 32, cu_seqlens=torch.tensor([0, 10, 140, 140, 300])).partition(q.device)
     assert chunks.sequences is not None
-    options: dict[str, Any] = {"causal": causal, "scale": None, "eps": 1e-6}
+    weighting = Weighting(causal, scale=None, eps=1e-6)
     want, got = (
-        each.merge(spanning.spanning(*(each.split(x) for x in (q, k, v)), span, 8, each, **options))
+        each.merge(spanning.spanning(*(each.split(x) for x in (q, k, v)), span, 8, each, weighting))
         for each in (chunks, chunks._replace(sequences=None))
     )
     assert relative_error("output", got, want) < 1e-6
@@ -249,8 +250,8 @@ def test_long_sequences_are_computed_some_rows_at_a_time(
     held = 4 * numbers_held(form, 64, 16, 4, 4, 2)  # type: ignore[arg-type]
     monkeypatch.setattr(forms_attend, "PART", rows * held)
     seen = []
-    partition = forms_attend.make_partition
-    monkeypatch.setattr(forms_attend, "make_partition", lambda *x: seen.append(x) or partition(*x))
+    partition = TokenLayout.partition
+    monkeypatch.setattr(TokenLayout, "partition", lambda *x: seen.append(x) or partition(*x))
     got = run()
     assert len(seen) == {1: 9, 2: 6, 6: 2}[rows]
     for name, a, b in zip(("out", "q", "k", "v"), got, want, strict=False):

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.testing
 from implementations import DEVICE, TRITON
 from mhla_kernels import ExponentialMixing, backend, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.triton_backend import (
     attend,
     config,
@@ -19,7 +20,8 @@ from mhla_kernels.triton_backend import (
     mix,
     ops,  # noqa: F401  registers the operator
 )
-from mhla_kernels.triton_backend.tables import make_tables, token_rows
+from mhla_kernels.triton_backend.call import Arguments
+from mhla_kernels.triton_backend.tables import kernel_tables
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -44,12 +46,6 @@ def problem(blocks: int = 3, exponential: bool = False) -> list[Tensor]:
     return [q, k, v, *(x.to(DEVICE).requires_grad_() for x in mixing)]
 
 
-def tables(form: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operator's tables for 20 tokens in blocks of 8."""
-    tables = make_tables(20, torch.device(DEVICE), 8, None, None)
-    return tables.table, tables.sequences, token_rows(tables) if form == "parallel" else None
-
-
 @pytest.mark.parametrize("form", ["parallel", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(form: str, dtype: torch.dtype) -> None:
@@ -58,15 +54,16 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
     shared = mixing[:1].detach().requires_grad_()
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    for arguments in (
-        (q, k, v, [mixing], None, None, *tables(form), 8, 8, None, True, False, True, 1e-6, form, "dense", ""),
-        (q, k, v, [shared], mask, None, *tables(form), 8, 8, None, False, True, False, 1e-6, form, "dense", ""),
-    ):
-        torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
+    tables = kernel_tables(TokenLayout(20, 8), form, 3, torch.device(DEVICE))
+    calls = [
+        Arguments(q, k, v, [mixing], tables, None, None, 8, None, True, True, None, form, "dense", ""),
+        Arguments(q, k, v, [shared], tables, mask, None, 8, None, False, False, 1e-6, form, "dense", ""),
+    ]
     if form == "chunked":
-        options = (*tables(form), 8, 8, None, True, True, False, 1e-6, form, "exponential", "")
-        arguments = (q, k, v, problem(exponential=True)[3:], None, None, *options)
-        torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
+        sums = problem(exponential=True)[3:]
+        calls.append(Arguments(q, k, v, sums, tables, None, None, 8, None, True, False, 1e-6, form, "exponential", ""))
+    for arguments in calls:
+        torch.library.opcheck(torch.ops.mhla.attention, tuple(arguments), test_utils=utilities)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)

@@ -24,6 +24,7 @@ from mhla_kernels.blocks import BlockPartition, divide_up, is_dynamic
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.normalizer import divide
+from mhla_kernels.problem import Weighting
 
 TILE = 128
 """Largest number of tokens (slots) inside a causal block whose pairs are scored directly; see ``benchmarks.forms``."""
@@ -65,16 +66,7 @@ def make_mixer(mixing: Mixing, blocks: BlockPartition) -> Mixer:
     return Mixer(mixing, mixing.own(index, blocks.blocks), blocks.sequences)
 
 
-def chunked(
-    q_BHMCK: Tensor,
-    k_BHMCK: Tensor,
-    v_BHMCV: Tensor,
-    mixer: Mixer,
-    *,
-    causal: bool,
-    scale: float | None,
-    eps: float,
-) -> Tensor:
+def chunked(q_BHMCK: Tensor, k_BHMCK: Tensor, v_BHMCV: Tensor, mixer: Mixer, weighting: Weighting) -> Tensor:
     """Compute the outputs of the chunked form.
 
     Args:
@@ -82,21 +74,19 @@ def chunked(
         k_BHMCK: keys in blocks, ``[B, H, M, C, K]``.
         v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
         mixer: mixer of the block summaries.
-        causal: whether only earlier blocks and tokens count.
-        scale: factor on the outputs; None divides by the normalizer.
-        eps: added to the normalizer.
+        weighting: rule by which products become weights.
 
     Returns:
         Outputs ``[B, H, M, C, V]``.
     """
     run = _bidirectional
-    if causal:
+    if weighting.causal:
         run = _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
-    out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, scale is None)
-    if scale is not None:
-        return out * scale
+    out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, weighting.normalize)
+    if weighting.scale is not None:
+        return out * weighting.scale
     assert normalizer is not None
-    return divide(out, normalizer[..., None], eps)
+    return divide(out, normalizer[..., None], weighting.eps)
 
 
 def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:

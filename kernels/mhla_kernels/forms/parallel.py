@@ -10,18 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from mhla_kernels.normalizer import divide
+from mhla_kernels.problem import Weighting
 
 
-def parallel(
-    q_BHNK: Tensor,
-    k_BHNK: Tensor,
-    v_BHNV: Tensor,
-    mixing: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    eps: float,
-) -> Tensor:
+def parallel(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNV: Tensor, mixing: Tensor, weighting: Weighting) -> Tensor:
     """Compute the outputs of the parallel form.
 
     Args:
@@ -29,9 +21,7 @@ def parallel(
         k_BHNK: keys, ``[B, H, N, K]``.
         v_BHNV: values, ``[B, H, N, V]``.
         mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
-        causal: whether only earlier tokens count.
-        scale: factor on the outputs; None divides by the normalizer.
-        eps: added to the normalizer.
+        weighting: rule by which products become weights.
 
     Returns:
         Outputs ``[B, H, N, V]``.
@@ -42,7 +32,9 @@ def parallel(
     # a view by blocks: expanding the coefficients to N x N would cost another matrix of this size
     by_block = scores.view(shape[0], shape[1], blocks, slots, blocks, slots)
     scores = (by_block * mixing.unsqueeze(-1).unsqueeze(-3)).view(shape)
-    if causal:
+    if weighting.causal:
         scores = scores.tril()
     out = scores @ v_BHNV
-    return out * scale if scale is not None else divide(out, scores.sum(-1, keepdim=True), eps)
+    if weighting.scale is not None:
+        return out * weighting.scale
+    return divide(out, scores.sum(-1, keepdim=True), weighting.eps)

@@ -7,18 +7,10 @@ from torch import Tensor
 
 from mhla_kernels.blocks import TokenBlocks
 from mhla_kernels.normalizer import divide
+from mhla_kernels.problem import Weighting
 
 
-def weights(
-    q_BNHK: Tensor,
-    k_BNHK: Tensor,
-    mixing: Tensor,
-    where: TokenBlocks,
-    *,
-    causal: bool,
-    scale: float | None,
-    eps: float,
-) -> Tensor:
+def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, weighting: Weighting) -> Tensor:
     """Compute the attention weights ``m[b(t), b(j)] * (q_t . k_j)``, zero where masked.
 
     Args:
@@ -26,9 +18,7 @@ def weights(
         k_BNHK: keys, ``[B, N, H, K]``.
         mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
         where: block and sequence of every token.
-        causal: whether only earlier tokens count.
-        scale: factor on the weights; None divides each row by its sum + ``eps``.
-        eps: added to the sum of a row.
+        weighting: rule by which products become weights.
 
     Returns:
         Weights ``[B, H, N, N]``.
@@ -38,12 +28,13 @@ def weights(
     products = products * mixing[..., block[:, None], block[None, :]]
     if where.sequence is not None:
         products = products * (where.sequence[:, None] == where.sequence[None, :])
-    if causal:
+    if weighting.causal:
         products = products.tril()
-    if scale is not None:
-        return products * scale
-    shares = divide(products, products.sum(-1, keepdim=True), eps)
-    return shares.tril() if causal else shares  # tril again: no gradient from above the diagonal, even if it overflows
+    if weighting.scale is not None:
+        return products * weighting.scale
+    shares = divide(products, products.sum(-1, keepdim=True), weighting.eps)
+    # tril again: no gradient comes from above the diagonal, even if it overflows
+    return shares.tril() if weighting.causal else shares
 
 
 def attend(weights_BHNN: Tensor, v_BNHV: Tensor) -> Tensor:

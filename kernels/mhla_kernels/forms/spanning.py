@@ -23,6 +23,7 @@ from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.exponential import earlier
 from mhla_kernels.mixing.span import Span
 from mhla_kernels.normalizer import divide
+from mhla_kernels.problem import Weighting
 
 CHUNK: dict[str, int] = {"torch": 128, "triton": 256}
 """Largest number of tokens in a chunk by backend, unless one block is longer.
@@ -45,10 +46,7 @@ def spanning(
     span: Span,
     block_size: int,
     chunks: BlockPartition,
-    *,
-    causal: bool,
-    scale: float | None,
-    eps: float,
+    weighting: Weighting,
 ) -> Tensor:
     """Compute the outputs of the spanning form.
 
@@ -59,29 +57,27 @@ def spanning(
         span: coefficients by chunks.
         block_size: tokens in a block.
         chunks: partition of the tokens into chunks.
-        causal: whether only earlier tokens count.
-        scale: factor on the outputs; None divides by the normalizer, which is computed as one more column of values.
-        eps: added to the normalizer.
+        weighting: rule by which products become weights. A normalizer is computed as one more column of values.
 
     Returns:
         Outputs ``[B, H, M, C, V]``.
     """
     q, k, v = q_BHMCK, k_BHMCK, v_BHMCV
-    if scale is None:
+    if weighting.normalize:
         v = F.pad(v, (0, 1), value=1.0)
     block = torch.arange(v.shape[-2], device=v.device) // block_size
     scores = q @ k.transpose(-1, -2)
     matrix = span.matrix[:, None, block][..., block]
     # mask before the product too: a masked score that overflowed would make the gradient of the matrix NaN
-    scores = (scores.tril() * matrix).tril() if causal else scores * matrix
+    scores = (scores.tril() * matrix).tril() if weighting.causal else scores * matrix
     out = scores @ v
     if q.shape[2] > 1:
         reading, writing = (x[:, None, :, block].transpose(-1, -2) for x in (span.reading, span.writing))
         sums = _times(k, writing).transpose(-1, -2) @ v
         out = out + _times(q, reading) @ _before(sums, span, chunks)
-    if scale is not None:
-        return out * scale
-    return divide(out[..., :-1], out[..., -1:], eps)
+    if weighting.scale is not None:
+        return out * weighting.scale
+    return divide(out[..., :-1], out[..., -1:], weighting.eps)
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:

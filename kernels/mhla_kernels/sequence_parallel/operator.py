@@ -29,12 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
-from mhla_kernels.blocks import BlockPartition, make_partition
-from mhla_kernels.checks import Problem, check_block_size, check_problem, repeat_heads
+from mhla_kernels.blocks import BlockPartition, TokenLayout
+from mhla_kernels.checks import check_block_size, check_problem
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked, summarize
-from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
+from mhla_kernels.mixing import MixingLike, as_mixing
 from mhla_kernels.normalizer import divide
+from mhla_kernels.problem import Problem, prepare
 from mhla_kernels.sequence_parallel.collectives import gather_shares
 from mhla_kernels.sequence_parallel.plan import SequencePlan, block_bounds, share_blocks, traffic
 
@@ -98,9 +99,13 @@ def mhla_sequence_parallel(
     bounds = block_bounds(tokens, block_size, block_offsets)
     shares = share_blocks(len(bounds) - 1, world)
     first, last = shares[rank], shares[rank + 1]
-    problem = _check_whole(
-        q, k, v, mixing, tokens, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask
-    )
+    _check_shares(q, k, v, key_mask)
+    # one check covers the complete sequence; then the tensors of this process take the place of those without memory
+    complete_q, complete_k, complete_v = (_of_complete_sequence(x, tokens) for x in (q, k, v))
+    problem = check_problem(
+        complete_q, complete_k, complete_v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal,
+        normalize=normalize, scale=scale, eps=eps, feature_map=feature_map,
+    )._replace(q=q, k=k, v=v, key_mask=key_mask)  # fmt: skip
     if q.shape[1] != bounds[last] - bounds[first]:
         raise ValueError(
             f"process {rank} of {world} has {q.shape[1]} tokens; of N={tokens} its share is {bounds[last] - bounds[first]}, "
@@ -120,55 +125,36 @@ def mhla_sequence_parallel(
     with without_autocast(q.device.type):
         all_summaries = None
         if exchange == "tokens":
-            all_summaries = _gathered_summaries(k, v, key_mask, plan, feature_map, problem.accumulate, normalize)
+            all_summaries = _gathered_summaries(problem, plan)
             all_summaries = all_summaries.repeat_interleave(q.shape[2] // k.shape[2], 1)
-        k, v = repeat_heads(q, k, v)
-        q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
-        q, k, v = map_features(q, k, v, feature_map, key_mask)
+        q, k, v, mixing = prepare(problem)[:4]
         if normalize:  # the normalizer becomes one more value, so that both are exchanged together
             v = _with_ones(v, key_mask)
-        mixing = mixing.to(problem.accumulate)
         mixer = _SharedMixer(mixing, mixing.own(slice(first, last), len(bounds) - 1), plan=plan, every=all_summaries)
         blocks = _partition(bounds, first, last, q.device)
         # with the normalizer as a column of v, the division comes after merging the blocks
-        factor = 1.0 if problem.scale is None else problem.scale
-        out = chunked(blocks.split(q), blocks.split(k), blocks.split(v), mixer, causal=causal, scale=factor, eps=eps)
-        out = blocks.merge(out)
+        weighting = problem.weighting._replace(scale=1.0) if normalize else problem.weighting
+        out = blocks.merge(chunked(blocks.split(q), blocks.split(k), blocks.split(v), mixer, weighting))
         if normalize:
             out = divide(out[..., :-1], out[..., -1:], eps)
-        return out.to(problem.dtype)
+        return out.to(problem.v.dtype)
 
 
-def _check_whole(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    tokens: int,
-    block_size: int | None,
-    block_offsets: Sequence[int] | None,
-    causal: bool,
-    normalize: bool,
-    scale: float | None,
-    eps: float,
-    feature_map: FeatureMap,
-    key_mask: Tensor | None,
-) -> Problem:
-    """Check the call as if one process had the complete sequence, on tensors without memory."""
+def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    """Check that the tensors of this process have the same tokens."""
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"
         )
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != q.shape[:2]):
         raise ValueError(f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool {list(q.shape[:2])}")
-    meta = torch.device("meta")
-    q, k, v = (
-        torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device=meta) if x.dim() == 4 else x
-        for x in (q, k, v)
-    )
-    return check_problem(
-        q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, None, None
-    )
+
+
+def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
+    """Return a tensor without memory that has the shape of ``x`` for the complete sequence, so that one check covers it."""
+    if x.dim() != 4:
+        return x
+    return torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
 def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -177,25 +163,17 @@ def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
     return v if key_mask is None else v * key_mask[..., None, None]
 
 
-def _gathered_summaries(
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    plan: SequencePlan,
-    feature_map: FeatureMap,
-    accumulate: torch.dtype,
-    normalize: bool,
-) -> Tensor:
-    """Compute the summaries ``[B, H, M, K, V]`` of all blocks from the k and v of all processes, sent in their own dtype."""
+def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
+    """Compute the summaries ``[B, Hkv, M, K, V]`` of all blocks from the k and v of all processes, sent in their own dtype."""
+    k, v, mask, accumulate = problem.k, problem.v, problem.key_mask, problem.accumulate
     if k.dtype != v.dtype:  # both are sent in one tensor
         k, v = k.to(accumulate), v.to(accumulate)
     every = gather_shares(torch.cat([k, v], -1), 1, plan.tokens, plan.group, accumulate)
-    mask = key_mask
     if mask is not None:
         mask = gather_shares(mask.to(torch.uint8), 1, plan.tokens, plan.group) > 0
     every_k, every_v = every.split([k.shape[-1], v.shape[-1]], -1)
-    _, every_k, every_v = map_features(every_k, every_k, every_v, feature_map, mask)
-    if normalize:
+    _, every_k, every_v = map_features(every_k, every_k, every_v, problem.feature_map, mask)
+    if problem.weighting.normalize:
         every_v = _with_ones(every_v, mask)
     blocks = _partition(plan.bounds, 0, plan.shares[-1], k.device)
     return summarize(blocks.split(every_k), blocks.split(every_v))
@@ -230,4 +208,4 @@ def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.dev
     if equal:  # with the slots of a full block, also in a process that holds only the short last block
         tokens = offsets[-1]
         return BlockPartition(tokens, last - first, size)
-    return make_partition(offsets[-1], device, None, offsets, None)
+    return TokenLayout(offsets[-1], 0, offsets).partition(device)

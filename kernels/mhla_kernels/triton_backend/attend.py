@@ -14,17 +14,15 @@ the pairs inside one block, and c = m[i, i].
     | DV     | k  | q  | dO | dS = m^T R         | j >= t         |
     | DK     | v  | dO | q  | dS transposed      | j >= t         |
 
-With the normaliser n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Let w_t = sum_j c(t, j) k_j, and
-let u_t be the sum of mode DQ. Then the gradients are those of an unnormalised operator whose values have one more column
+With the normalizer n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Let w_t = sum_j c(t, j) k_j, and
+let u_t be the sum of mode DQ. Then the gradients are those of an unnormalized operator whose values have one more column
 of ones, with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
 
     dq_t = u_t / n_t + g_t w_t
 
 In this form no gradient is a difference of rounded outputs. Mode DQ runs first and stores 1 / n_t and g_t for DV and DK.
 
-This module is longer than the others because the kernel, its stages and its launcher are read together.
-
-Longer than other modules: one kernel computes all four results.
+Longer than other modules: one kernel computes all four results, and its stages and its launcher are read together.
 """
 
 from __future__ import annotations
@@ -384,7 +382,7 @@ def attend(
         own: tokens of the rows: q in modes OUT and DQ, k in modes DV and DK.
         mixed: mixed summaries, float32; None in the parallel form.
         running: summaries of the other pieces of each block, see :func:`attend_kernel`; None if there are none.
-        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each, which DQ writes and DV and DK read; None without normaliser
+        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each, which DQ writes and DV and DK read; None without normalizer
             and in mode OUT.
         own_gradient: whether to compute the gradient of coefficients as well.
 
@@ -397,7 +395,7 @@ def attend(
     out_like = call.v if mode in (OUT.value, DV.value) else call.q
     out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
     chunked = mixed is not None
-    whole = mode == DQ.value and call.normalize
+    whole = mode == DQ.value and call.normalize  # the gradient of the normalizer sums over all features of q
     terms = call.terms if chunked else 0
     pairwise = not chunked or terms > 0
     short = terms > 0 and (mode in (DQ.value, DK.value) or call.chip not in (config.HOPPER, 100))
@@ -429,7 +427,7 @@ def attend(
         *strides(aligned, x, y, a, own, out), *coefficient_strides,
         call.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
         call.coefficients[0].shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0,
-        call.arguments.eps, MODE=mode, SUMMARY=chunked, TERMS=terms, PACKED=call.tables.packed,
+        call.eps, MODE=mode, SUMMARY=chunked, TERMS=terms, PACKED=call.tables.packed,
         RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,

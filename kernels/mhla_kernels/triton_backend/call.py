@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.tables import BlockTables, make_tables, span_of_tile
 
@@ -19,7 +20,7 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @lru_cache
 def chip_of(device: torch.device) -> int:
-    """Compute capability of a device times ten; :data:`config.HOPPER` for the interpreter on a CPU."""
+    """Return the compute capability of a device times ten; :data:`config.HOPPER` for the interpreter on a CPU."""
     if device.type != "cuda":
         return config.HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -35,18 +36,14 @@ class Arguments(NamedTuple):
         v: values, ``[B, N, H, V]``, as q.
         coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; in the spanning form those of a
             :class:`mhla_kernels.mixing.span.Span`. A scale is multiplied into the first one (spanning: the first two).
+        tables: result of :func:`mhla_kernels.triton_backend.tables.kernel_tables`.
         key_mask: ``[B, N]`` bool, False for hidden tokens; None if all are visible.
         cu_seqlens: first token of each packed sequence, and N: ``[S + 1]`` on the device; None without packing.
-        table: block table, ``[7, M]`` int32, see :class:`BlockTables`.
-        sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
-        token_row: row of each token's block in the matrix of coefficients, ``[N]`` int32; None in the chunked form.
-        largest: tokens in the largest block. In the spanning form chunks take the place of blocks.
-        block_size: tokens in a block, used in the spanning form; 0 for uneven blocks.
+        block_size: tokens in a block; 0 for uneven blocks.
         block_offsets: first token of each block and N, for uneven blocks; None for blocks of one size.
         causal: whether token t attends to tokens ``j <= t`` only.
-        normalize: whether outputs are divided by the normaliser.
         relu: whether the feature map is ``"relu"``, applied by the kernels.
-        eps: added to the normaliser.
+        eps: added to the normalizer; None if outputs are not divided by it.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
         guard: name of the kind of kernels that the PyTorch form replaces if they fail; empty to raise their errors.
@@ -56,21 +53,23 @@ class Arguments(NamedTuple):
     k: Tensor
     v: Tensor
     coefficients: list[Tensor]
+    tables: list[Tensor]
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
-    table: Tensor
-    sequences: Tensor
-    token_row: Tensor | None
-    largest: int
     block_size: int
     block_offsets: list[int] | None
     causal: bool
-    normalize: bool
     relu: bool
-    eps: float
+    eps: float | None
     form: str
     mixer: str
     guard: str
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Partition of the tokens into blocks."""
+        offsets = None if self.block_offsets is None else tuple(self.block_offsets)
+        return TokenLayout(self.q.shape[1], self.block_size, offsets, self.cu_seqlens)
 
 
 class Call:
@@ -83,19 +82,22 @@ class Call:
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self.q, self.k, self.v, self.coefficients = arguments[:4]
-        offsets = None if arguments.block_offsets is None else tuple(arguments.block_offsets)
-        table, packed = arguments.table, arguments.cu_seqlens is not None
-        self.tables = BlockTables(
-            self.q.shape[1], table.shape[1], arguments.largest, offsets, packed, table, arguments.sequences
-        )
-        self.token_row, self.key_mask = arguments.token_row, arguments.key_mask
-        self.causal, self.normalize, self.relu = arguments.causal, arguments.normalize, arguments.relu
+        table, sequences, *token_rows = arguments.tables
+        spanning, layout = arguments.form == "spanning", arguments.layout
+        if spanning:
+            layout = layout.in_chunks(self.coefficients[0].shape[-1])
+        self.tables = BlockTables(layout, table, sequences)
+        self.token_row: Tensor | None = token_rows[0] if token_rows else None
+        self.key_mask = arguments.key_mask
+        self.causal, self.relu = arguments.causal, arguments.relu
+        # a kernel takes a number in any case, and does not read it without a normalizer
+        self.normalize, self.eps = arguments.eps is not None, arguments.eps or 0.0
         self.chunked = arguments.form == "chunked"
-        self.terms = self.coefficients[1].shape[1] if arguments.form == "spanning" else 0
+        self.terms = self.coefficients[1].shape[1] if spanning else 0
         """Number of running sums between chunks in the spanning form; 0 in the other forms."""
         self.pairs: tuple[Tensor, int, int, int] | None = None
         """Coefficients for token pairs with their strides along heads, query blocks and key blocks; None until first used."""
-        if self.terms:
+        if spanning:
             matrix = self.coefficients[0]
             h, i, j = matrix.stride()
             self.pairs = matrix, 0 if len(matrix) == 1 else h, i, j
@@ -131,7 +133,7 @@ class Call:
         return chip_of(self.q.device)
 
     def schedule(self, tiles: config.Tiles) -> dict[str, int]:
-        """Launch options (warps, stages, registers) of a kernel with these tiles on this device."""
+        """Return the launch options (warps, stages, registers) of a kernel with these tiles on this device."""
         warps, stages = tiles.warps, tiles.stages
         if config.overlaps_chained_products(self.chip):
             stages = 1
@@ -140,11 +142,12 @@ class Call:
     @cached_property
     def pieces(self) -> tuple[int, int]:
         """Number of pieces of a block, and tokens in a piece. A chunk of the spanning form is one piece."""
+        largest = self.tables.layout.largest
         if self.terms:
-            return 1, self.tables.largest
+            return 1, largest
         longest = config.PIECE if self.causal else config.SPLIT
-        pieces = -(-self.tables.largest // longest)
-        return pieces, -(-self.tables.largest // pieces)
+        pieces = -(-largest // longest)
+        return pieces, -(-largest // pieces)
 
     @cached_property
     def mask_bytes(self) -> Tensor:
@@ -152,18 +155,21 @@ class Call:
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
     def span(self, tile: int) -> int:
-        """Largest number of blocks that a tile of ``tile`` tokens touches; tiles start where a sequence or chunk starts."""
+        """Return the largest number of blocks that a tile of ``tile`` tokens touches.
+
+        Tiles are counted from the start of a sequence, and in the spanning form from the start of a chunk.
+        """
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
     def tile_table(self, rows: int) -> tuple[Tensor, int]:
-        """Tiles of ``rows`` tokens, counted from the start of each sequence.
+        """Return the tiles of ``rows`` tokens, counted from the start of each sequence.
 
         Returns:
             The table of the tiles for packed sequences (otherwise a table that kernels do not read), and their number.
         """
-        if self.arguments.cu_seqlens is None:
+        if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)
-        table = make_tables(self.tables.tokens, self.q.device, rows, None, self.arguments.cu_seqlens).table
+        table = make_tables(self.tables.layout._replace(block_size=rows), self.q.device).table
         return table, table.shape[1]
 
 
@@ -185,7 +191,7 @@ def sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def alignment(*tensors: Tensor) -> int:
-    """Largest common divisor, at most 8, of the batch, token and head strides of the tensors, in elements.
+    """Return the largest common divisor, at most 8, of the batch, token and head strides of the tensors, in elements.
 
     8 elements are the 16 bytes of the widest load of bfloat16.
     """
@@ -193,7 +199,7 @@ def alignment(*tensors: Tensor) -> int:
 
 
 def strides(aligned: int, *tensors: Tensor) -> list[int]:
-    """Strides of the tensors as kernel arguments, four for each tensor.
+    """Return the strides of the tensors as kernel arguments, four for each tensor.
 
     Batch, token and head strides are divided by ``aligned``. A kernel multiplies them by it again, as a compile-time
     constant, from which the compiler derives the alignment. The stride of the features stays in elements.

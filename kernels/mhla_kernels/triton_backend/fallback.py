@@ -10,6 +10,7 @@ from torch import Tensor
 from mhla_kernels.features import map_features
 from mhla_kernels.forms.attend import attend, attend_span
 from mhla_kernels.mixing.span import Span
+from mhla_kernels.problem import Problem, Weighting
 from mhla_kernels.triton_backend.call import Arguments
 from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.verdicts import in_own_thread
@@ -27,27 +28,14 @@ def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     q, k, v = (x.to(dtype) for x in given[:3])
     q, k, v = map_features(q, k, v, "relu" if given.relu else "identity", given.key_mask)
-    scale = None if given.normalize else 1.0
+    weighting = Weighting(given.causal, None if given.eps is not None else 1.0, given.eps or 0.0)
     if given.form == "spanning":
         matrix, reading, writing, decay = (x.to(dtype) for x in given.coefficients)
         span = Span(matrix, reading, writing, decay, 0 if given.causal else decay.shape[-1] // 2)
-        options = {"causal": given.causal, "scale": scale, "eps": given.eps}
-        out = attend_span(q, k, v, span, given.block_size, given.largest, given.cu_seqlens, **options)
-        return out.to(given.v.dtype).contiguous()
-    equal_blocks = given.block_offsets is None
-    out = attend(
-        q,
-        k,
-        v,
-        MIXERS[given.mixer].mixing(given.coefficients),
-        "chunked",
-        block_size=given.largest if equal_blocks else None,
-        block_offsets=None if given.block_offsets is None else tuple(given.block_offsets),
-        cu_seqlens=given.cu_seqlens,
-        causal=given.causal,
-        scale=scale,
-        eps=given.eps,
-    )
+        out = attend_span(q, k, v, span, given.layout, weighting)
+    else:
+        mixing = MIXERS[given.mixer].mixing(given.coefficients)
+        out = attend(Problem(q, k, v, mixing, given.layout, weighting), "chunked")
     return out.to(given.v.dtype).contiguous()
 
 

@@ -1,122 +1,111 @@
-"""Entry point of the fused operator: prepares the arguments of a call and decides whether its kernels may be used."""
+"""Entry point of the fused operator: the decision whether its kernels may be used, and the arguments that they take."""
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import is_dynamic, most_blocks, on_device
-from mhla_kernels.checks import Problem
+from mhla_kernels.blocks import TokenLayout, divide_up, on_device
 from mhla_kernels.forms.spanning import chunk_tokens
-from mhla_kernels.mixing import Mixing
+from mhla_kernels.problem import Problem, repeat_heads
 from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
-from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, token_rows
+from mhla_kernels.triton_backend.tables import kernel_tables
 from mhla_kernels.triton_backend.trial import MANY, Kind, size_class, try_kernels
 from mhla_kernels.verdicts import may_use
 
 
-def attend_fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    problem: Problem,
-    block_size: int | None,
-    causal: bool,
-    eps: float,
-    relu: bool,
-    key_mask: Tensor | None,
-    form: str,
-    only_if_sound: bool,
-) -> Tensor | None:
+def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | None:
     """Run attention with the fused kernels.
 
     Operands are brought to one dtype: float32 if any of them has it, else bfloat16. Coefficients become float32, and the
     scale is multiplied into them.
 
     Args:
-        q: queries, ``[B, N, H, K]``.
-        k: keys, ``[B, N, H, K]``.
-        v: values, ``[B, N, H, V]``.
-        mixing: coefficients, shared by the heads or one set for each.
-        problem: checked sizes of the call.
-        block_size: tokens in a block; None for uneven blocks.
-        causal: whether token t attends to tokens ``j <= t`` only.
-        eps: added to the normaliser.
-        relu: whether the feature map is ``"relu"``.
-        key_mask: ``[B, N]`` bool, False for hidden tokens; None if all are visible.
+        problem: the checked call; the kernels map features and mask tokens themselves.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         only_if_sound: whether to try the kernels before their first use, and to compute the PyTorch form if they fail later.
 
     Returns:
         Outputs ``[B, N, H, V]``, or None if ``only_if_sound`` and the kernels may not be used.
     """
+    q, k, v, weighting, relu = problem.q, problem.k, problem.v, problem.weighting, problem.feature_map == "relu"
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
-    mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
-    max_blocks = most_blocks(problem.tokens, block_size, problem.block_offsets)
-    chunk = None
-    if form == "spanning":
-        assert block_size is not None
-        chunk = chunk_tokens(problem.tokens, block_size, "triton")
-        kind, span = "exponential", mixing.span(-(-chunk // block_size), causal)
-        coefficients = [span.matrix * factor, span.reading * factor, span.writing, span.decay]
-        terms = span.decay.shape[-1]
-    else:
-        kind, (first, *others) = mixing.fused(max_blocks, causal, form)
-        coefficients, terms = [first * factor, *others], first.shape[-1] if others else 0
+    mixer, coefficients = _coefficients(problem, form)
     guard = ""
     if only_if_sound:
-        offsets = problem.block_offsets
-        size = block_size if offsets is None else max(b - a for a, b in pairwise(offsets))
-        # sound_kernels runs while torch.compile traces, so it takes plain values; an open number of blocks counts as many
-        layout = "uneven" if offsets is not None else "equal" if problem.cu_seqlens is None else "packed"
-        guard = sound_kernels(
-            q.device.type, q.device.index, form, kind, "float32" if dtype is torch.float32 else "bfloat16", q.shape[-1],
-            v.shape[-1], causal, problem.scale is None, relu, key_mask is not None, layout, size,
-            form == "chunked" and (is_dynamic(problem.tokens) or problem.blocks > MANY),
-            terms,
-        )  # fmt: skip
+        kind = _kind(problem, form, mixer, coefficients, dtype)
+        # plain values, not the kind: sound_kernels runs while torch.compile traces
+        guard = sound_kernels(q.device.type, q.device.index, *kind)
         if not guard:
             return None
-    bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
-    tables = make_tables(problem.tokens, q.device, chunk or block_size, problem.block_offsets, bounds)
-    token_row = None
-    if chunk is not None:
-        assert block_size is not None
-        token_row = rows_in_chunks(problem.tokens, q.device, block_size, chunk, bounds)
-    elif form == "parallel":
-        token_row = token_rows(tables)
+    layout = problem.layout
+    if layout.cu_seqlens is not None:  # the kernels read the bounds on the device
+        layout = layout._replace(cu_seqlens=on_device(layout.cu_seqlens, q.device))
+    k, v = repeat_heads(q, k, v)  # not earlier: a call that the PyTorch form takes over repeats them itself
     out: Tensor = torch.ops.mhla.attention(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
         [x.contiguous() for x in coefficients],
-        key_mask,
-        bounds,
-        tables.table,
-        tables.sequences,
-        token_row,
-        tables.largest,
-        block_size or 0,
-        None if problem.block_offsets is None else list(problem.block_offsets),
-        causal,
-        problem.scale is None,
+        kernel_tables(layout, form, coefficients[0].shape[-1], q.device),
+        problem.key_mask,
+        layout.cu_seqlens,
+        layout.block_size,
+        None if layout.block_offsets is None else list(layout.block_offsets),
+        weighting.causal,
         relu,
-        eps,
+        weighting.eps if weighting.normalize else None,
         form,
-        kind,
+        mixer,
         guard,
     )
-    return out.to(problem.dtype)
+    return out.to(problem.v.dtype)
+
+
+def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
+    """Return the key of the coefficients' launchers in ``mixers.MIXERS``, and their tensors, float32 and scaled."""
+    layout, causal, scale = problem.layout, problem.weighting.causal, problem.weighting.scale
+    mixing, factor = problem.mixing.to(torch.float32), 1.0 if scale is None else scale
+    if form == "spanning":
+        in_chunk = divide_up(chunk_tokens(layout.tokens, layout.block_size, "triton"), layout.block_size)
+        span = mixing.span(in_chunk, causal)
+        return "exponential", [span.matrix * factor, span.reading * factor, span.writing, span.decay]
+    mixer, (first, *others) = mixing.fused(layout.most_blocks, causal, form)
+    return mixer, [first * factor, *others]
+
+
+def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
+    """Return the kind of kernels that a call needs, with the exact block size."""
+    layout = problem.layout
+    return Kind(
+        form=form,
+        mixer=mixer,
+        dtype="float32" if dtype is torch.float32 else "bfloat16",
+        key_width=problem.q.shape[-1],
+        value_width=problem.v.shape[-1],
+        causal=problem.weighting.causal,
+        normalize=problem.weighting.normalize,
+        relu=problem.feature_map == "relu",
+        masked=problem.key_mask is not None,
+        layout=_layout_name(layout),
+        block_size=layout.block_size if layout.block_offsets is None else layout.largest,
+        many=form == "chunked" and (layout.is_open or layout.blocks > MANY),  # an open number counts as many
+        terms=coefficients[-1].shape[-1] if len(coefficients) > 1 else 0,
+    )
+
+
+def _layout_name(layout: TokenLayout) -> str:
+    if layout.block_offsets is not None:
+        return "uneven"
+    return "equal" if layout.cu_seqlens is None else "packed"
 
 
 @torch.compiler.assume_constant_result
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
-    """Name of a kind of kernels, or an empty string if they may not be used on a device.
+    """Return the name of a kind of kernels, or an empty string if they may not be used on a device.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

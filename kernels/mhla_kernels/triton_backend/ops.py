@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.triton_backend import fallback, launch
 from mhla_kernels.triton_backend.call import Arguments, Call
 from mhla_kernels.verdicts import guarded
@@ -24,11 +25,11 @@ SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",
     list[int] | None: "SymInt[]?",
     bool: "bool",
-    float: "float",
+    float | None: "float?",
     str: "str",
 }
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
-TENSORS = Arguments._fields.index("largest")
+TENSORS = Arguments._fields.index("block_size")
 """Number of leading arguments that are tensors or lists of tensors."""
 
 
@@ -101,19 +102,19 @@ def _(gradient: Tensor, wanted: list[bool], *arguments: Any) -> tuple[Tensor, Te
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     arguments = Arguments(*inputs)
-    q, k, v, coefficients, *tables = inputs[:TENSORS]
-    ctx.options, ctx.coefficients = arguments[TENSORS:], len(coefficients)
-    ctx.save_for_backward(q, k, v, *tables, *coefficients)
+    ctx.options, ctx.coefficients = arguments[TENSORS:], len(arguments.coefficients)
+    q, k, v, coefficients, tables, *optional = inputs[:TENSORS]
+    # flat, since save_for_backward takes no lists
+    ctx.save_for_backward(q, k, v, *optional, *coefficients, *tables)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    inputs, coefficients = saved[: len(saved) - ctx.coefficients], list(saved[len(saved) - ctx.coefficients :])
-    q, k, v, *tables = inputs
+    q, k, v, key_mask, cu_seqlens, *lists = ctx.saved_tensors
+    coefficients, tables = lists[: ctx.coefficients], lists[ctx.coefficients :]
     needs_coefficients = ctx.needs_input_grad[3]
     wanted = [*ctx.needs_input_grad[:3], any(needs_coefficients)]
     *of_tokens, of_coefficients = torch.ops.mhla.attention_backward(
-        gradient, wanted, q, k, v, coefficients, *tables, *ctx.options
+        gradient, wanted, q, k, v, coefficients, tables, key_mask, cu_seqlens, *ctx.options
     )
     coefficient_gradients = [
         x if needed else None for x, needed in zip(of_coefficients, needs_coefficients, strict=True)
@@ -121,7 +122,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return (
         *(x if needed else None for x, needed in zip(of_tokens, wanted[:3], strict=True)),
         coefficient_gradients,
-        *(None,) * (len(Arguments._fields) - 4),  # tables, numbers and options have no gradient
+        [None] * len(tables),  # torch wants a list for a list
+        *(None,) * (len(Arguments._fields) - 5),  # numbers and options have no gradient
     )
 
 
@@ -134,8 +136,10 @@ def _operations(shapes: Any) -> int:
     batch, tokens, heads, key_width = shapes.q
     width, causal = shapes.v[-1], shapes.causal
     chunked = shapes.form != "parallel"
-    blocks, size = shapes.table[1], shapes.largest
-    pairs = tokens * (min(size, tokens) if chunked else tokens) / (2 if causal else 1) * (key_width + width)
+    layout, blocks = TokenLayout(tokens, shapes.block_size, shapes.block_offsets), shapes.tables[0][1]
+    if shapes.form == "spanning":
+        layout = layout.in_chunks(shapes.coefficients[0][-1])
+    pairs = tokens * (layout.largest if chunked else tokens) / (2 if causal else 1) * (key_width + width)
     if not chunked:
         return int(2 * batch * heads * pairs)
     terms = shapes.coefficients[1][1] if shapes.form == "spanning" else 1

@@ -2,7 +2,7 @@
 
     dm[i, b] = sum_{t in i, j in b} (q_t . k_j) (G_t . v_j + g_t)
 
-Here G_t = dO_t / n_t, and g_t is the gradient of the normaliser, as in :mod:`mhla_kernels.triton_backend.attend`.
+Here G_t = dO_t / n_t, and g_t is the gradient of the normalizer, as in :mod:`mhla_kernels.triton_backend.attend`.
 """
 
 from __future__ import annotations
@@ -225,14 +225,14 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     Args:
         call: the call, in the parallel or spanning form.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each; None without normaliser.
+        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each; None without normalizer.
 
     Returns:
         ``[B * H, M, M]`` float32; in the spanning form ``[B * H, G, G]``, between the blocks of a chunk.
     """
     q, k, v = call.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype, call.chip)
-    size, in_chunk = call.coefficients[0].shape[-1], triton.cdiv(call.tables.largest, tiles.rows)
+    size, in_chunk = call.coefficients[0].shape[-1], triton.cdiv(call.tables.layout.largest, tiles.rows)
     if call.terms:
         table, count = call.tables.table, call.tables.blocks * in_chunk
     else:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import keep, on_device
+from mhla_kernels.blocks import TokenLayout, keep, on_device
 
 START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
 """Rows of a table, with a column for each block.
@@ -30,33 +29,37 @@ class BlockTables:
     """Lookup tables and sizes of the blocks in one call of the operator, in the form that the Triton kernels read.
 
     Attributes:
-        tokens: number of tokens, N.
-        blocks: number of blocks, M; for packed sequences an upper bound of it.
-        largest: tokens in the largest block.
-        offsets: first token of each block and N, for uneven blocks; None for equal ones.
-        packed: whether sequences are packed.
+        layout: partition of the tokens; chunks take the place of blocks in the spanning form.
         table: ``[7, M]`` int32; :data:`START` and the names beside it are its rows.
         sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
     """
 
-    tokens: int
-    blocks: int
-    largest: int
-    offsets: tuple[int, ...] | None
-    packed: bool
+    layout: TokenLayout
     table: Tensor
     sequences: Tensor
 
-    def span(self, tile: int) -> int:
-        """Return the largest number of blocks that a tile of tokens overlaps, where tiles start at the beginning of a sequence.
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, N."""
+        return self.layout.tokens
 
-        Args:
-            tile: number of tokens in a tile.
-        """
-        if self.offsets is None:
-            return span_of_tile(tile, self.largest)
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, M; for packed sequences an upper bound of it."""
+        return self.table.shape[1]
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.layout.cu_seqlens is not None
+
+    def span(self, tile: int) -> int:
+        """Return the largest number of blocks that a tile of ``tile`` tokens touches, counted from the start of a sequence."""
+        offsets = self.layout.block_offsets
+        if offsets is None:
+            return span_of_tile(tile, self.layout.largest)
         starts = range(0, self.tokens, tile)
-        return max(bisect_left(self.offsets, t + tile) - bisect_right(self.offsets, t) + 1 for t in starts)
+        return max(bisect_left(offsets, t + tile) - bisect_right(offsets, t) + 1 for t in starts)
 
 
 def span_of_tile(tile: int, block_size: int) -> int:
@@ -64,63 +67,73 @@ def span_of_tile(tile: int, block_size: int) -> int:
     return min(tile, (tile - 2) // block_size + 2)
 
 
-def make_tables(
-    tokens: int,
-    device: torch.device,
-    block_size: int | None,
-    block_offsets: tuple[int, ...] | None,
-    cu_seqlens: Tensor | None,
-) -> BlockTables:
-    """Create the block tables of a call: for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
+def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.device) -> list[Tensor]:
+    """Make the tables that the kernels of a form read.
 
     Args:
-        tokens: number of tokens, N.
+        layout: partition of the tokens, with ``cu_seqlens`` on the device.
+        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        in_chunk: blocks in a chunk, for the spanning form.
         device: device of the tables.
-        block_size: tokens in a block; not used with ``block_offsets``.
-        block_offsets: first token of each block and N, for uneven blocks.
-        cu_seqlens: first token of each packed sequence and N, ``[S + 1]`` on the device.
+
+    Returns:
+        The fields ``table`` and ``sequences`` of :class:`BlockTables`. In the parallel form also the row of each token's block
+        in the matrix of coefficients, and in the spanning form its block counted from the start of its chunk, ``[N]`` int32.
     """
-    if block_offsets is not None:
-        return keep(_uneven, device, block_offsets)
-    assert block_size is not None
-    block_size = min(block_size, tokens)
-    if cu_seqlens is None:
-        return keep(_equal, device, tokens, block_size)
-    return _packed(tokens, block_size, cu_seqlens)
+    if form == "spanning":
+        tables = make_tables(layout.in_chunks(in_chunk), device)
+        return [tables.table, tables.sequences, _rows_in_chunks(layout, in_chunk, device)]
+    tables = make_tables(layout, device)
+    if form == "chunked":
+        return [tables.table, tables.sequences]
+    token_row = _token_rows(device, tables) if tables.packed else keep(_token_rows, device, tables)
+    return [tables.table, tables.sequences, token_row]
+
+
+def make_tables(layout: TokenLayout, device: torch.device) -> BlockTables:
+    """Make the tables for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
+
+    Args:
+        layout: partition of the tokens, with ``cu_seqlens`` on the device.
+        device: device of the tables.
+    """
+    if layout.block_offsets is not None:
+        return keep(_uneven, device, layout.block_offsets)
+    block_size = min(layout.block_size, layout.tokens)
+    if layout.cu_seqlens is None:
+        return keep(_equal, device, layout.tokens, block_size)
+    return _packed(layout._replace(block_size=block_size), layout.cu_seqlens)
 
 
 def _uneven(device: torch.device, offsets: tuple[int, ...]) -> BlockTables:
     bounds = on_device(offsets, device).int()
-    largest = max(end - start for start, end in pairwise(offsets))
-    return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], largest, offsets)
+    return _one_sequence(TokenLayout(offsets[-1], 0, offsets), bounds[:-1], bounds[1:])
 
 
 def _equal(device: torch.device, tokens: int, block_size: int) -> BlockTables:
     start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
-    return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, None)
+    return _one_sequence(TokenLayout(tokens, block_size), start, (start + block_size).clamp(max=tokens))
 
 
-def _one_sequence(
-    tokens: int, start: Tensor, end: Tensor, largest: int, offsets: tuple[int, ...] | None
-) -> BlockTables:
+def _one_sequence(layout: TokenLayout, start: Tensor, end: Tensor) -> BlockTables:
     blocks = start.numel()
     row = torch.arange(blocks, dtype=torch.int32, device=start.device)
-    constant = [torch.full_like(row, value) for value in (0, blocks, 0, tokens)]
+    constant = [torch.full_like(row, value) for value in (0, blocks, 0, layout.tokens)]
     table = torch.stack([start, end, row, *constant])
-    sequences = torch.stack([table[FIRST, :1], table[LAST, :1]])
-    return BlockTables(tokens, blocks, largest, offsets, False, table, sequences)
+    return BlockTables(layout, table, torch.stack([table[FIRST, :1], table[LAST, :1]]))
 
 
-def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
-    """Create the block tables of packed sequences on the device, without copying the sequence bounds to the host.
+def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
+    """Tables of packed sequences, made on the device without reading the bounds back.
 
     S sequences with N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
     at its end may be unused.
     """
+    block_size = layout.block_size
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
     firsts = ends - counts
-    blocks = tokens // block_size + counts.numel()
+    blocks = layout.tokens // block_size + counts.numel()
     index = torch.arange(blocks, device=bounds.device)
     owner = torch.searchsorted(ends, index, right=True)
     used = owner < counts.numel()
@@ -139,39 +152,22 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
         torch.where(used, high, 0),
     ]
     table = torch.stack(columns).int()
-    return BlockTables(tokens, blocks, block_size, None, True, table, torch.stack([firsts, counts]).int())
+    return BlockTables(layout, table, torch.stack([firsts, counts]).int())
 
 
-def token_rows(tables: BlockTables) -> Tensor:
-    """Return, for each token, the row of its block in the mixing matrix, ``[N]`` int32."""
-    device = tables.table.device
-    return _token_rows(device, tables) if tables.packed else keep(_token_rows, device, tables)
+def _rows_in_chunks(layout: TokenLayout, in_chunk: int, device: torch.device) -> Tensor:
+    """Return for each token its block counted from the start of its chunk of ``in_chunk`` blocks: ``[N]`` int32."""
+    if layout.cu_seqlens is None:
+        return keep(_equal_rows_in_chunks, device, layout.tokens, layout.block_size, in_chunk)
+    return _token_rows(device, make_tables(layout, device)) % in_chunk
 
 
-def rows_in_chunks(tokens: int, device: torch.device, block_size: int, chunk: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Return, for each token, the index of its block within its chunk of several blocks.
-
-    Args:
-        tokens: number of tokens, N.
-        device: device of the result.
-        block_size: tokens in a block.
-        chunk: tokens in a chunk.
-        cu_seqlens: first token of each packed sequence and N, ``[S + 1]``; None for one sequence.
-
-    Returns:
-        ``[N]`` int32.
-    """
-    if cu_seqlens is None:
-        return keep(_rows_in_chunks, device, tokens, block_size, chunk)
-    rows = token_rows(make_tables(tokens, device, block_size, None, cu_seqlens))
-    return rows % -(-chunk // min(block_size, tokens))
-
-
-def _rows_in_chunks(device: torch.device, tokens: int, block_size: int, chunk: int) -> Tensor:
-    return torch.arange(tokens, device=device, dtype=torch.int32) % chunk // block_size
+def _equal_rows_in_chunks(device: torch.device, tokens: int, block_size: int, in_chunk: int) -> Tensor:
+    return torch.arange(tokens, device=device, dtype=torch.int32) // block_size % in_chunk
 
 
 def _token_rows(device: torch.device, tables: BlockTables) -> Tensor:
+    """Return for each token the row of its block in the mixing matrix: ``[N]`` int32."""
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
     # unused blocks start behind the last token, so that the starts rise and the search ends before these blocks

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.forms.spanning import CHUNK, chunk_tokens
 from mhla_kernels.triton_backend import fallback
 from mhla_kernels.triton_backend.call import Arguments
 from mhla_kernels.triton_backend.config import power_of_two
-from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, token_rows
+from mhla_kernels.triton_backend.tables import kernel_tables
 from mhla_kernels.verdicts import BOUNDS, Verdict, compare
 
 MANY = 32
@@ -96,7 +96,6 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
     offsets = bounds = None
     if kind.layout == "uneven":
         offsets = (0, *(size - size // 4 + i * size for i in range(blocks - 1)), tokens)
-        size = max(last - first for first, last in pairwise(offsets))
     if kind.layout == "packed":
         bounds = torch.tensor([0, tokens, 2 * tokens - 1], device=device)
         tokens = 2 * tokens - 1
@@ -104,20 +103,27 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
     q, k = ((rand(1, tokens, 2, kind.key_width) - (0.5 if kind.relu else 0.0)).to(dtype) for _ in range(2))
     v = (rand(1, tokens, 2, kind.value_width) - 0.5).to(dtype)
     shapes: list[tuple[int, ...]] = [(2, kind.terms)] * 2 if kind.terms else [(2, blocks, blocks)]
-    chunk = size
     if kind.form == "spanning":
-        chunk = chunk_tokens(tokens, size, "triton")
-        count = -(-chunk // size)
+        count = -(-chunk_tokens(tokens, size, "triton") // size)
         shapes = [(2, count, count), (2, kind.terms, count), (2, kind.terms, count), (2, kind.terms)]
-    tables = make_tables(tokens, device, None if offsets else chunk, offsets, bounds)
-    token_row = token_rows(tables) if kind.form == "parallel" else None
-    if kind.form == "spanning":
-        token_row = rows_in_chunks(tokens, device, size, chunk, bounds)
+    layout = TokenLayout(tokens, 0 if offsets else size, offsets, bounds)
     return Arguments(
-        q, k, v, [rand(*shape) for shape in shapes], rand(1, tokens) < 0.8 if kind.masked else None, bounds,
-        tables.table, tables.sequences, token_row, tables.largest, size, None if offsets is None else list(offsets),
-        kind.causal, kind.normalize, kind.relu, 1e-6, kind.form, kind.mixer, "",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        coefficients=[rand(*shape) for shape in shapes],
+        tables=kernel_tables(layout, kind.form, shapes[0][-1], device),
+        key_mask=rand(1, tokens) < 0.8 if kind.masked else None,
+        cu_seqlens=bounds,
+        block_size=layout.block_size,
+        block_offsets=None if offsets is None else list(offsets),
+        causal=kind.causal,
+        relu=kind.relu,
+        eps=1e-6 if kind.normalize else None,
+        form=kind.form,
+        mixer=kind.mixer,
+        guard="",
+    )
 
 
 def try_kernels(kind: Kind, device: torch.device) -> Verdict:

@@ -1,0 +1,111 @@
+"""Description of a checked call: one object that :func:`mhla_kernels.checks.check_problem` makes and all forms take.
+
+Shape letters: B batch, N tokens, H heads, Hkv heads of keys and values, Dk and Dv widths of a key and of a value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.features import FeatureMap, map_features
+from mhla_kernels.mixing import Mixing
+
+
+class Weighting(NamedTuple):
+    """Rule by which products of queries and keys become weights.
+
+    Attributes:
+        causal: whether token t attends to tokens ``j <= t`` only.
+        scale: factor on the outputs; None divides each row of weights by its sum + ``eps``.
+        eps: number that is added to the sum of a row.
+    """
+
+    causal: bool
+    scale: float | None
+    eps: float
+
+    @property
+    def normalize(self) -> bool:
+        """Whether rows of weights are divided by their sums."""
+        return self.scale is None
+
+
+class Problem(NamedTuple):
+    """Checked tensors and options of a call of the operator.
+
+    Attributes:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``; the output has their dtype.
+        mixing: coefficients.
+        layout: partition of the tokens into blocks.
+        weighting: rule by which products of queries and keys become weights.
+        feature_map: feature map that is still to be applied to q and k.
+        key_mask: ``[B, N]`` bool, False for tokens that are still to be masked; None if there are none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Mixing
+    layout: TokenLayout
+    weighting: Weighting
+    feature_map: FeatureMap = "identity"
+    key_mask: Tensor | None = None
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """Dtype of sums: float32, or float64 if one of q, k and v has it."""
+        return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype, self.v.dtype) else torch.float32
+
+
+def prepare(problem: Problem) -> Problem:
+    """Return the problem as the PyTorch forms take it.
+
+    Keys and values are repeated for every query head, everything is in the dtype of the sums, features are mapped, and masked
+    tokens are zero.
+    """
+    dtype = problem.accumulate
+    k, v = repeat_heads(problem.q, problem.k, problem.v)
+    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (problem.q, k, v))
+    q, k, v = map_features(q, k, v, problem.feature_map, problem.key_mask)
+    return Problem(q, k, v, problem.mixing.to(dtype), problem.layout, problem.weighting)
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values for every query head: with Hkv key heads, query head h takes key head ``h // (H / Hkv)``.
+
+    Args:
+        q: ``[B, N, H, Dk]``.
+        k: ``[B, N, Hkv, Dk]``.
+        v: ``[B, N, Hkv, Dv]``.
+
+    Returns:
+        Keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``.
+    """
+    repeats = q.shape[2] // max(1, k.shape[2])
+    return repeat(k, repeats, 2), repeat(v, repeats, 2)
+
+
+def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
+    """Repeat every head of ``x`` along ``axis``, ``repeats`` times in a row; a single repeat makes no copy."""
+    return x.repeat_interleave(repeats, axis) if repeats > 1 else x
+
+
+def nothing(problem: Problem, *others: Tensor) -> Tensor:
+    """Return the outputs ``[B, N, H, Dv]`` of a problem that has no rows, tokens, heads or features: zeros.
+
+    Args:
+        problem: the problem.
+        others: tensors that get zeros as gradients, like those of the problem.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=v.dtype)
+    for x in (q, k, v, *others, *problem.mixing.tensors.values()):
+        # the empty sum ties x to the output: DDP waits for a gradient of every parameter
+        out = out + x.flatten()[:0].sum().to(v.dtype)
+    return out
