@@ -5,11 +5,13 @@ from lightning_mhla.attention.config import AttentionConfig, attention_per_layer
 from lightning_mhla.attention.gated_conv import GatedConvolution
 from lightning_mhla.attention.gated_deltanet import GatedDeltaNet
 from lightning_mhla.attention.gla import GatedLinearAttention
-from lightning_mhla.attention.inputs import AttentionInputs, Projections
+from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mamba2 import Mamba2
 from lightning_mhla.attention.mhla import MHLA
+from lightning_mhla.attention.order import BlockOrder, RasterOrder
+from lightning_mhla.attention.projections import Projections
 from lightning_mhla.attention.rala import MagnitudeAwareLinearAttention, RankAugmentedLinearAttention
 from lightning_mhla.attention.retention import Retention
 from lightning_mhla.attention.softmax import SoftmaxAttention
@@ -22,6 +24,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionInputs",
     "BlockLayout",
+    "BlockOrder",
     "GatedConvolution",
     "GatedDeltaNet",
     "GatedLinearAttention",
@@ -31,6 +34,7 @@ __all__ = [
     "Mamba2",
     "Projections",
     "RankAugmentedLinearAttention",
+    "RasterOrder",
     "Retention",
     "SoftmaxAttention",
     "WindowedMHLA",

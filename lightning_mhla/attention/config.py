@@ -118,12 +118,13 @@ class AttentionConfig:
             raise ValueError("give block_grid or block_size, not both")
         if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
-        if self.normalize and self.feature_map == "identity" and KINDS[self.kind].uses_linear_options:
+        normalized = self.normalize and "normalize" not in KINDS[self.kind].unused
+        if normalized and self.feature_map == "identity":
             raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
         if self.feature_map == "learned" and (self.key_weighting or self.normalize_before_rotary):
             raise ValueError("feature_map 'learned' comes without key_weighting and normalize_before_rotary")
         signed = self.rotary and not self.normalize_before_rotary and self.feature_map != "learned"
-        if self.normalize and signed and KINDS[self.kind].uses_linear_options:
+        if normalized and signed:
             raise ValueError(
                 "normalize needs nonnegative queries and keys, and rotary makes them negative; set normalize: false, or "
                 "normalize_before_rotary: true for images"

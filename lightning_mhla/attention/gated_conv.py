@@ -46,8 +46,6 @@ class GatedConvolution(Attention, kind="gated_conv"):
     options: ConvolutionOptions
     handles = ("key_mask", "rotary", "cu_seqlens")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm", "rotary")
-    uses_linear_options = False
-    repeats_heads = False
     causal_only = True
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
@@ -60,6 +58,10 @@ class GatedConvolution(Attention, kind="gated_conv"):
     def projected_heads(self) -> tuple[int, int, int]:
         """Return no heads for keys."""
         return self.heads, 0, self.heads
+
+    @override
+    def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs  # there are no keys to repeat
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:

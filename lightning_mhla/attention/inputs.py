@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -21,29 +20,19 @@ UNHANDLED = {
 }
 """Error for each optional input that a kind does not support, with the remedy."""
 
-
-class Projections(NamedTuple):
-    """Projections of a different module, used in place of the layer's own; see :mod:`lightning_mhla.swap`.
-
-    Attributes:
-        split: function from tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
-        merge: function from ``[B, N, H * Dv]`` to tokens.
-        in_raster: whether ``split`` expects tokens in raster order, the order of the surrounding module, or in block order.
-    """
-
-    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    merge: Callable[[Tensor], Tensor]
-    in_raster: bool = False
+OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
+"""Optional inputs, which a kind supports if its ``handles`` names them."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of :meth:`Attention.attend`, tokens in block order.
+    """Inputs of :meth:`Attention.attend`, in the order of the operator: block order, or raster order for a scan.
 
     Attributes:
         x: tokens ``[B, N, dim]``.
         q: queries ``[B, N, H, Dk]``, before the feature map.
-        k: keys ``[B, N, H, Dk]``, before the feature map; fewer heads if the kind does not repeat them (``repeats_heads``).
+        k: keys ``[B, N, H, Dk]``, before the feature map; ``Hkv`` heads if :meth:`Attention.operator_inputs` does
+            not repeat them.
         v: values ``[B, N, H, Dv]``, with as many heads as ``k``.
         key_mask: ``[B, N]`` bool, False for hidden tokens, which are zero. None without a mask.
         rotary: angles by which q and k are rotated; None without rotary embedding.
@@ -61,6 +50,17 @@ class AttentionInputs:
     cu_seqlens: Sequence[int] | None = None
     share: SequenceShare | None = None
     placement: Placement | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the optional inputs that there are."""
+        return [name for name in OPTIONAL if getattr(self, name) is not None]
+
+    def repeated(self, repeats: int) -> AttentionInputs:
+        """Repeat every key and value head ``repeats`` times, so that neighboring query heads share one."""
+        if repeats == 1:
+            return self
+        return replace(self, k=self.k.repeat_interleave(repeats, 2), v=self.v.repeat_interleave(repeats, 2))
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Placement(NamedTuple):
-    """Permutation of an input's tokens into the operator's order, computed inside a graph.
+    """Permutation of an input's tokens into the operator's order.
 
     Attributes:
         layout: token grid and its blocks; sizes may be symbolic.
@@ -30,6 +30,22 @@ class Placement(NamedTuple):
     inverse: Tensor | None
     blocks: dict[str, Any]
     filled: Tensor | None = None
+
+    def enter(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Put tokens ``[B, N, dim]`` and their mask ``[B, N]`` into the operator's order. The mask hides empty slots."""
+        if self.order is None:
+            return x, key_mask
+        x = x.index_select(1, self.order)
+        key_mask = None if key_mask is None else key_mask.index_select(1, self.order)
+        if self.filled is None:
+            return x, key_mask
+        # index_select put some token into every empty slot
+        filled = self.filled.expand(x.shape[:2])
+        return x, filled if key_mask is None else key_mask & filled
+
+    def leave(self, out: Tensor) -> Tensor:
+        """Put outputs ``[B, S, dim]`` back into the order in which their tokens entered."""
+        return out if self.inverse is None else out.index_select(1, self.inverse)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.inputs import AttentionInputs
-from lightning_mhla.attention.layout import BlockLayout, Placement
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.output import apply_gate, merge_heads
 from lightning_mhla.attention.recurrent import (
     NORM_EPS,
     ConvolvedOptions,
@@ -91,9 +91,8 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
         """Add D x."""
         return out + self.through.weight.to(out.dtype)[:, None] * operands.v
 
-    def _around(
-        self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None, placement: Placement | None = None
-    ) -> Tensor:
-        assert self.gate is not None
+    @override
+    def finish(self, out: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Apply the gate first, then one norm over all heads."""
         assert self.norm is not None
-        return self.norm(self._with_lepe(out, v, key_mask, placement) * F.silu(self.gate(x)))
+        return self.norm(apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, "silu"))

@@ -1,13 +1,18 @@
-"""Angles of rotary position embedding, and positions of tokens."""
+"""Rotary position embedding: positions of tokens, their angles, and the part of a layer that has them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from mhla_kernels import rotary_features
 from torch import Tensor
+from typing_extensions import override
+
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables
+from lightning_mhla.attention.sequence import SequenceShare
 
 
 class Rotary(NamedTuple):
@@ -103,3 +108,96 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
     if len(set(lengths)) < 2:
         return position + max(lengths, default=0)
     return position + torch.tensor(lengths, device=x.device)[:, None]
+
+
+@dataclass(frozen=True)
+class SequenceRotary:
+    """Rotary positions of a layer for sequences, or for tokens whose angles the layer is given.
+
+    Attributes:
+        width: width of a key.
+        base: base of the geometric series of frequencies.
+    """
+
+    width: int
+    base: float
+
+    def angles(self, positions: Tensor) -> Rotary:
+        """Compute the angles of tokens at ``positions``, ``[N]`` or ``[B, N]``."""
+        return rotary_angles(positions, self.width, self.base)
+
+    def of_tokens(
+        self,
+        x: Tensor,
+        given: Rotary | None,
+        order: Tensor | None,
+        cu_seqlens: Sequence[int] | None = None,
+        share: SequenceShare | None = None,
+    ) -> Rotary:
+        """Return the angles of tokens ``[B, N, dim]`` in the operator's order.
+
+        Args:
+            x: tokens in the operator's order.
+            given: angles in the order in which the tokens entered; None for positions counted from 0.
+            order: permutation from the order of entry to the operator's; None if they are the same.
+            cu_seqlens: bounds of packed sequences, see :func:`sequence_positions`.
+            share: part of a sequence that these tokens are, if processes share the sequence.
+        """
+        if given is not None:
+            return given if order is None else given.select(order)
+        start = 0 if share is None else share.start
+        return self.angles(start + sequence_positions(x, cu_seqlens))
+
+
+class GridRotary(LayoutTables):
+    """Rotary positions of a layer for images, see :func:`grid_angles`. :meth:`fit` comes before the first use.
+
+    Args:
+        width: width of a key.
+        base: base of the geometric series of frequencies.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, width: int, base: float) -> None:
+        super().__init__()
+        self.width, self.base = width, base
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+
+    def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
+        """Switch to the tokens of a layout, in its block order."""
+        self.layout = layout
+        for name, values in self.tables().items():
+            setattr(self, name, values.to(device))
+
+    @override
+    def tables(self) -> dict[str, Tensor]:
+        height, width = self.layout.grid
+        angles = grid_angles((height, width), self.width, self.base).select(self.layout.order)
+        return {"cos": angles.cos, "sin": angles.sin}
+
+    def of_tokens(self, x: Tensor, *others: Any) -> Rotary:
+        """Return the angles of all tokens of the layout, whatever angles are given."""
+        cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
+        return Rotary(cos, sin, interleaved=True)
+
+
+def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool = True) -> SequenceRotary | GridRotary:
+    """Build the rotary positions of a layer.
+
+    Args:
+        layout: token grid of the layer.
+        width: width of a key.
+        base: base of the geometric series of frequencies.
+        projections: whether the layer has its own projections. If not, it is given angles with those of a different module.
+
+    Raises:
+        ValueError: if the tokens of the layout have no such positions.
+    """
+    if not projections:
+        return SequenceRotary(width, base)
+    if len(layout.grid) > 2 or layout.prefix_tokens:
+        raise ValueError(f"rotary positions are those of a 1-D or 2-D grid without prefix tokens, not of {layout}")
+    return SequenceRotary(width, base) if len(layout.grid) == 1 else GridRotary(width, base)

@@ -36,7 +36,6 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """
 
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
-    uses_linear_options = False
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         if options.get("causal"):
@@ -67,7 +66,6 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
 
     handles = ("key_mask", "rotary")
     unused = (*MIXING_OPTIONS, *FIXED)
-    uses_linear_options = False
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         super().__init__(dim, heads, layout, config, **options)

@@ -17,6 +17,7 @@ from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
+from lightning_mhla.attention.order import RasterOrder
 from lightning_mhla.attention.positions import sequence_positions
 from lightning_mhla.attention.short_conv import ShortConvolution
 from lightning_mhla.recurrence.chunks import chunk_tokens
@@ -123,16 +124,13 @@ class RecurrentAttention(Attention):
     unused: ClassVar[tuple[str, ...]] = (
         *MIXING_OPTIONS, "normalize", "feature_map", "output_norm", "gate", "rotary"
     )  # fmt: skip
-    uses_linear_options = False
-    repeats_heads = False
-    scans = True
-    always_gated = True
+    Order = RasterOrder
     conv_bias: ClassVar[bool] = False
     """Whether the short convolution has a bias."""
     options: RecurrentOptions
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
-        super().__init__(dim, heads, layout, config, **options)
+        super().__init__(dim, heads, layout, config, gate=True, **options)
         if not self.causal and self.options.direction == "alternate":
             raise ValueError("direction: alternate depends on the layer; build layers with config.at_layer(index)")
         self.norm = nn.RMSNorm(self.value_width, NORM_EPS)
@@ -145,6 +143,10 @@ class RecurrentAttention(Attention):
         if options is None or options["direction"] != "alternate":
             return options
         return {**options, "direction": "backward" if layer % 2 else "forward"}
+
+    @override
+    def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs  # the short convolution reads the projected heads, and _prepared repeats what comes out
 
     def operands(self, inputs: AttentionInputs) -> Operands:
         """Compute the inputs of the recurrence from the outputs of the short convolution, with the projected heads."""

@@ -68,8 +68,10 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
-    uses_linear_options = False
-    repeats_heads = False
+
+    @override
+    def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs  # torch's kernels take fewer key heads than query heads
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:

@@ -109,10 +109,8 @@ class SummaryAttention(Attention):
 
     def _operands(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
         if self.features is not None:
-            (q, _, k), feature_map = (
-                self.features(*inputs.turned),
-                "identity",
-            )  # a factor on a query's features means nothing
+            q, _, k = self.features(*inputs.turned)  # a factor on a query's features means nothing
+            feature_map = "identity"
         else:
             q, k, feature_map = apply_features(
                 inputs.q, inputs.k, self.config.feature_map, inputs.rotary, self.config.key_weighting, inputs.key_mask

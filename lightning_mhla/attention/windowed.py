@@ -53,8 +53,6 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     causal_only = True
     handles = ("key_mask", "rotary", "cu_seqlens")
     unused = ("normalize", "output_norm")
-    uses_linear_options = False
-    repeats_heads = False
 
     def __init__(
         self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig | None = None, **options: Any
@@ -65,6 +63,10 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
             raise ValueError("attention kind 'mhla_window' needs features that are not negative, unlike 'identity'")
         learned = self.features is not None
         self.far = FarWeight(heads, -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width))
+
+    @override
+    def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs  # near tokens are read with fewer key heads than query heads
 
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Compute the operator's tensors, by argument name."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import AttentionConfig, layout_for
 from lightning_mhla.attention.layout import LayoutTables
-from lightning_mhla.attention.positions import Rotary, next_positions, sequence_positions
+from lightning_mhla.attention.positions import Rotary, SequenceRotary, next_positions, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.model.block import Block, MlpKind, NormKind, make_norm
 from lightning_mhla.model.cache import GenerationCache
@@ -248,9 +248,9 @@ class Backbone(LayoutTables):
         Returns:
             Angles by rotary base.
         """
-        layers = [block.attn for block in self.layers if block.attn.rotary and not block.attn.turns_by_grid]
-        using = {layer.config.rotary_base: layer for layer in layers}
-        return {base: layer.angles(positions) for base, layer in using.items()}
+        parts = [block.attn.rotary for block in self.layers]
+        using = {part.base: part for part in parts if isinstance(part, SequenceRotary)}
+        return {base: part.angles(positions) for base, part in using.items()}
 
 
 def _init_linear(module: nn.Module) -> None:

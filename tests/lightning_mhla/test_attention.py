@@ -14,7 +14,7 @@ from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
-from lightning_mhla.attention import Attention, AttentionInputs, build_attention, layout_for
+from lightning_mhla.attention import Attention, AttentionInputs, RasterOrder, build_attention, layout_for
 from lightning_mhla.attention.positions import rotary_angles
 
 KINDS = ("mhla", "linear", "softmax", "retention", "gla", "gated_deltanet", "mamba2")
@@ -183,6 +183,57 @@ def test_a_new_kind_is_one_class() -> None:
         del Attention.kinds["mean-of-values"]
 
 
+def test_a_kind_is_composed_of_other_parts() -> None:
+    """Tokens in raster order, fewer key heads than query heads, a gate whatever the configuration says, and a stage of its own."""
+    seen = []
+
+    class Composed(Attention, kind="composed"):
+        Order = RasterOrder
+        unused = ("gate", "output_norm")
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, gate=True, **options)
+
+        def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+            return inputs
+
+        def attend(self, inputs: AttentionInputs) -> torch.Tensor:
+            seen.append(inputs)
+            return inputs.v.repeat_interleave(2, 2)
+
+        def finish(self, out: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+            return super().finish(out, inputs) + 1
+
+    try:
+        layout = BlockLayout((4, 4), (2, 2))
+        settings = AttentionConfig(kind="composed", normalize=False)
+        layer = build_attention(settings, 16, 4, layout, key_value_heads=2, block_ordered=True)
+        x = torch.randn(1, 16, 16)
+        out = layer(x[:, layout.order])
+        torch.testing.assert_close(seen[0].x, x)
+        assert seen[0].k.shape[2] == 2
+        assert layer.norm is None
+        values = layer._project(x)[2].repeat_interleave(2, 2).flatten(2)
+        torch.testing.assert_close(out, layer.proj(values * F.silu(layer.gate(x)) + 1)[:, layout.order])
+    finally:
+        del Attention.kinds["composed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("repeats_heads", r"Former.repeats_heads has no effect any more; define operator_inputs\(self, inputs\)"),
+        ("scans", "write Order = RasterOrder"),
+        ("always_gated", r"pass gate=True to super\(\).__init__"),
+        ("uses_linear_options", "in unused"),
+        ("_around", r"define finish\(self, out, inputs\)"),
+    ],
+)
+def test_former_members_of_a_kind_are_errors(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        type("Former", (Attention,), {name: False})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -317,7 +368,7 @@ def test_recurrences_in_half_precision(kind: str, dtype: torch.dtype) -> None:
     x, mask = torch.randn(2, 12, 16), torch.ones(2, 12, dtype=torch.bool)
     mask[:, 5:8] = False
     with torch.autocast("cpu", torch.bfloat16):
-        seen = layer._prepared(layer._inputs(x, *layer._project(x)), None, None, None)
+        seen = layer._prepared(AttentionInputs(x, *layer._project(x)), None, None, None)
     assert {y.dtype for y in (seen.q, seen.k, seen.v)} == {torch.bfloat16}
     layer.to(dtype)
     half = x.to(dtype).requires_grad_()

@@ -1,0 +1,161 @@
+"""What a kind of attention declares and implements, with the defaults of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mhla.attention.config import KINDS, AttentionConfig
+from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import LocalPositionalEncoding
+from lightning_mhla.attention.order import BlockOrder, TokenOrder
+from lightning_mhla.attention.output import apply_gate, merge_heads
+
+REMOVED = {
+    "uses_linear_options": "name the options that the kind ignores, such as normalize and output_norm, in unused",
+    "repeats_heads": "define operator_inputs(self, inputs) and return inputs, whose keys and values are not repeated",
+    "scans": "write Order = RasterOrder",
+    "always_gated": "pass gate=True to super().__init__",
+    "_around": "define finish(self, out, inputs)",
+}
+"""Former members of a kind, and what to write in their place."""
+
+
+class AttentionKind(nn.Module):
+    """Members of a kind. Kinds derive from :class:`lightning_mhla.attention.Attention`, the layer that uses these members.
+
+    A kind implements :meth:`attend`, and :meth:`continue_from` if it can generate. It overrides what its operator does in a
+    different way: ``Order`` for a different order of the tokens, :meth:`projected_heads` for the heads that the projection
+    outputs, :meth:`operator_inputs` for those that the operator takes, :meth:`finish` for norm, ``lepe`` and gate.
+    """
+
+    kind: ClassVar[str | None] = None
+    """Name of the kind; the layer's configuration must have the same."""
+    Options: ClassVar[type | None] = None
+    """Dataclass of the options of the kind itself; None without such options."""
+    Order: ClassVar[type[TokenOrder]] = BlockOrder
+    """Order of the operator's tokens: :class:`BlockOrder`, or :class:`RasterOrder` for an operator that scans the tokens."""
+    handles: ClassVar[tuple[str, ...]] = ()
+    """Optional inputs that :meth:`attend` supports, out of :data:`OPTIONAL`; others raise an error."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Options of :class:`AttentionConfig` that have no effect on the kind; the log names those that are set."""
+    uses_blocks: ClassVar[bool] = False
+    """Whether the layout needs ``block_grid`` or ``block_size``."""
+    causal_only: ClassVar[bool] = False
+    """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
+    config: AttentionConfig
+    heads: int
+    key_value_heads: int
+    norm: nn.Module | None
+    lepe: LocalPositionalEncoding | None
+    gate: nn.Linear | None
+
+    def __init_subclass__(cls, kind: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, replacement in REMOVED.items():
+            if name in vars(cls):
+                raise ValueError(f"{cls.__name__}.{name} has no effect any more; {replacement} instead")
+        if kind is not None:
+            cls.kind = kind
+            KINDS[kind] = cls
+
+    def check_supported(self, config: AttentionConfig, layout: BlockLayout, causal: bool) -> None:
+        """Check that the kind can have a configuration and a layout.
+
+        Raises:
+            ValueError: if the configuration has a different kind, or the layout does not support causal attention.
+        """
+        if self.kind not in (None, config.kind):
+            raise ValueError(
+                f"{type(self).__name__} computes attention kind {self.kind!r}, but its configuration has kind "
+                f"{config.kind!r}; build_attention builds the layer that a configuration names"
+            )
+        if self.causal_only and not causal:
+            raise ValueError(f"attention kind {config.kind!r} is causal only: use it for sequences, or choose another")
+        if causal and (len(layout.grid) != 1 or layout.prefix_tokens):
+            raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
+        if causal and config.lepe:
+            raise ValueError("lepe sees later tokens too; leave it out of causal attention")
+
+    def projected_heads(self) -> tuple[int, int, int]:
+        """Return the numbers of query, key and value heads that the projection outputs."""
+        return self.heads, self.key_value_heads, self.key_value_heads
+
+    @classmethod
+    def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
+        """Return the options of the kind itself for a layer, counted from 0. Kinds override it if options depend on it."""
+        return options
+
+    def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the inputs as the operator takes them: keys and values are repeated to the number of query heads.
+
+        A kind whose operator takes fewer key heads than query heads returns ``inputs``.
+        """
+        return inputs.repeated(self.heads // self.key_value_heads)
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Apply the operator and return ``[B, N, H, Dv]``.
+
+        Args:
+            inputs: inputs of the operator, in its order. Optional ones are None unless ``handles`` names them.
+        """
+        raise NotImplementedError
+
+    def weights(self, inputs: AttentionInputs) -> Tensor:
+        """Return the attention matrix ``[B, H, N, N]`` that :meth:`attend` applies to the values, for analysis.
+
+        The default implementation applies :meth:`attend` to one-hot values, so that its output is the matrix. A kind whose
+        outputs are not linear in the values has no such matrix.
+        """
+        batch, tokens, heads, _ = inputs.v.shape
+        units = torch.eye(tokens, dtype=inputs.v.dtype, device=inputs.v.device)[None, :, None]
+        return self.attend(replace(inputs, v=units.expand(batch, tokens, heads, tokens))).transpose(1, 2)
+
+    def finish(self, out: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Apply norm, ``lepe`` and gate to the operator's output ``[B, N, H, Dv]`` and return ``[B, N, H * Dv]``.
+
+        Args:
+            out: output of :meth:`attend`.
+            inputs: inputs of the layer, with as many key and value heads as the projection outputs.
+        """
+        out = out if self.norm is None else self.norm(out)
+        return apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, self.config.gate_activation)
+
+    def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
+        """Apply causal attention to the next tokens of every row.
+
+        Args:
+            inputs: inputs of the next tokens. Tokens of a row beyond its count are padding on the right.
+            state: state after the previous tokens, modified in place and not to be used again; None at the start. It has
+                ``lengths`` (number of previous tokens in each row), ``bytes`` and ``select(rows)``.
+            counts: number of tokens in each row without padding.
+
+        Returns:
+            Outputs ``[B, N, H, Dv]``, and the state after these tokens.
+        """
+        raise NotImplementedError
+
+    def operator_flops(self, tokens: int) -> float:
+        """Count the floating-point operations of :meth:`attend` on one sequence of ``tokens``, two for each multiply-add."""
+        raise NotImplementedError(f"the operations of {type(self).__name__} are not counted")
+
+    def require(self, *names: str) -> None:
+        """Check that the kind supports optional inputs or generation.
+
+        Args:
+            *names: keys of :data:`UNHANDLED`: optional inputs, or ``"state"`` for generation.
+
+        Raises:
+            ValueError: if the kind does not support one of them.
+        """
+        for name in names:
+            able = (
+                type(self).continue_from is not AttentionKind.continue_from if name == "state" else name in self.handles
+            )
+            if not able:
+                raise ValueError(f"attention kind {self.config.kind!r} {UNHANDLED[name]}")
