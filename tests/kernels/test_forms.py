@@ -265,10 +265,10 @@ def test_long_sequences_are_computed_some_rows_at_a_time(
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_triton_tiles_as_they_are(implementation: str, key_width: int, value_width: int, causal: bool) -> None:
     """Full-size tiles, several of them, widths that are not powers of two, a packed qkv projection, strided gradients."""
-    n, c, heads = 150, 37, 1
+    n, c, heads = 100, 37, 1
     widths = (key_width, key_width, value_width)
     packed = torch.rand(1, n, heads, sum(widths))
-    tensors = (packed, torch.rand(5, 5) + 0.05)
+    tensors = (packed, torch.rand(3, 3) + 0.05)
 
     def run(implementation: str, packed: Tensor, mixing: Tensor) -> Tensor:
         q, k, v = packed.split(widths, -1)
@@ -283,17 +283,17 @@ def test_triton_tiles_as_they_are(implementation: str, key_width: int, value_wid
 
 
 @pytest.mark.parametrize("implementation", ["torch chunked", "triton chunked"])
-@pytest.mark.parametrize("block_size", [130, 257, 400], ids=lambda c: f"C{c}")
+@pytest.mark.parametrize("block_size", [130, 257, 270], ids=lambda c: f"C{c}")
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_blocks_longer_than_a_tile(implementation: str, block_size: int, normalize: bool, causal: bool) -> None:
-    n, blocks = 400, -(-400 // block_size)
-    q, k, v = torch.rand(1, n, 2, 8), torch.rand(1, n, 2, 8), torch.randn(1, n, 2, 5)
+    n, blocks, heads = 270, -(-270 // block_size), 2 if block_size == 130 and causal else 1
+    q, k, v = torch.rand(1, n, heads, 8), torch.rand(1, n, heads, 8), torch.randn(1, n, heads, 5)
     check: dict[str, Any] = {"causal": causal, "normalize": normalize}
     with small_tiles():
         check_against_definition(
             (implementation,),
-            (q, k, v, torch.rand(2, blocks, blocks)),
+            (q, k, v, torch.rand(heads, blocks, blocks)),
             {"block_size": block_size, **check},
             equal_starts(n, block_size),
             check,
@@ -521,8 +521,8 @@ def test_queries_and_values_of_different_dtypes(implementation: str, causal: boo
 def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, normalize: bool, signed: bool) -> None:
     """Within the limits for bfloat16, and no worse than 1.2 times the chunked form in PyTorch, whose sums are float32."""
     n, c = 256, 32
-    q, k = ((torch.randn if signed else torch.rand)(1, n, 2, 32).bfloat16() for _ in range(2))
-    v = (torch.randn(1, n, 2, 32) + mean).bfloat16()
+    q, k = ((torch.randn if signed else torch.rand)(1, n, 1, 32).bfloat16() for _ in range(2))
+    v = (torch.randn(1, n, 1, 32) + mean).bfloat16()
     tensors, starts, cotangent = (q, k, v, torch.rand(8, 8)), equal_starts(n, c), torch.randn(v.shape).bfloat16()
     check = {"causal": causal, "normalize": normalize}
     exact = tuple(x.double() for x in tensors)

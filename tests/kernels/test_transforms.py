@@ -121,16 +121,15 @@ def close(got: Any, want: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(1 + b.abs().max()))
 
 
-def slope(function: Function, arguments: tuple[Tensor, ...], along: tuple[Tensor, ...]) -> Tensor:
+def product(jacobians: tuple[Tensor, ...], along: tuple[Tensor, ...]) -> Tensor:
     """Return the derivative along a direction, from the Jacobians of reverse mode."""
-    parts = jacobian(function, arguments)
     return sum(  # type: ignore[return-value]
-        (j.flatten(-t.dim()) @ t.flatten() for j, t in zip(parts, along, strict=True)), start=torch.zeros(())
+        (j.flatten(-t.dim()) @ t.flatten() for j, t in zip(jacobians, along, strict=True)), start=torch.zeros(())
     )
 
 
 def batch_of(arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.stack([x, 1.1 * x + 0.01, 0.9 * x]) for x in arguments)
+    return tuple(torch.stack([x, 1.1 * x + 0.01]) for x in arguments)
 
 
 @pytest.mark.parametrize("mixing", MIXINGS)
@@ -142,7 +141,7 @@ def test_transformations(name: str, mixing: str) -> None:
     function, arguments = FUNCTIONS[name], (rand(1, TOKENS, 2, 3), *MIXINGS[mixing])
     every = tuple(range(len(arguments)))
     batch, along = batch_of(arguments), tuple(torch.randn_like(x) for x in arguments)
-    rows = [tuple(x[i] for x in batch) for i in range(3)]
+    rows = [tuple(x[i] for x in batch) for i in range(2)]
 
     close(func.vmap(function)(*batch), torch.stack([function(*row) for row in rows]))
     tokens_alone = func.vmap(function, in_dims=(0, *(None for _ in arguments[1:])))(batch[0], *arguments[1:])
@@ -150,18 +149,18 @@ def test_transformations(name: str, mixing: str) -> None:
     mixing_alone = func.vmap(function, in_dims=(None, *(0 for _ in arguments[1:])))(arguments[0], *batch[1:])
     close(mixing_alone, torch.stack([function(arguments[0], *row[1:]) for row in rows]))
 
-    want = slope(function, arguments, along)
+    jacobians = jacobian(function, arguments)
+    want = product(jacobians, along)
     close(func.jvp(function, arguments, along)[1], want)
     out, linear = func.linearize(function, *arguments)
     close((out, linear(*along)), (function(*arguments), want))
     several = func.vmap(lambda *t: func.jvp(function, arguments, t)[1])(*(torch.stack([t, 2 * t]) for t in along))
     close(several, torch.stack([want, 2 * want]))
-    of_rows = func.jvp(func.vmap(function), batch, tuple(t.expand(3, *t.shape) for t in along))[1]
-    close(of_rows, torch.stack([slope(function, row, along) for row in rows]))
+    of_rows = func.jvp(func.vmap(function), batch, tuple(t.expand(2, *t.shape) for t in along))[1]
+    close(of_rows, torch.stack([want, product(jacobian(function, rows[1]), along)]))
 
-    want_jacobian = jacobian(function, arguments)
-    close(func.jacrev(function, argnums=every)(*arguments), want_jacobian)
-    close(func.jacfwd(function, argnums=every)(*arguments), want_jacobian)
+    close(func.jacrev(function, argnums=every)(*arguments), jacobians)
+    close(func.jacfwd(function, argnums=every)(*arguments), jacobians)
 
 
 @pytest.mark.parametrize("mixing", ["dense", "exponential"])
@@ -179,7 +178,7 @@ def test_second_derivatives(name: str, mixing: str) -> None:
     want = tuple(part for row in hessian(loss, arguments) for part in row)
     close(tuple(part for row in func.hessian(loss, argnums=every)(*arguments) for part in row), want)
     batch = batch_of(arguments)
-    rows = [jacobian(loss, tuple(x[i] for x in batch)) for i in range(3)]
+    rows = [jacobian(loss, tuple(x[i] for x in batch)) for i in range(2)]
     close(func.vmap(func.grad(loss, argnums=every))(*batch), tuple(map(torch.stack, zip(*rows, strict=True))))
 
 

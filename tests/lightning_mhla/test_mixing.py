@@ -128,13 +128,15 @@ def test_the_bounds_hold_in_a_compiled_a_recomputed_an_averaged_and_a_mapped_lay
     with torch.no_grad():
         for parameter in layer.mixing.parameters():
             parameter.sub_(0.5)
+    # two kinds through all of the compiler; for the others, its capture of the graph is what differs
+    backend = "aot_eager" if name in ("dense", "causal exponential") else "eager"
     x = torch.rand(2, 16, 8)
     layer(x).square().mean().backward()
     want, gradients = layer(x), {name: p.grad.clone() for name, p in layer.named_parameters()}
     averaged = torch.optim.swa_utils.AveragedModel(layer, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     torch.testing.assert_close(averaged(x), want)
     for run in (
-        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+        torch.compile(layer, fullgraph=True, backend=backend),
         lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
         lambda x: torch.func.functional_call(layer, dict(layer.named_parameters()), (x,)),
     ):
