@@ -51,17 +51,16 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
             )
 
 
-def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mapping[str, Any]) -> None:
+def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
     """Log the options of this run that differ from those that the checkpoint was trained with.
 
     Args:
-        checkpoint: entries of the checkpoint.
         part: ``"model"`` or ``"data"``.
+        memory: hyperparameters of that part in the checkpoint, by their present names; None if it has none.
         options: hyperparameters of that part in this run.
     """
-    entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
     # checkpoints hold redacted secrets, so both sides are compared redacted
-    saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
+    saved, present = (plain(redacted(dict(each or {}))) for each in (memory, options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
             log.info("resumed with another option: %s.%s %s -> %s", part, name, saved[name], present[name])

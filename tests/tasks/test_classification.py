@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouped import grouped
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
@@ -49,7 +50,7 @@ def classifier(**options: Any) -> ImageClassifier:
         "depth": 1,
         "heads": 2,
     }
-    return ImageClassifier(**{**defaults, **options})
+    return ImageClassifier(**grouped(**{**defaults, **options}))
 
 
 def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
