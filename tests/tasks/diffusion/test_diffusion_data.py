@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 from lightning import Trainer
 from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
-from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
+from mhla_tasks.diffusion import ClassToImage, DigitImages, DiTShape, ImageShards, LatentShards
 from mhla_tasks.diffusion.data import RequestedClasses, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from mhla_tasks.diffusion.sources import SignedImage
