@@ -102,7 +102,7 @@ def test_every_callback_of_a_shipped_run_lasts(tmp_path: Path, config: str, accu
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_speed_of_tokens_is_in_the_rows_of_the_log(tmp_path: Path, cache_dir: Path, accumulate: int) -> None:
-    small = {"dim": 16, "depth": 1, "heads": 2, "mlp_width": 16, "vocab_size": 300, "context": 32}
+    small = {"shape": "{dim: 16, depth: 1, heads: 2, mlp_width: 16}", "vocab_size": 300, "context": 32}
     path = write_config(
         tmp_path, "language/stdlib.yaml", accumulate_grad_batches=accumulate, max_steps=12, log_every_n_steps=4
     )

@@ -331,7 +331,7 @@ def test_padding_the_image_keeps_it_in_the_middle() -> None:
         ({"size": "tiny"}, "sets dim, depth and heads"),
         ({"dim": None}, "give size"),
         ({"ema_decay": 1.0}, "must lie between 0 and 1"),
-        ({"ema_batch": 0}, "ema_batch=0 must be a number of images"),
+        ({"ema_batch": 0}, "ema_batch=0 must be a number of samples"),
         ({"class_names": ["a"]}, "1 names for num_classes=10"),
         ({"attention": AttentionConfig(block_grid=[5, 2])}, r"does not fit the token grid \(4, 4\)"),
     ],

@@ -534,8 +534,9 @@ def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: py
         ("attention.block_grid", "number of blocks along each axis"),
         ("mixup.cutmix", "alpha of cutmix"),
         ("drop_path", "stochastic depth"),
-        ("optimizer.warmup_epochs", "length of the linear warm-up in epochs"),
-        ("ema_decay", "moving average"),
+        ("shape.stem", "one convolution"),
+        ("training.optimizer.warmup_epochs", "length of the linear warm-up in epochs"),
+        ("training.ema_decay", "moving average"),
     ):
         assert f"--model.{option}" in text, f"{option} is missing"
         assert said in text, f"{option} is not explained"

@@ -27,7 +27,7 @@ from lightning_mhla.system.processes import check_open_files
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "configs/classification/digits.yaml")
 SMALL = """\
-model: {init_args: {depth: 1, dim: 16, heads: 2}}
+model: {init_args: {shape: {depth: 1, dim: 16, heads: 2}}}
 trainer:
   accelerator: cpu
   max_epochs: 1
@@ -391,7 +391,7 @@ def test_errors_name_the_file_they_are_in(
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/mine.yaml").write_text(text)
     (tmp_path / "sub/model.yaml").write_text(
-        "class_path: mhla_tasks.classification.ImageClassifier\ninit_args:\n  depth: deep\n"
+        "class_path: mhla_tasks.classification.ImageClassifier\ninit_args:\n  shape: {depth: deep}\n"
     )
     path = str(tmp_path / "sub/mine.yaml") if place == "absolute" else "sub/mine.yaml"
     files = [path, DIGITS] if place == "first" else [DIGITS, path]

@@ -318,7 +318,7 @@ def test_class_folders_grey_pictures_and_their_names(
                 )
     data = {"train": "train", "val": "val", "batch_size": 8, "num_workers": 0, "image_size": 16}
     trainer = {"accelerator": "cpu", "max_steps": 2, "enable_progress_bar": False, "logger": False}
-    sizes = {"num_classes": 2, "channels": 1, "patch_size": 4, "dim": 16, "depth": 1, "heads": 2}
+    sizes = {"num_classes": 2, "channels": 1, "shape": {"patch_size": 4, "dim": 16, "depth": 1, "heads": 2}}
     configs = {
         "classification": {
             "model": {"class_path": "mhla_tasks.classification.ImageClassifier",
