@@ -90,7 +90,7 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
         raise ValueError(
-            f"the checkpoint was trained with another optimiser than {kind}; set optimizer.kind back, or start a new run "
+            f"the checkpoint was trained with another optimiser than {kind}; set training.optimizer.kind back, or start a new run "
             "from the weights (--model.pretrained)"
         )
     saved_sizes = [len(group["params"]) for group in saved]

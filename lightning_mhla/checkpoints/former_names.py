@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,8 @@ from lightning import LightningModule
 
 from lightning_mhla.checkpoints.io import read_header
 from lightning_mhla.system.lightning_private import restricted_classmethod
+
+log = logging.getLogger(__name__)
 
 TRAINING = ("optimizer", "ema_decay", "ema_batch", "checkpointing", "compile", "compile_options")
 
@@ -52,6 +55,22 @@ def moved_options(root: str, kind: type) -> dict[str, str]:
 def present_options(root: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a class, as a checkpoint stores them, with present names only; arguments as above."""
     return in_groups(options, moved_options(root, kind))
+
+
+def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: object) -> dict[str, Any]:
+    """Return what :func:`present_options` does, and log the former names that a checkpoint has.
+
+    Args:
+        root: ``"model"`` or ``"data"``.
+        kind: class of the model or data module.
+        options: options of the class in the checkpoint.
+        origin: path of the checkpoint, for the message.
+    """
+    names = {old: new for old, new in moved_options(root, kind).items() if old in options}
+    if names:
+        moved = ", ".join(f"{root}.{old} is now {root}.{new}" for old, new in names.items())
+        log.warning("%s (from %s)", moved, origin)
+    return in_groups(options, names)
 
 
 def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -107,7 +126,8 @@ class TakesFormerNames(LightningModule):
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
             memory = read_header(Path(checkpoint_path)).get("hyper_parameters") or {}
         # Lightning drops stored options that the constructor does not take, so they are given as arguments.
-        groups = {name: value for name, value in present_options("model", cls, memory).items() if name not in memory}
+        present = stored_options("model", cls, memory, checkpoint_path)
+        groups = {name: value for name, value in present.items() if name not in memory}
         return super().load_from_checkpoint(checkpoint_path, *arguments, **{**groups, **options})
 
 

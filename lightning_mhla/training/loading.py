@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_mhla.attention.mixing import MixingCoefficients
-from lightning_mhla.checkpoints.former_names import present_options
+from lightning_mhla.checkpoints.former_names import present_options, stored_options
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE
 from lightning_mhla.system.untrusted import BROKEN, reason
@@ -45,7 +45,7 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
     memory = content.get("hyper_parameters") or {}
     if not accepts(kind, memory):
         raise ValueError(f"{path} is no checkpoint of {kind.__module__}.{kind.__name__}")
-    present = present_options("model", kind, memory)
+    present = stored_options("model", kind, memory, path)
     options = {name: value for name, value in present.items() if not name.startswith("_")}
     try:
         module = kind(**options)

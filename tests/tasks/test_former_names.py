@@ -141,7 +141,9 @@ def test_a_run_of_the_release_before_resumes_and_names_changed_options(
     assert "model.training.optimizer.lr 0.002 -> 0.001" in said
 
 
-def test_a_checkpoint_of_the_release_before_loads_in_python_and_tools(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_release_before_loads_in_python_and_tools(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
     content["hyper_parameters"] = former(content["hyper_parameters"])
     torch.save(content, tmp_path / "old.ckpt")
@@ -154,6 +156,9 @@ def test_a_checkpoint_of_the_release_before_loads_in_python_and_tools(trained: P
         assert (model.training_options.ema_decay, model.optimizer_config.warmup_epochs) == (0.99, 2)
         assert model.hparams["shape"]["stem"] == "conv"
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in content["state_dict"].items())
+    messages = [text for text in caplog.messages if "model.ema_decay is now model.training.ema_decay" in text]
+    assert len(messages) == 3, "one for each load"
+    assert all(text.endswith(f"(from {tmp_path / 'old.ckpt'})") for text in messages)
     options = TrainingOptions(OptimizerConfig(lr=7.0))
     other = ImageClassifier.load_from_checkpoint(tmp_path / "old.ckpt", weights_only=True, training=options)
     assert other.lr == 7.0
