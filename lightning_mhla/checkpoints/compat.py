@@ -90,8 +90,8 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
         raise ValueError(
-            f"the checkpoint was trained with another optimiser than {kind}; set training.optimizer.kind back, or start a new run "
-            "from the weights (--model.pretrained)"
+            f"the checkpoint was trained with another optimiser than {kind}; set training.optimizer.kind back, or start a new "
+            "run from the weights (--model.pretrained)"
         )
     saved_sizes = [len(group["params"]) for group in saved]
     if saved_sizes != list(group_sizes):

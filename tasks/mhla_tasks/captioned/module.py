@@ -37,18 +37,20 @@ class CaptionedDiffusion(GenerativeModule):
     A domain names the transformer, the autoencoder and the writer, and says how transformer and pipeline are called.
 
     Args:
-        attention: the attention that replaces the transformer's self-attention.
-        transformer: shape of the transformer, an instance of :attr:`transformer_options`.
-        layer_kinds: kinds of the layers, as for :func:`lightning_mhla.swap_attention`.
+        attention: attention that replaces the transformer's self-attention.
+        transformer: shape of the transformer.
+        layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
+            to replace all.
         flow: times and shift of flow matching, and caption dropout.
         text: encoder of the captions.
-        vae: folder or hub name of a pipeline or its autoencoder, for latents; None for pixels.
-        train: trained parameters, see :func:`lightning_mhla.swap.adapters.choose_trained`.
+        vae: folder or hub name of a pipeline or its autoencoder, for latents; null for pixels.
+        train: trained parameters: all; attention (the replaced layers with their projections); new (those that the replacement
+            added); lora (those, and adapters of the projections).
         lora: rank and alpha of the adapters.
-        distillation: distillation from the model before the swap.
-        sampling: sampler options of predict and callbacks, an instance of :attr:`sampling_options`.
-        pretrained: weights to start from, see :func:`mhla_tasks.captioned.host.load_weights`; None for none.
-        output: folder for the samples that predict draws; None for the run's own.
+        distillation: distillation from the model before the replacement.
+        sampling: sampler options of predict and callbacks.
+        pretrained: weights to start from, see mhla_tasks.captioned.host; ignored if --ckpt_path supplies the weights.
+        output: folder for the samples that predict draws; existing ones are not drawn again. null for the run's own.
         training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
@@ -85,7 +87,6 @@ class CaptionedDiffusion(GenerativeModule):
 
     network: Any
     codec: Any
-    sampling: Any
 
     def __init__(
         self,

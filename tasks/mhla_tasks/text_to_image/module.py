@@ -31,23 +31,12 @@ SANA_FLOW = FlowConfig(shift=3.0)
 class TextToImage(CaptionedDiffusion):
     """A SANA transformer trained on captioned images or their latents, and sampled by prompt.
 
+    Further arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+
     Args:
-        attention: the attention that replaces the transformer's self-attention, which is linear.
-        transformer: shape of the transformer.
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces every second one; [keep] none;
-            null for attention.kind everywhere.
-        flow: times and shift of flow matching, and caption dropout.
-        text: encoder of the captions.
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces every second one; [keep] none; null
+            to replace all.
         vae: folder or hub name of a SANA pipeline or its autoencoder, for latents; null for pixels.
-        train: trained parameters: all; attention (the replaced layers with their projections); new (those that replacing
-            added); lora (those, and adapters of the projections).
-        lora: rank and alpha of the adapters.
-        distillation: from the model that is replaced.
-        sampling: sampler options of predict and callbacks.
-        pretrained: weights to start from, see mhla_tasks.captioned.host; not read where --ckpt_path brings weights.
-        output: folder for the images that predict draws; those that are there already are not drawn again. null for the
-            run's own.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
     host, samples, sample_key, text_option = SANA, "images", "image", "caption_channels"

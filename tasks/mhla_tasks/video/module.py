@@ -25,23 +25,12 @@ from mhla_tasks.video.writer import ClipWriter
 class VideoDiffusion(CaptionedDiffusion):
     """A Wan transformer trained on captioned clips or their latents, and sampled by prompt.
 
+    Further arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+
     Args:
-        attention: the attention that replaces the transformer's self-attention.
-        transformer: shape of the transformer.
         layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
-            null for attention.kind everywhere.
-        flow: times and shift of flow matching, and caption dropout.
-        text: encoder of the captions.
+            null to replace all.
         vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
-        train: trained parameters: all; attention (the replaced layers with their projections); new (those that replacing
-            added); lora (those, and adapters of the projections).
-        lora: rank and alpha of the adapters.
-        distillation: from the model that is replaced.
-        sampling: sampler options of predict and callbacks.
-        pretrained: weights to start from, see mhla_tasks.captioned.host; not read where --ckpt_path brings weights.
-        output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
-            run's own.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
     host, samples, sample_key, text_option = WAN, "clips", "video", "text_dim"
