@@ -100,6 +100,8 @@ def test_wrong_key_or_type_in_a_file(
     ("argument", "message"),
     [
         ("--model.init_args.drop_pth=0.1", "did you mean model.init_args.drop_path?"),
+        ("--model.dept=2", "did you mean model.shape.depth?"),
+        ("--model.optimiser.lr=1", "did you mean model.training.optimizer?"),
         ("--model.init_args.attention.knd=linear", "did you mean model.init_args.attention.kind?"),
         ("--trainer.max_epoch=3", "did you mean trainer.max_epochs?"),
         ("--trainer.max_epochs=abc", "trainer.max_epochs: expected int, got abc"),
