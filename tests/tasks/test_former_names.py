@@ -24,6 +24,7 @@ from mhla_tasks.tools.export import load_trained
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.former_names import present_options
+from lightning_mhla.checkpoints.io import resolve_checkpoint
 from lightning_mhla.training import OptimizerConfig, TrainingOptions
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +145,7 @@ def test_a_run_of_the_release_before_resumes_and_names_changed_options(
 def test_a_checkpoint_of_the_release_before_loads_in_python_and_tools(
     trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    content = torch.load(resolve_checkpoint(trained), weights_only=True)
     content["hyper_parameters"] = former(content["hyper_parameters"])
     torch.save(content, tmp_path / "old.ckpt")
     for model in (
@@ -265,5 +266,5 @@ def test_options_of_the_training_are_checked() -> None:
 
 def test_the_message_of_a_resume_is_silent_on_present_names(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "mhla_tasks"):
-        main(["validate", f"--ckpt_path={trained / 'checkpoints/last.ckpt'}", "--config", str(DIGITS)])
+        main(["validate", f"--ckpt_path={resolve_checkpoint(trained)}", "--config", str(DIGITS)])
     assert "is now" not in caplog.text

@@ -416,13 +416,14 @@ def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
         memory |= memory.pop("shards")
         path.unlink()  # another name of the file keeps its content
         torch.save(content, path)
-    with caplog.at_level(logging.WARNING, "mhla_tasks"):
-        main(["fit", f"--run_dir={run}", "--trainer.max_epochs=2"])
+    with caplog.at_level(logging.INFO):
+        main(["fit", f"--run_dir={run}", "--trainer.max_epochs=2", "--data.shards.max_skipped=9"])
+    assert "resumed with another option: data.shards.max_skipped 7 -> 9" in caplog.text
     (message,) = [text for text in caplog.messages if "is now" in text]
     assert "data.max_skipped is now data.shards.max_skipped" in message
     assert f"{run}/config.yaml" in message
     arguments = yaml.safe_load((run / "config.yaml").read_text())["data"]["init_args"]
-    assert arguments["shards"]["max_skipped"] == 7
+    assert arguments["shards"]["max_skipped"] == 9
     assert "max_skipped" not in arguments
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     assert content["epoch"] == 1
