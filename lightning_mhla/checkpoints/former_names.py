@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -128,7 +129,15 @@ class TakesFormerNames(LightningModule):
         # Lightning drops stored options that the constructor does not take, so they are given as arguments.
         present = stored_options("model", cls, memory, checkpoint_path)
         groups = {name: value for name, value in present.items() if name not in memory}
+        if (
+            "_instantiator" in memory
+        ):  # Lightning's instantiator takes plain options, and replaces dataclasses by defaults
+            options = {name: _plain(value) for name, value in options.items()}
         return super().load_from_checkpoint(checkpoint_path, *arguments, **{**groups, **options})
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _reject_former_names(kind: type, options: Mapping[str, Any]) -> None:
