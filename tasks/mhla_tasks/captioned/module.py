@@ -108,7 +108,7 @@ class CaptionedDiffusion(GenerativeModule):
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
         self.flow = as_dataclass(FlowConfig, flow)
-        self.sampling = as_dataclass(self.sampling_options, sampling)
+        self.sampling: Any = as_dataclass(self.sampling_options, sampling)
         if self.sampling.guidance != 1 and not self.flow.caption_dropout:
             raise ValueError(
                 f"sampling.guidance={self.sampling.guidance} needs training without captions: flow.caption_dropout"
