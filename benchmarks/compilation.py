@@ -45,12 +45,12 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
         start: folder of the run whose weights to start from; None for new weights.
     """
     options = yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())["model"]["init_args"]
-    rate = options.get("optimizer", {}).get("lr", 1e-3) * LEARNING_RATE
-    words = [f"--model.init_args.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
+    rate = options["training"]["optimizer"].get("lr", 1e-3) * LEARNING_RATE
+    words = [f"--model.init_args.training.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
     words += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={max(1, steps // 2)}"]
     eager, _ = first_losses(config, steps, folder / "eager", start, words)
     compiled, output = first_losses(
-        config, steps, folder / "compiled", start, [*words, "--model.init_args.compile=true"]
+        config, steps, folder / "compiled", start, [*words, "--model.init_args.training.compile=true"]
     )
     counts = re.findall(r"compiled (\d+) graphs in (\d+) s", " ".join(output.split()))
     return {

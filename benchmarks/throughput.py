@@ -85,7 +85,7 @@ def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
     for name in LEFT_OUT:
         options.pop(name, None)
     options.get("text", {}).pop("encoder", None)
-    options["compile"] = compiled
+    options["training"] = {**options.get("training", {}), "compile": compiled}
     allow_imports([])
     allow_classes([Source(str(path), {"model": model})])
     parser = ArgumentParser(exit_on_error=False)
@@ -109,13 +109,13 @@ def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[
     """
     options, kind = config["model"]["init_args"], type(module).__name__
     if kind == "ImageClassifier":
-        size, patch = options["image_size"], options["patch_size"]
+        size, patch = options["image_size"], options["shape"]["patch_size"]
         images = torch.randn(samples, options.get("channels", 3), size, size)
         return {"image": images, "label": torch.randint(options["num_classes"], (samples,))}, (size // patch) ** 2
     if kind == "ClassToImage":
         size, channels = options["sample_size"], options["channels"]
         latents = torch.randn(samples, channels, size, size)
-        tokens = (size // options["patch_size"]) ** 2
+        tokens = (size // options["shape"]["patch_size"]) ** 2
         return {"latent": latents, "label": torch.randint(options["num_classes"], (samples,))}, tokens
     if kind == "LanguageModel":
         length = options["context"]

@@ -15,14 +15,14 @@ from pathlib import Path
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from mhla_tasks.classification import Digits, ImageClassifier, VisionTransformer
+from mhla_tasks.classification import Digits, ImageClassifier, VisionShape, VisionTransformer
 from mhla_tasks.tools.export import write_export
 from PIL import Image
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import LearningCurves
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training import OptimizerConfig, TrainingOptions
 
 
 def make_model(attention: str) -> ImageClassifier:
@@ -33,16 +33,10 @@ def make_model(attention: str) -> ImageClassifier:
         num_classes=10,
         image_size=8,
         channels=1,
-        patch_size=1,
-        stem="conv",
-        dim=64,
-        depth=4,
-        heads=4,
-        mlp_ratio=2.0,
+        shape=VisionShape(dim=64, depth=4, heads=4, patch_size=1, stem="conv", mlp_ratio=2.0),
         drop_path=0.1,
         label_smoothing=0.1,
-        optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.05, warmup_epochs=2),
-        ema_decay=0.99,
+        training=TrainingOptions(OptimizerConfig(lr=2e-3, weight_decay=0.05, warmup_epochs=2), ema_decay=0.99),
     )
 
 

@@ -62,7 +62,7 @@ def test_an_installed_wheel_trains_outside_of_the_checkout(wheel: Path, tmp_path
         "--trainer.check_val_every_n_epoch=1",
         "--trainer.limit_val_batches=1",
         "--trainer.accelerator=cpu",
-        "--model.depth=1",
+        "--model.shape.depth=1",
     ]
     code = "import mhla_tasks.commandline.main as m; assert m.__file__.startswith(sys.path[0]), m.__file__; m.main()"
     done = subprocess.run(

@@ -38,13 +38,13 @@ GENERATION = ("{class_path: mhla_tasks.diffusion.GenerationMetrics, init_args: {
 DRAW = f"{KEEP[:-1]}, {GENERATION % 'generation'}, {GENERATION % 'guided'}]"
 QUESTIONS = "{tokens: 16, pairs: 2, samples: 20}"
 SMALL: dict[str, tuple[list[str], list[str]]] = {
-    "mnist": (["mhla"], [KEEP, "--model.init_args.depth=1"]),
+    "mnist": (["mhla"], [KEEP, "--model.init_args.shape.depth=1"]),
     "mqar": (["gla, 32", "mhla, 16"], [KEEP, "--data.init_args.batch_size=8", f"--data.init_args.train=[{QUESTIONS}]", f"--data.init_args.val=[{QUESTIONS}]"]),
     "needle": (["softmax"], [KEEP, "--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
-    "stdlib": (["gla"], [KEEP, "--model.init_args.dim=32", "--model.init_args.depth=1", "--model.init_args.context=64",
+    "stdlib": (["gla"], [KEEP, "--model.init_args.shape.dim=32", "--model.init_args.shape.depth=1", "--model.init_args.context=64",
                          "--data.init_args.context=64", "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
     "linearize-vit": (["mhla, relu features"], [KEEP]),
-    "mnist-images": (["mhla + lepe + gate"], [DRAW, "--model.init_args.dim=16", "--model.init_args.heads=1", "--model.init_args.depth=1"]),
+    "mnist-images": (["mhla + lepe + gate"], [DRAW, "--model.init_args.shape.dim=16", "--model.init_args.shape.heads=1", "--model.init_args.shape.depth=1"]),
     "scenes": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.sampling.steps=1",
                                      "--trainer.val_check_interval=1"]),
     "video": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.transformer.ffn_dim=16",

@@ -131,8 +131,8 @@ SCRATCH = (
     "--model.init_args.pretrained=null",
     f"--model.init_args.network={LLAMA}",
     NOT_MATCHED,
-    "--model.init_args.optimizer.lr=3.0e-3",
-    "--model.init_args.optimizer.warmup_steps=50",
+    "--model.init_args.training.optimizer.lr=3.0e-3",
+    "--model.init_args.training.optimizer.warmup_steps=50",
 )
 HYBRID = ("--model.init_args.layer_kinds=[replace,replace,replace,keep]",)
 

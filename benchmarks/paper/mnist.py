@@ -167,7 +167,7 @@ STUDIES = (
         {name: KINDS[name] for name in FEW},
         measure,
         section,
-        ("--model.init_args.patch_size=1", "--trainer.max_epochs=4"),
+        ("--model.init_args.shape.patch_size=1", "--trainer.max_epochs=4"),
         setting="The same model reads single pixels, with `lepe`, and trains for 4 epochs.",
         reading=(
             "**What the figures say.** With four times as many tokens for heads of the same width, MHLA with dense "

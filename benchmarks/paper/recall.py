@@ -25,8 +25,8 @@ KINDS: dict[str, list[str]] = {
     "gated_deltanet": ["--model.init_args.layer_kinds=[gated_conv,gated_deltanet]"],
     "mamba2": [
         "--model.init_args.layer_kinds=[gated_conv,mamba2]",
-        "--model.init_args.heads=4",
-        "--model.init_args.key_width=32",
+        "--model.init_args.shape.heads=4",
+        "--model.init_args.shape.key_width=32",
     ],
 }
 WIDTHS = (16, 32)
@@ -114,7 +114,7 @@ STUDIES = (
         "Associative recall (MQAR)",
         "configs/language/mqar.yaml",
         {
-            f"{name}, {width}": [*options, f"--model.init_args.dim={width}"]
+            f"{name}, {width}": [*options, f"--model.init_args.shape.dim={width}"]
             for name, options in KINDS.items()
             for width in WIDTHS
         },

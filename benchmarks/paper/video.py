@@ -199,7 +199,10 @@ VARIANTS = {
     "mhla, 16 blocks, uniform start": [*SIXTEEN, *attention(mixing_init="uniform")],
     "mhla, 16 blocks, per head": attention(kind="mhla", block_grid="[4,2,2]", mixing_per_head=True),
     "mhla, 16 blocks, normalised": [*SIXTEEN, *attention(normalize=True, normalize_before_rotary=True)],
-    "mhla, 16 blocks, coefficients ten times as fast": [*SIXTEEN, "--model.init_args.optimizer.mixing_lr_scale=10"],
+    "mhla, 16 blocks, coefficients ten times as fast": [
+        *SIXTEEN,
+        "--model.init_args.training.optimizer.mixing_lr_scale=10",
+    ],
 }
 """Options of ``lightning fit`` by variant: replacements of the attention. The last four investigate why 16 blocks are worse."""
 

@@ -47,8 +47,10 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
         Path of the file.
     """
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 8, "depth": 1, "heads": 1, "ema_decay": 0.9, "drop_path": 0.2}
-    config["model"]["init_args"]["optimizer"] = {"lr": 1.0e-3, "warmup_steps": 10}
+    options = config["model"]["init_args"]
+    options["shape"] |= {"dim": 8, "depth": 1, "heads": 1}
+    options["training"] = {"optimizer": {"lr": 1.0e-3, "warmup_steps": 10}, "ema_decay": 0.9}
+    options["drop_path"] = 0.2
     config["data"]["init_args"] = {"batch_size": 64}
     config["trainer"] = {
         "accelerator": "cpu",

@@ -51,17 +51,16 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
             )
 
 
-def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mapping[str, Any]) -> None:
+def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
     """Log the options in which this run differs from the run that wrote a checkpoint.
 
     Args:
-        checkpoint: entries of the checkpoint.
         part: ``"model"`` or ``"data"``.
+        memory: hyperparameters of that part in the checkpoint, by their present names; None if it has none.
         options: hyperparameters of that part in this run.
     """
-    entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
     # checkpoints hold redacted secrets, so both sides are compared redacted
-    saved, present = (plain(redacted(dict(part_options or {}))) for part_options in (checkpoint.get(entry), options))
+    saved, present = (plain(redacted(dict(values or {}))) for values in (memory, options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
             log.info("resumed with a changed option: %s.%s %s -> %s", part, name, saved[name], present[name])
@@ -91,8 +90,8 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
         raise ValueError(
-            f"the checkpoint was trained with a different optimizer than {kind}; set optimizer.kind back, or start a new run "
-            "from the weights (--model.pretrained)"
+            f"the checkpoint was trained with a different optimizer than {kind}; set training.optimizer.kind back, or "
+            "start a new run from the weights (--model.pretrained)"
         )
     saved_sizes = [len(group["params"]) for group in saved]
     if saved_sizes != list(group_sizes):

@@ -10,9 +10,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 
 VALIDATION_SEED = 0
 """Seed of the noise and timesteps in validation, so that a sample always gets the same ones, on any number of processes."""
@@ -24,10 +23,8 @@ class GenerativeModule(TrainingModule):
     Arguments are those of :class:`TrainingModule`.
     """
 
-    def __init__(
-        self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
-    ) -> None:
-        super().__init__(optimizer, ema_decay, compile_options)
+    def __init__(self, training: TrainingOptions) -> None:
+        super().__init__(training)
         self.val_loss, self.val_samples = MeanMetric(), SumMetric()
 
     @abstractmethod

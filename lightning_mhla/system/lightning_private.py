@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+if TYPE_CHECKING:
+    restricted_classmethod = classmethod
+else:
+    # Its methods raise an error if they are called on an instance, which they would leave unchanged.
+    restricted_classmethod = type(vars(LightningModule)["load_from_checkpoint"])
 
 
 def logger_connector(trainer: Trainer) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -12,6 +12,8 @@ Options = TypeVar("Options")
 
 def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
     """Convert a mapping from a configuration or checkpoint to a dataclass of options; return an instance unchanged.
+
+    Mappings in fields that take a dataclass are converted, too.
 
     Args:
         kind: the dataclass.
@@ -39,7 +41,13 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
                 f"one of {', '.join(map(repr, choices))}" if choices else getattr(types[key], "__name__", types[key])
             )
             raise ValueError(f"{name}: {key}={item!r} is not {requirement}")
-    return kind(**value)
+    return kind(**{key: _converted(item, types[key], f"{name}.{key}") for key, item in value.items()})
+
+
+def _converted(value: Any, kind: Any, name: str) -> Any:
+    """Convert a mapping in a field that takes a dataclass; return any other value unchanged."""
+    group = next((choice for choice in (get_args(kind) or (kind,)) if is_dataclass(choice)), None)
+    return as_dataclass(cast(Any, group), value, name) if group is not None and isinstance(value, Mapping) else value
 
 
 def _fits(value: Any, kind: Any) -> bool:

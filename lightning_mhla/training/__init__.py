@@ -2,5 +2,6 @@
 
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 
-__all__ = ["OptimizerConfig", "TrainingModule"]
+__all__ = ["OptimizerConfig", "TrainingModule", "TrainingOptions"]

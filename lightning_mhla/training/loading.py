@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.checkpoints.former_names import present_options, stored_options
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE
 from lightning_mhla.system.untrusted import BROKEN, reason
@@ -18,8 +19,8 @@ Module = TypeVar("Module", bound=TrainingModule)
 
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
     """Check whether a class accepts the hyperparameters ``memory`` of a checkpoint as its arguments."""
-    options = {name for name in memory if not name.startswith("_")}
-    parameters = inspect.signature(kind).parameters
+    options = {name for name in present_options("model", kind, memory) if not name.startswith("_")}
+    parameters = {name: each for name, each in inspect.signature(kind.__init__).parameters.items() if name != "self"}
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     return bool(options) and options <= set(parameters) and needed <= options
 
@@ -44,7 +45,8 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
     memory = content.get("hyper_parameters") or {}
     if not accepts(kind, memory):
         raise ValueError(f"{path} is no checkpoint of {kind.__module__}.{kind.__name__}")
-    options = {name: value for name, value in memory.items() if not name.startswith("_")}
+    present = stored_options("model", kind, memory, path)
+    options = {name: value for name, value in present.items() if not name.startswith("_")}
     try:
         module = kind(**options)
     except ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,16 +33,19 @@ from lightning_mhla.checkpoints.compat import (
     log_origin,
     saved_groups,
 )
+from lightning_mhla.checkpoints.former_names import TakesFormerNames, present_options
 from lightning_mhla.checkpoints.io import replace_checkpoint_io
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
 from lightning_mhla.data.module import data_batch_size
 from lightning_mhla.system.hyperparameters import LoggedApart
 from lightning_mhla.system.lightning_private import batches_done, inside_accumulation, steps_between_saves
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
 from lightning_mhla.system.steps import accumulation, steps_of_epochs, steps_of_run
 from lightning_mhla.system.torch_private import flatten_mesh
 from lightning_mhla.training.agreement import check_agreement
-from lightning_mhla.training.compilation import CompileOptions, CompileReport, compile_layers
+from lightning_mhla.training.batches import check_batch
+from lightning_mhla.training.compilation import CompileReport, compile_layers
 from lightning_mhla.training.optim import (
     BETAS,
     OptimizerConfig,
@@ -51,47 +54,19 @@ from lightning_mhla.training.optim import (
     parameter_groups,
     take_over,
 )
+from lightning_mhla.training.options import TrainingOptions
 
 log = logging.getLogger(__name__)
 
 
-def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
-    """Check that a batch has the keys that a domain's steps read.
-
-    An evaluation batch without ``valid`` gets it, True for every sample, so that metrics count all samples.
-
-    Args:
-        batch: batch of any data module, modified in place.
-        keys: required keys, see :attr:`TrainingModule.train_batch`. If there are none, only the type is checked.
-        part: part of the data, for the error message.
-
-    Raises:
-        ValueError: if the batch is not a dict or lacks a key.
-    """
-    given = batch if isinstance(batch, dict) else {}
-    found = [next((name for name in key.split("|") if name in given), None) for key in keys]
-    if None in found or not isinstance(batch, dict):
-        wanted = ", ".join(key.replace("|", " or ") for key in keys)
-        has = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__} without keys"
-        raise ValueError(
-            f"a {part} batch must be a dict with {wanted}; this one {has}. docs/guides/data.md shows data modules of your own"
-        )
-    if keys and part != "training" and "valid" not in batch:
-        devices = [value.device for value in batch.values() if isinstance(value, Tensor)]
-        batch["valid"] = torch.ones(len(batch[found[0]]), dtype=torch.bool, device=devices[0] if devices else None)
-
-
-class TrainingModule(LoggedApart, LightningModule):
+class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     """Base class for the training of a network. A domain sets ``self.network`` and implements the steps.
 
     Args:
-        optimizer: optimizer and learning-rate schedule, see :class:`OptimizerConfig`.
-        ema_decay: decay of the exponential moving average of the weights, which validation, test and the checkpoint's
-            ``state_dict`` use; null for no average.
-        compile_options: options of torch.compile; None compiles nothing.
+        training: options of the training, such as the optimizer.
 
-    Raises:
-        ValueError: if ``ema_decay`` is not between 0 and 1.
+    Attributes:
+        training_options: the options; the tuners of Lightning may have changed the learning rate.
     """
 
     logged_as = "model"
@@ -107,16 +82,20 @@ class TrainingModule(LoggedApart, LightningModule):
     output_names: tuple[str, ...] = ("head",)
     """Prefixes of the names of parameters after the last layer, for layer decay."""
 
-    def __init__(
-        self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
-    ) -> None:
+    def __init__(self, training: TrainingOptions) -> None:
         super().__init__()
-        if ema_decay is not None and not 0 < ema_decay < 1:
-            raise ValueError(f"ema_decay={ema_decay} must lie between 0 and 1, or be null for no average")
-        self.optimizer_config = optimizer
-        self.ema_decay = ema_decay
-        self.compile_options = compile_options
+        self.training_options = as_dataclass(TrainingOptions, training, "training")
         self._builds_optimizer = False
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        """Optimizer and learning-rate schedule."""
+        return self.training_options.optimizer
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Decay of the moving average of the weights; None without an average."""
+        return self.training_options.ema_decay
 
     @property
     def lr(self) -> float:
@@ -125,17 +104,28 @@ class TrainingModule(LoggedApart, LightningModule):
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self.optimizer_config = replace(self.optimizer_config, lr=value)
-        if isinstance(saved := self.hparams.get("optimizer"), dict):  # checkpoints must record the rate that was found
-            saved["lr"] = value
+        self.training_options = replace(self.training_options, optimizer=replace(self.optimizer_config, lr=value))
+        if "training" in self.hparams:  # checkpoints must record the rate that was found
+            self.hparams["training"] = asdict(self.training_options)
 
     def setup(self, stage: str) -> None:
         """Check that options of the data agree with those of the model, see :func:`check_agreement`."""
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
-        """Return the decay of the moving average at the present step; ``decay`` is the value of ``ema_decay``."""
-        return decay
+        """Return the decay of the moving average at the present step; ``decay`` is the value of ``ema_decay``.
+
+        Raises:
+            ValueError: if ``ema_batch`` is set and the data has no batch size.
+        """
+        reference = self.training_options.ema_batch
+        if reference is None:
+            return decay
+        size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
+        if size is None:
+            raise ValueError("ema_batch needs data with a batch_size; leave it out, and give the decay itself")
+        # A step on k times the reference batch replaces k reference steps, so the average decays k times.
+        return decay ** (size * self.trainer.accumulate_grad_batches / reference)
 
     def layers(self) -> list[nn.Module]:
         """Return the repeated blocks of the network, first to last, which are sharded and which layer decay counts."""
@@ -156,7 +146,7 @@ class TrainingModule(LoggedApart, LightningModule):
         average = [] if decay is None else [ExponentialMovingAverage(partial(self.average_decay, decay))]
         given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
-        compiled = [] if self.compile_options is None else [CompileReport()]
+        compiled = [CompileReport()] if self.training_options.compile else []
         return [
             StepSeed(),
             KernelAgreement(),
@@ -188,8 +178,8 @@ class TrainingModule(LoggedApart, LightningModule):
         Raises:
             ValueError: if sequence parallelism is on and the domain does not support it.
         """
-        if self.compile_options is not None:
-            compile_layers(self.layers(), self.compile_options)
+        if (compilation := self.training_options.compilation) is not None:
+            compile_layers(self.layers(), compilation)
         if self.device_mesh is None or is_sharded_module(self.network):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -307,6 +297,8 @@ class TrainingModule(LoggedApart, LightningModule):
         """
         if self._trainer is None or self._trainer.is_global_zero:
             log_origin(checkpoint)
+        if memory := checkpoint.get("hyper_parameters"):
+            checkpoint["hyper_parameters"] = present_options("model", type(self), memory)
         check_attention(checkpoint, self.hparams.get("attention"))
         if self._trainer is not None and self._trainer.state.fn == "fit":
             self._prepare_resume(checkpoint)
@@ -321,8 +313,10 @@ class TrainingModule(LoggedApart, LightningModule):
         if checkpoint.get("global_step"):
             self._leave_out_tuners(checkpoint)
         data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
-        log_changed_options(checkpoint, "model", self.hparams)
-        log_changed_options(checkpoint, "data", {} if data is None else data.hparams)
+        log_changed_options("model", checkpoint.get("hyper_parameters"), self.hparams)
+        if data is not None:
+            memory = checkpoint.get("datamodule_hyper_parameters") or {}
+            log_changed_options("data", present_options("data", type(data), memory), data.hparams)
         if self.ema_decay is None and LIVE in checkpoint:
             log.warning(
                 "the checkpoint keeps a weight average, which this run does not: it resumes from the live weights"
@@ -342,6 +336,6 @@ class TrainingModule(LoggedApart, LightningModule):
             callbacks.remove(tuner)
             log.info("%s is left out: the run resumes with what it found", type(tuner).__name__)
             if isinstance(tuner, LearningRateFinder):
-                self.lr = checkpoint["hyper_parameters"]["optimizer"]["lr"]
+                self.lr = checkpoint["hyper_parameters"]["training"]["optimizer"]["lr"]
             elif data is not None and (size := data_batch_size(checkpoint.get(type(data).__qualname__) or {})):
                 data.batch_size = size

@@ -158,7 +158,7 @@ class Schedule:
         if self.kind == "cosine" and self.top == 0 and self.steps > step:
             raise ValueError(
                 f"the run ended at a learning rate of 0, and {self.steps - step:.0f} more steps would train nothing: give a "
-                "floor (--model.optimizer.min_lr), or start a new run from its weights (--model.pretrained)"
+                "floor (--model.training.optimizer.min_lr), or start a new run from its weights (--model.pretrained)"
             )
         words = {"kind": "schedule", "steps": "end of the schedule", "warmup": "warm-up steps", "floor": "min_lr / lr"}
         return [f"{words[name]} {_number(old)} -> {_number(new)}" for name, (old, new) in changed.items()]

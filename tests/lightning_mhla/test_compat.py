@@ -38,14 +38,11 @@ def test_blocks_matter_to_mhla_alone() -> None:
 
 
 def test_changed_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = {
-        "hyper_parameters": {"dim": 8, "optimizer": {"lr": 0.1}, "gone": 1},
-        "datamodule_hyper_parameters": None,
-    }
+    memory = {"size": "S", "training": {"optimizer": {"lr": 0.1}}, "gone": 1}
     with caplog.at_level(logging.INFO):
-        compat.log_changed_options(checkpoint, "model", {"dim": 8, "optimizer": {"lr": 0.2}, "new": 1})
-        compat.log_changed_options(checkpoint, "data", {"batch_size": 2})
-    assert caplog.messages == ["resumed with a changed option: model.optimizer.lr 0.1 -> 0.2"]
+        compat.log_changed_options("model", memory, {"size": "S", "training": {"optimizer": {"lr": 0.2}}, "new": 1})
+        compat.log_changed_options("data", None, {"batch_size": 2})
+    assert caplog.messages == ["resumed with a changed option: model.training.optimizer.lr 0.1 -> 0.2"]
 
 
 def test_optimizer_of_a_checkpoint() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions, TwoStageOptions
 from lightning_mhla.training.module import TrainingModule
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 
 
 def scores(network: Any, inputs: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def scores(network: Any, inputs: Tensor) -> Tensor:
 
 class Student(TrainingModule):
     def __init__(self) -> None:
-        super().__init__(OptimizerConfig(), None)
+        super().__init__(TrainingOptions())
         self.network = nn.Linear(2, 3, dtype=torch.bfloat16)
         self.linearization = Linearization(TransferOptions(teacher="folder"), ScoringHost("loss", scores, scores))
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from mhla_kernels import extend_mixing, resize_mixing
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.language import LanguageModel
+from mhla_tasks.language import DecoderShape, LanguageModel
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = {"dim": 16, "depth": 2, "heads": 2, "patch_size": 2, "ch
 def classifier(blocks: int, side: int, classes: int, **options: Any) -> VisionTransformer:
     torch.manual_seed(blocks)
     attention = AttentionConfig(block_grid=[blocks, blocks], **options)
-    network = ImageClassifier(attention, classes, image_size=side, **SIZES).network
+    network = ImageClassifier(attention, classes, image_size=side, **grouped(**SIZES)).network
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
     return network.eval()
@@ -33,8 +34,8 @@ def classifier(blocks: int, side: int, classes: int, **options: Any) -> VisionTr
 
 def language(context: int, vocab: int, **options: Any) -> nn.Module:
     attention = AttentionConfig(block_size=8, normalize=False, rotary=True, **options)
-    sizes = {"dim": 16, "depth": 2, "heads": 2, "mlp_width": 32}
-    return LanguageModel(attention, vocab_size=vocab, context=context, initializer_range=0.3, **sizes).network.eval()
+    shape = DecoderShape(dim=16, depth=2, heads=2, mlp_width=32, initializer_range=0.3)
+    return LanguageModel(attention, vocab_size=vocab, context=context, shape=shape).network.eval()
 
 
 def exported(network: Any, folder: Path) -> Pretrained:
@@ -71,7 +72,7 @@ def test_another_resolution_and_other_classes(tmp_path: Path, caplog: pytest.Log
 def test_blocks_of_another_shape_and_the_same_number_are_resized(tmp_path: Path) -> None:
     """16 blocks as 2 x 8 are not those of 4 x 4, though the matrices have one size."""
     attention = AttentionConfig(block_grid=[2, 8])
-    old = ImageClassifier(attention, 3, image_size=16, **SIZES).network
+    old = ImageClassifier(attention, 3, image_size=16, **grouped(**SIZES)).network
     nn.init.uniform_(old.backbone.blocks[0].attn.mixing.weight)
     new = classifier(4, 16, 3)
     report = adopt(new, exported(old, tmp_path), "old", heads=("head.",), positions=("position",))
@@ -107,10 +108,14 @@ def test_a_longer_context_and_another_vocabulary(tmp_path: Path) -> None:
 
 def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
     source = exported(classifier(2, 8, 3), tmp_path)
-    wider = ImageClassifier(AttentionConfig(block_grid=[2, 2]), 3, image_size=8, **{**SIZES, "dim": 32}).network
+    wider = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), 3, image_size=8, **grouped(**{**SIZES, "dim": 32})
+    ).network
     with pytest.raises(ValueError, match=r"different shape: .*tensors in all\); set width, depth, heads and patches"):
         adopt(wider, source, "old", heads=("head.",), positions=("position",))
-    deeper = ImageClassifier(AttentionConfig(block_grid=[2, 2]), 3, image_size=8, **{**SIZES, "depth": 3}).network
+    deeper = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), 3, image_size=8, **grouped(**{**SIZES, "depth": 3})
+    ).network
     with pytest.raises(ValueError, match="is missing"):
         adopt(deeper, source, "old", heads=("head.",), positions=("position",))
     with pytest.raises(FileNotFoundError, match="is not a run folder, a checkpoint"):

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from lightning import seed_everything
-from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.classification import ImageClassifier, VisionShape
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -395,8 +395,10 @@ def test_images_that_a_stage_cannot_halve_are_refused_when_they_come() -> None:
 
 
 def test_options_of_the_other_network_are_refused() -> None:
-    with pytest.raises(ValueError, match="vlt gives the sizes of all stages; leave out size, pad_to"):
-        ImageClassifier(AttentionConfig(**{**RAVLT, "kind": "rala"}), 10, vlt=SMALL, size="tiny", pad_to=256)
+    with pytest.raises(ValueError, match="vlt gives the sizes of all stages; leave out size and shape"):
+        ImageClassifier(AttentionConfig(**{**RAVLT, "kind": "rala"}), 10, vlt=SMALL, size="tiny")
+    with pytest.raises(ValueError, match="vlt gives the sizes of all stages; leave out size and shape"):
+        ImageClassifier(AttentionConfig(**{**RAVLT, "kind": "rala"}), 10, vlt=SMALL, shape=VisionShape(pad_to=256))
 
 
 @pytest.mark.parametrize("kind", ["rala", "mala"])

@@ -15,6 +15,7 @@ import lm_eval
 import numpy as np
 import sana
 import yaml
+from grouped import grouped
 from mhla_tasks.language.tokenizer import train_tokenizer
 from PIL import Image
 from tiny import save_vae
@@ -107,19 +108,19 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
             model["vlt"] = {"dims": [8, 16], "depths": [1, 1], "heads": [1, 2], "linear_stages": 1, "head_width": 16,
                             "patch_size": 2}  # fmt: skip
         else:
-            model |= {"depth": 2, "heads": 2, "dim": 16}
+            model |= grouped(model, depth=2, heads=2, dim=16)
         model.pop("size", None)
         if data.get("train"):
             model |= {"num_classes": 3}
             data["num_workers"] = 2
             if path.stem == "folder":
                 data |= {"train": f"{world}/images/train", "val": f"{world}/images/val"}
-                model |= {"heads": 4, "dim": 32}
+                model |= grouped(model, heads=4, dim=32)
             else:
-                model |= {"image_size": 28} | ({} if "vlt" in model else {"pad_to": 32, "patch_size": 2})
+                model |= {"image_size": 28} | ({} if "vlt" in model else grouped(model, pad_to=32, patch_size=2))
                 data |= {"train": f"{world}/shards/train-*.tar", "val": f"{world}/shards/val-*.tar"}
     elif domain == "diffusion":
-        model |= {"depth": 2, "heads": 2, "dim": 16}
+        model |= grouped(model, depth=2, heads=2, dim=16)
         model.pop("size", None)
         model["sampling"]["steps"] = 3
         if "pretrained" in model:
@@ -138,8 +139,8 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
                      "state_size": 4, "num_heads": 4, "head_dim": 16, "time_step_rank": 2}  # fmt: skip
             model["network"]["init_args"] |= {k: v for k, v in sizes.items() if k in model["network"]["init_args"]}
         else:
-            model |= {"dim": 32, "depth": 2, "mlp_width": 48}
-            model |= {name: 8 for name in ("key_width", "value_width") if name in model}
+            model |= grouped(model, dim=32, depth=2, mlp_width=48)
+            model |= grouped(model, **{name: 8 for name in ("key_width", "value_width") if name in model["shape"]})
             model["attention"] |= {"block_size": 8} if "block_size" in model["attention"] else {}
         if path.stem in QUESTIONS:
             data |= QUESTIONS[path.stem]

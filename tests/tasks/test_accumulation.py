@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from lightning import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from mhla_tasks.classification import Digits, ImageClassifier
@@ -34,7 +35,7 @@ def classifier(**options: Any) -> ImageClassifier:
         "depth": 1,
         "heads": 1,
     }
-    return ImageClassifier(AttentionConfig(block_grid=[2, 2]), **sizes, **options)
+    return ImageClassifier(AttentionConfig(block_grid=[2, 2]), **grouped(**sizes, **options))
 
 
 def fit(module: ImageClassifier, folder: Path, **options: Any) -> Trainer:
@@ -101,7 +102,7 @@ def test_every_callback_of_a_shipped_run_lasts(tmp_path: Path, config: str, accu
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_speed_of_tokens_is_in_the_rows_of_the_log(tmp_path: Path, cache_dir: Path, accumulate: int) -> None:
-    small = {"dim": 16, "depth": 1, "heads": 2, "mlp_width": 16, "vocab_size": 300, "context": 32}
+    small = {"shape": "{dim: 16, depth: 1, heads: 2, mlp_width: 16}", "vocab_size": 300, "context": 32}
     path = write_config(
         tmp_path, "language/stdlib.yaml", accumulate_grad_batches=accumulate, max_steps=12, log_every_n_steps=4
     )
@@ -143,10 +144,10 @@ def test_a_checkpoint_inside_an_accumulation_is_not_resumed_from(
     options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "check_val_every_n_epoch": None, "max_steps": 4}
     path = write_config(tmp_path, "classification/digits.yaml", [best], **options)
     run = tmp_path / "run"
-    words = ["fit", "--config", str(path), "--model.depth=1", "--data.batch_size=240"]
+    words = ["fit", "--config", str(path), "--model.shape.depth=1", "--data.batch_size=240"]
     main([*words, f"--run_dir={run}"])
     inside = next(iter((run / "checkpoints").glob("step=1-*.ckpt")))
-    main(["validate", "--config", str(path), "--model.depth=1", f"--ckpt_path={inside}"])
+    main(["validate", "--config", str(path), "--model.shape.depth=1", f"--ckpt_path={inside}"])
     capsys.readouterr()
     state = torch.load(inside, weights_only=True)
     done = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"]
@@ -167,7 +168,7 @@ def test_another_accumulation_is_rejected_where_it_would_lose_gradients(
         "fit",
         "--config",
         str(path),
-        "--model.depth=1",
+        "--model.shape.depth=1",
         "--data.batch_size=240",
         f"--run_dir={tmp_path / 'run'}",
     ]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from mhla_tasks.commandline.parser import main
 
 from lightning_mhla.callbacks.best import complete
@@ -28,7 +29,7 @@ MONITOR = {
 def write_config(folder: Path, *callbacks: dict[str, Any], best: dict[str, Any] | None = None, **trainer: Any) -> Path:
     """Write a configuration of two epochs of five steps, with a checkpoint every two steps."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 8, "depth": 1, "heads": 1, "drop_path": 0.0}
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], dim=8, depth=1, heads=1, drop_path=0.0)
     config["data"]["init_args"] = {"batch_size": 240}
     recovery = {"class_path": "lightning_mhla.callbacks.Recovery", "init_args": {"every_n_steps": 2, "keep": 20}}
     books = [{"class_path": "ModelCheckpoint", "init_args": {**MONITOR, **(best or {})}}, *callbacks, recovery]
@@ -145,7 +146,7 @@ def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
             "fit",
             f"--run_dir={run}",
             f"--ckpt_path={early}",
-            "--model.optimizer.lr=5e-4",
+            "--model.training.optimizer.lr=5e-4",
             "--trainer.max_steps=6",
         ]
     )
@@ -160,7 +161,7 @@ def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert step(find_checkpoints(run)[0]) == 6
     rolled = weights(run / "checkpoints/last.ckpt")
     caplog.clear()
-    main(["fit", f"--run_dir={run}", "--model.optimizer.lr=5e-4", "--trainer.max_steps=6"])
+    main(["fit", f"--run_dir={run}", "--model.training.optimizer.lr=5e-4", "--trainer.max_steps=6"])
     assert "step 6" in caplog.text, "the next start goes on with the branch that was taken"
     assert torch.equal(weights(run / "checkpoints/last.ckpt"), rolled)
     caplog.clear()
@@ -321,10 +322,10 @@ def test_a_run_that_a_tuner_began_resumes_with_what_it_found(tmp_path: Path, fin
     main(words)
     assert not list((tmp_path / "run").glob(".*.ckpt")), "the tuner's own checkpoint is left"
     first = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
-    lr = first["hyper_parameters"]["optimizer"]["lr"]
-    main([*words, "--trainer.max_epochs=2", "--model.optimizer.schedule=constant"])
+    lr = first["hyper_parameters"]["training"]["optimizer"]["lr"]
+    main([*words, "--trainer.max_epochs=2", "--model.training.optimizer.schedule=constant"])
     second = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
-    assert second["hyper_parameters"]["optimizer"]["lr"] == lr
+    assert second["hyper_parameters"]["training"]["optimizer"]["lr"] == lr
     assert second["Digits"]["batch_size"] == first["Digits"]["batch_size"]
     assert second["global_step"] == 2 * first["global_step"]
     if finder["class_path"] == "BatchSizeFinder":

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from processes import fork_server
 
 from benchmarks.kills import differences
@@ -43,11 +44,13 @@ def config_of(domain: str) -> dict[str, Any]:
     """Return a small version of a shipped configuration with all callbacks that have state."""
     if domain == "classification":
         config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-        config["model"]["init_args"] |= {"dim": 16, "depth": 1, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
+        config["model"]["init_args"] = grouped(
+            config["model"]["init_args"], dim=16, depth=1, heads=2, ema_decay=0.9, drop_path=0.2
+        )
         config["data"]["init_args"] = {"batch_size": 240}
     else:
         config = yaml.safe_load((ROOT / "configs/language/mqar.yaml").read_text())
-        config["model"]["init_args"] |= {"dim": 16, "mlp_width": 16, "ema_decay": 0.9}
+        config["model"]["init_args"] = grouped(config["model"]["init_args"], dim=16, mlp_width=16, ema_decay=0.9)
         parts = [{"tokens": 32, "pairs": 4, "samples": 160}]
         config["data"]["init_args"] |= {"batch_size": 32, "train": parts, "val": parts}
     books = [

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 COLOURS = {"ant": (220, 20, 20), "polar bear": (20, 220, 20), "cat": (20, 20, 220)}
 SMALL = [
     "--data.image_size=16", "--data.batch_size=6", "--data.num_workers=0",
-    "--data.augment.color_jitter=0", "--model.dim=16", "--model.depth=1",
-    "--model.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
+    "--data.augment.color_jitter=0", "--model.shape.dim=16", "--model.shape.depth=1",
+    "--model.shape.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder / "val", {"cat": 3, "polar bear": 3})
     parts = [f"--data.{part}={folder / part}" for part in ("train", "val")]
     main(["fit", f"--config={ROOT}/configs/classification/folder.yaml", f"--run_dir={folder / 'run'}", *parts, *SMALL,
-          "--trainer.max_epochs=8", "--model.optimizer.lr=0.003"])  # fmt: skip
+          "--trainer.max_epochs=8", "--model.training.optimizer.lr=0.003"])  # fmt: skip
     return folder
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouped import grouped
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
@@ -49,7 +50,7 @@ def classifier(**options: Any) -> ImageClassifier:
         "depth": 1,
         "heads": 2,
     }
-    return ImageClassifier(**{**defaults, **options})
+    return ImageClassifier(**grouped(**{**defaults, **options}))
 
 
 def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
@@ -330,7 +331,7 @@ def test_padding_the_image_keeps_it_in_the_middle() -> None:
         ({"size": "tiny"}, "sets dim, depth and heads"),
         ({"dim": None}, "give size"),
         ({"ema_decay": 1.0}, "must lie between 0 and 1"),
-        ({"ema_batch": 0}, "ema_batch=0 must be a number of images"),
+        ({"ema_batch": 0}, "ema_batch=0 must be a number of samples"),
         ({"class_names": ["a"]}, "1 names for num_classes=10"),
         ({"attention": AttentionConfig(block_grid=[5, 2])}, r"does not fit the token grid \(4, 4\)"),
     ],

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from lm_eval.tasks import TaskManager
 from mhla_tasks.classification import ImageClassifier
 from mhla_tasks.commandline.arguments import read_words
@@ -27,7 +28,6 @@ from PIL import Image
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import Attention
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.training.optim import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs/classification/digits.yaml"
@@ -73,7 +73,7 @@ def changed(tmp_path: Path, old: str, new: str) -> str:
     [
         ("drop_path: 0.1", "drop_pth: 0.1", "model.init_args.drop_pth is not an option of ImageClassifier; did you mean model.init_args.drop_path?"),
         ("kind: mhla", "knd: mhla", "model.init_args.attention.knd is not an option of AttentionConfig; did you mean model.init_args.attention.kind?"),
-        ("warmup_epochs: 2", "warmup_epoch: 2", "did you mean model.init_args.optimizer.warmup_epochs?"),
+        ("warmup_epochs: 2", "warmup_epoch: 2", "did you mean model.init_args.training.optimizer.warmup_epochs?"),
         ("max_epochs: 30", "max_epoch: 30", "trainer.max_epoch is not an option of the trainer; did you mean trainer.max_epochs?"),
         ("save_last: true", "save_lst: true", "trainer.callbacks[0].init_args.save_lst is not an option of ModelCheckpoint; did you mean"),
         ("trainer:", "trainr:", "trainr is not an option; did you mean trainer?"),
@@ -100,6 +100,8 @@ def test_wrong_key_or_type_in_a_file(
     ("argument", "message"),
     [
         ("--model.init_args.drop_pth=0.1", "did you mean model.init_args.drop_path?"),
+        ("--model.dept=2", "did you mean model.shape.depth?"),
+        ("--model.optimiser.lr=1", "did you mean model.training.optimizer?"),
         ("--model.init_args.attention.knd=linear", "did you mean model.init_args.attention.kind?"),
         ("--trainer.max_epoch=3", "did you mean trainer.max_epochs?"),
         ("--trainer.max_epochs=abc", "trainer.max_epochs: expected int, got abc"),
@@ -129,7 +131,7 @@ def test_wrong_argument(
         (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.num_classes=10 and data.num_classes=7 must be equal"),
         (["fit", "--config", str(DIGITS), "--data.init_args.batch_size=4", "--data.init_args.batch_size=8"], "--data.init_args.batch_size is given 2 times: 4, 8"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.mixing=exponental"], "got exponental"),
-        (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "adds more than one patch of 1 pixels to each side"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.shape.pad_to=32"], "adds more than one patch of 1 pixels to each side"),
     ],
 )  # fmt: skip
 def test_wrong_call(
@@ -249,7 +251,7 @@ def test_the_language_models_of_the_paper_differ_in_attention_alone() -> None:
         configs[kind] = config
     assert configs["mhla"] == configs["linear"] == configs["softmax"]
     with torch.device("meta"):
-        options = {**configs["mhla"]["model"]["init_args"], "optimizer": OptimizerConfig()}
+        options = configs["mhla"]["model"]["init_args"]
         model = LanguageModel(**{**options, "attention": AttentionConfig(kind="mhla", **options["attention"])})
     assert sum(p.numel() for p in model.network.parameters()) / 1e6 == pytest.approx(341, abs=1)
     assert configs["mhla"]["trainer"]["max_steps"] * 128 * 2048 == pytest.approx(10e9, rel=1e-4)
@@ -267,7 +269,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a small run on the digits by the command line, and return its checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
     config = yaml.safe_load(DIGITS.read_text())
-    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], dim=16, depth=2, heads=2)
     config["trainer"] |= {
         "max_epochs": 2,
         "check_val_every_n_epoch": 1,
@@ -302,7 +304,7 @@ def test_a_checkpoint_needs_no_code_to_be_read(trained: Path) -> None:
     content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
     assert all(
         isinstance(value, dict)
-        for value in (content["hyper_parameters"]["optimizer"], content["hyper_parameters"]["mixup"])
+        for value in (content["hyper_parameters"]["training"]["optimizer"], content["hyper_parameters"]["mixup"])
     )
     assert content["hyper_parameters"]["attention"]["kind"] == "mhla"
     model = ImageClassifier.load_from_checkpoint(trained / "checkpoints/last.ckpt", weights_only=True)
@@ -316,10 +318,12 @@ def test_precedence_command_line_then_file_then_checkpoint(
     remembered = parse(monkeypatch, "validate", checkpoint).config.model.init_args
     assert (remembered.dim, remembered.drop_path, remembered.optimizer.lr) == (16, 0.1, 2e-3)
     mine = tmp_path / "mine.yaml"
-    mine.write_text("model: {init_args: {drop_path: 0.3, optimizer: {lr: 0.5}}}")
-    config = parse(monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.optimizer.lr=0.77").config
-    assert (config.model.init_args.dim, config.model.init_args.drop_path) == (16, 0.3)
-    assert config.model.init_args.optimizer.lr == 0.77, "the checkpoint or the file beat the command line"
+    mine.write_text("model: {init_args: {drop_path: 0.3, training: {optimizer: {lr: 0.5}}}}")
+    config = parse(
+        monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.training.optimizer.lr=0.77"
+    ).config
+    assert (config.model.init_args.shape.dim, config.model.init_args.drop_path) == (16, 0.3)
+    assert config.model.init_args.training.optimizer.lr == 0.77, "the checkpoint or the file beat the command line"
     assert config.data.init_args.batch_size == 64
 
 
@@ -330,7 +334,7 @@ def test_checkpoint_of_another_attention_kind(
     checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
     error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.attention.kind=linear")
     assert "trained with attention kind 'mhla', this run asks for 'linear'" in error
-    error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.dim=32")
+    error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.shape.dim=32")
     assert "a model with different sizes" in error
 
 
@@ -390,13 +394,13 @@ def test_the_configuration_is_printed(
             "fit",
             "--config",
             str(DIGITS),
-            "--model.depth=3",
+            "--model.shape.depth=3",
             f"--print_config{flags}",
             "--trainer.max_epochs=7",
         )
     assert stop.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert (printed["model"]["init_args"]["depth"], printed["trainer"]["max_epochs"]) == (3, 7)
+    assert (printed["model"]["init_args"]["shape"]["depth"], printed["trainer"]["max_epochs"]) == (3, 7)
     assert ("barebones" in printed["trainer"]) == (flags != "=skip_default")
 
 
@@ -511,9 +515,9 @@ def test_nothing_is_printed_below_the_result(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = [
-        "--model.dim=16",
-        "--model.depth=1",
-        "--model.heads=2",
+        "--model.shape.dim=16",
+        "--model.shape.depth=1",
+        "--model.shape.heads=2",
         "--trainer.max_steps=2",
         "--trainer.accelerator=cpu",
     ]
@@ -532,8 +536,9 @@ def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: py
         ("attention.block_grid", "number of blocks along each axis"),
         ("mixup.cutmix", "alpha of cutmix"),
         ("drop_path", "stochastic depth"),
-        ("optimizer.warmup_epochs", "length of the linear warm-up in epochs"),
-        ("ema_decay", "moving average"),
+        ("shape.stem", "one convolution"),
+        ("training.optimizer.warmup_epochs", "length of the linear warm-up in epochs"),
+        ("training.ema_decay", "moving average"),
     ):
         assert f"--model.{option}" in text, f"{option} is missing"
         assert said in text, f"{option} is not explained"

@@ -31,8 +31,8 @@ NAMES = st.sampled_from(
     [
         "config", "c", "run_dir", "ckpt_path", "allow", "seed_everything", "model", "data", "trainer", "weights_only",
         "trainer.max_steps", "trainer.callbacks", "trainer.callbacks+", "trainer.callbacks.monitor", "trainer.strategy",
-        "trainer.logger", "model.class_path", "model.init_args", "model.init_args.depth", "model.attention.kind",
-        "model.optimizer", "data.init_args.batch_size", "data.train", "model.help", "help", "print_config", "sweep", "",
+        "trainer.logger", "model.class_path", "model.init_args", "model.init_args.shape.depth", "model.attention.kind",
+        "model.training.optimizer", "data.init_args.batch_size", "data.train", "model.help", "help", "print_config", "sweep", "",
         ".", "a..b", "model.", "-", "trainer.plugins", "model.dict_kwargs.x", "trainer.callbacks.init_args.dirpath",
     ]
 )  # fmt: skip

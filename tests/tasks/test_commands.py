@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from mhla_tasks.classification import ImageClassifier
 from mhla_tasks.commandline import completion, main, registry
 from mhla_tasks.tools import measuring
@@ -194,7 +195,7 @@ def test_a_benchmark_gets_its_options_and_its_status_is_passed_on(
 
 def small(**options: object) -> ImageClassifier:
     sizes = {"num_classes": 3, "image_size": 8, "channels": 1, "patch_size": 2, "dim": 16, "depth": 1, "heads": 2}
-    return ImageClassifier(attention={"kind": "linear"}, **{**sizes, **options})  # type: ignore[arg-type]
+    return ImageClassifier(attention={"kind": "linear"}, **grouped(**{**sizes, **options}))  # type: ignore[arg-type]
 
 
 def written(module: ImageClassifier, path: Path, **memory: object) -> Path:

@@ -1,4 +1,4 @@
-"""``model.init_args.compile``: the same losses, names of weights and checkpoints, in every domain, by the command line."""
+"""``model.init_args.training.compile``: the same losses, names of weights and checkpoints, in every domain, by the command line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from processes import run_cli
 
 from lightning_mhla import AttentionConfig, Backbone
@@ -27,7 +28,7 @@ LINES = {
         "class_path": "mhla_tasks.language.LanguageModel",
         "init_args": {
             "attention": {"kind": "mhla", "block_size": 8, "mixing": "exponential", "normalize": False},
-            "vocab_size": 64, "context": 32, "dim": 16, "heads": 2,
+            "vocab_size": 64, "context": 32, "shape": {"dim": 16, "heads": 2},
         },
     },
     "data": {"class_path": "lines.Lines"},
@@ -52,7 +53,7 @@ class Lines(LightningDataModule):
 def small(folder: Path, name: str) -> Path:
     """Write a configuration with fewer layers, losses in a CSV file, and a checkpoint at every step."""
     config = LINES if name == "language" else yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
-    config["model"]["init_args"] |= SMALL[name]
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], **SMALL[name])
     checkpoint = {
         "filename": "{step}",
         "every_n_train_steps": 1,
@@ -80,7 +81,7 @@ def losses(folder: Path) -> dict[int, float]:
 def test_a_compiled_run_is_the_same_run(name: str, tmp_path: Path) -> None:
     """Compiled, and resumed without from its second step; graphs after the first step are counted."""
     backend = "inductor" if name == "classification/digits" else "aot_eager"
-    compiled = ["--model.compile=true", f"--model.compile_options.backend={backend}"]
+    compiled = ["--model.training.compile=true", f"--model.training.compile_options.backend={backend}"]
     own = ["--allow=lines"] if name == "language" else []
     plain, both, resumed = (tmp_path / name for name in ("plain", "both", "resumed"))
     run_cli("fit", "--config", str(small(plain, name)), *own, folder=plain)
@@ -100,7 +101,7 @@ def test_a_compiled_run_is_the_same_run(name: str, tmp_path: Path) -> None:
 
 def test_compiled_layers_are_sharded(tmp_path: Path) -> None:
     options = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
-    compiled = ["--model.compile=true", "--model.compile_options.backend=aot_eager"]
+    compiled = ["--model.training.compile=true", "--model.training.compile_options.backend=aot_eager"]
     one, two = tmp_path / "one", tmp_path / "two"
     run_cli("fit", "--config", str(small(one, "classification/digits")), *options, folder=one)
     run_cli("fit", "--config", str(small(two, "classification/digits")), *options, *compiled, folder=two)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.parser import main
 from processes import run_cli
@@ -25,7 +26,9 @@ FSDP = ROOT / "configs/trainer/fsdp.yaml"
 def small_config(folder: Path) -> Path:
     """Write a smaller digits configuration with a checkpoint at every step and losses in a CSV file."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
+    config["model"]["init_args"] = grouped(
+        config["model"]["init_args"], dim=16, depth=2, heads=2, ema_decay=0.9, drop_path=0.2
+    )
     config["data"]["init_args"] = {"batch_size": 240}
     checkpoint = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1, "save_on_train_epoch_end": False}
     config["trainer"] = {

@@ -27,7 +27,7 @@ from lightning_mhla.system.processes import check_open_files
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "configs/classification/digits.yaml")
 SMALL = """\
-model: {init_args: {depth: 1, dim: 16, heads: 2}}
+model: {init_args: {shape: {depth: 1, dim: 16, heads: 2}}}
 trainer:
   accelerator: cpu
   max_epochs: 1
@@ -364,10 +364,10 @@ def test_tools_say_which_checkpoint_they_use(server: ForkServer, trained: Path, 
 CONFIGS = {
     "value": ("trainer:\n  max_epochs: ten\n", "trainer.max_epochs: expected int, got ten (line 2)"),
     "subcommand": ("fit:\n  trainer:\n    max_epochs: ten\n", "trainer.max_epochs: expected int, got ten (line 3)"),
-    "nested": ("model:\n  init_args:\n    optimizer:\n      lr: fast\n", "model.init_args.optimizer.lr: "),
+    "nested": ("model:\n  init_args:\n    training:\n      optimizer: {lr: fast}\n", "model.init_args.training.optimizer.lr: "),
     "list": ("trainer:\n  callbacks:\n  - class_path: lightning_mhla.callbacks.Recovery\n    init_args: {keep: many}\n", "trainer.callbacks[0].init_args.keep: expected int, got many (line 4)"),
     "key": ("trainer:\n\n  max_epoch: 3\n", "did you mean trainer.max_epochs? (line 3)"),
-    "included": ("model: model.yaml\n", "sub/model.yaml: model.init_args.depth: expected int, got deep (line 3)"),
+    "included": ("model: model.yaml\n", "sub/model.yaml: model.init_args.shape.depth: expected int, got deep (line 3)"),
     "tab": ("trainer:\n\tmax_epochs: 7\n", "line 2 is indented by a tab: YAML accepts only spaces"),
     "brace": ("trainer: {max_epochs: 3\n", "line 2, column 1: while parsing a flow mapping"),
     "twice": ("trainer:\n  max_epochs: 3\n  max_epochs: 4\n", "trainer.max_epochs is given twice, in line 2 and in line 3"),
@@ -391,7 +391,7 @@ def test_errors_name_the_file_they_are_in(
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/mine.yaml").write_text(text)
     (tmp_path / "sub/model.yaml").write_text(
-        "class_path: mhla_tasks.classification.ImageClassifier\ninit_args:\n  depth: deep\n"
+        "class_path: mhla_tasks.classification.ImageClassifier\ninit_args:\n  shape: {depth: deep}\n"
     )
     path = str(tmp_path / "sub/mine.yaml") if place == "absolute" else "sub/mine.yaml"
     files = [path, DIGITS] if place == "first" else [DIGITS, path]

@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, width in (("first", 16), ("second", 24)):
         main(["fit", f"--config={ROOT}/configs/classification/digits.yaml", f"--run_dir={folder / name}",
-              f"--model.dim={width}", "--model.depth=1", "--model.heads=1",
+              f"--model.shape.dim={width}", "--model.shape.depth=1", "--model.shape.heads=1",
               "--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.accelerator=cpu",
               "--trainer.enable_progress_bar=false"])  # fmt: skip
     return folder

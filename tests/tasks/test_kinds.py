@@ -19,9 +19,9 @@ SHORT = ["--trainer.max_steps=2", "--trainer.max_epochs=-1", "--trainer.val_chec
          "--trainer.check_val_every_n_epoch=null", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu",
          "--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0"]  # fmt: skip
 SMALL = {
-    "classification/digits": ["--model.depth=2"],
-    "diffusion/digits": ["--model.depth=2", "--model.sampling.steps=2"],
-    "language/stdlib": ["--model.depth=2", "--model.dim=32", "--model.context=64",
+    "classification/digits": ["--model.shape.depth=2"],
+    "diffusion/digits": ["--model.shape.depth=2", "--model.sampling.steps=2"],
+    "language/stdlib": ["--model.shape.depth=2", "--model.shape.dim=32", "--model.context=64",
                         "--model.vocab_size=512", "--data.vocab_size=512",
                         "--data.context=64", "--model.generation.max_new_tokens=4"],
     "text_to_image/digits_finetune": ["--model.transformer.num_layers=2", "--model.sampling.steps=2"],

@@ -12,12 +12,14 @@ import torch
 import yaml
 from mhla_tasks.classification import ImageNetShards
 from mhla_tasks.commandline.arguments import UsageError, read_words
-from mhla_tasks.commandline.moved_keys import move_arguments, notice
+from mhla_tasks.commandline.moved_keys import notice
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import PLAN, Plan, check_same, make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import differences, read_runs
 from PIL import Image
+
+from lightning_mhla.checkpoints.former_names import present_options
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "configs/classification/digits.yaml")
@@ -62,21 +64,21 @@ def test_a_later_file_beats_an_earlier_one_and_a_base_is_weaker_than_the_file_th
 @pytest.mark.parametrize(
     "words",
     [
-        ["--model.depth=3"],
-        ["--model.init_args.depth=3"],
-        ["--model={init_args: {depth: 3}}"],
-        ["--model={depth: 3}"],
-        ["--model", f"{{class_path: {MODEL}, init_args: {{depth: 3}}}}"],
-        [f"--model={MODEL}", "--model.depth=3"],
-        ["--model.depth=3", f"--model={MODEL}"],
-        ["--config={model: {depth: 3}}"],
+        ["--model.shape.depth=3"],
+        ["--model.init_args.shape.depth=3"],
+        ["--model={init_args: {shape: {depth: 3}}}"],
+        ["--model={shape: {depth: 3}}"],
+        ["--model", f"{{class_path: {MODEL}, init_args: {{shape: {{depth: 3}}}}}}"],
+        [f"--model={MODEL}", "--model.shape.depth=3"],
+        ["--model.shape.depth=3", f"--model={MODEL}"],
+        ["--config={model: {shape: {depth: 3}}}"],
     ],
     ids=lambda words: " ".join(words)[:40],
 )
 def test_every_form_of_an_option_of_a_class_means_the_same(words: list[str]) -> None:
     found = options("--config", DIGITS, *words)["model"]
     assert found["class_path"] == MODEL
-    assert str(found["init_args"]["depth"]) == "3"
+    assert str(found["init_args"]["shape"]["depth"]) == "3"
     assert found["init_args"]["attention"]["kind"] == "mhla", "the file's other options stay"
     assert set(found) == {"class_path", "init_args"}
 
@@ -125,7 +127,10 @@ def test_a_file_appends_to_the_list_that_it_gives_whatever_comes_first(tmp_path:
         ("--trainer.callbacks.0.monitor=x", "trainer.callbacks.OPTION is an option of the last item"),
         ("--trainer.logger.1.name=x", "trainer.logger.OPTION is an option of the last item"),
         ("--model.attention=linear", "model.attention takes options by name, such as model.attention.kind=linear"),
-        ("--model.optimizer=0.1", "--model.optimizer=0.1: model.optimizer takes options by name"),
+        (
+            "--model.training.optimizer=0.1",
+            "--model.training.optimizer=0.1: model.training.optimizer takes options by name",
+        ),
     ],
 )
 def test_values_where_options_are_needed_are_one_line(word: str, message: str) -> None:
@@ -161,9 +166,9 @@ def test_brackets_and_nothing_are_texts_where_no_class_can_stand() -> None:
         "callbacks"
     ]
     assert added == ["Timer"]
-    new = options("--config", DIGITS, "--model.optimizer=null", "--model.optimizer.lr=3")["model"]["init_args"][
-        "optimizer"
-    ]
+    new = options("--config", DIGITS, "--model.training.optimizer=null", "--model.training.optimizer.lr=3")["model"][
+        "init_args"
+    ]["training"]["optimizer"]
     assert new == {"lr": "3"}
     strategy = options("--config", DIGITS, "--trainer.strategy=ddp", "--trainer.strategy.find_unused_parameters=true")
     assert strategy["trainer"]["strategy"] == {"find_unused_parameters": "true"}
@@ -173,7 +178,7 @@ def test_a_class_with_none_of_the_options_before_keeps_none() -> None:
     timm = "mhla_tasks.classification.TimmClassifier"
     found = options("--config", DIGITS, f"--model={timm}", "--model.model=vit_tiny_patch16_224")["model"]["init_args"]
     assert found["model"] == "vit_tiny_patch16_224"
-    assert "patch_size" not in found
+    assert "shape" not in found
     assert found["num_classes"] == 10
 
 
@@ -193,12 +198,15 @@ def test_appending_below_a_mapping_of_the_users_own_keys() -> None:
         ("trainer: foo\n", "trainer must contain options (KEY: VALUE), got foo"),
         ("model: {init_args: 3}\n", "init_args takes options by name (KEY: VALUE), got 3"),
         ("data: {dict_kwargs: {batch_size: 3}}\n", "Digits accepts only its own options; write them under init_args"),
-        ("model: {init_args: {depth: !!binary aGk=}}\n", "could not determine a constructor"),
-        ("model: {init_args: {depth: !!set {a}}}\n", "could not determine a constructor"),
+        ("model: {init_args: {shape: !!binary aGk=}}\n", "could not determine a constructor"),
+        ("model: {init_args: {shape: !!set {a}}}\n", "could not determine a constructor"),
         ("trainer: {callbacks++: [Timer]}\n", "trainer.callbacks++ is not an option"),
         ("trainer: {callbacks: {0: {monitor: a}}}\n", "trainer.callbacks.OPTION is an option of the last item"),
         ("model: {attention: linear}\n", "model.attention takes options by name, such as model.attention.kind=linear"),
-        ("model: {init_args: {optimizer: 3}}\n", "model.init_args.optimizer takes options by name, such as"),
+        (
+            "model: {init_args: {training: {optimizer: 3}}}\n",
+            "model.init_args.training.optimizer takes options by name, such as",
+        ),
     ],
 )
 def test_what_is_no_configuration_is_rejected_with_its_file(tmp_path: Path, text: str, message: str) -> None:
@@ -209,12 +217,12 @@ def test_what_is_no_configuration_is_rejected_with_its_file(tmp_path: Path, text
 
 
 def test_options_for_a_class_that_is_replaced_are_no_error(tmp_path: Path) -> None:
-    overlay = write(tmp_path / "a.yaml", {"model": {"init_args": {"depth": 3}}})
+    overlay = write(tmp_path / "a.yaml", {"model": {"init_args": {"shape": {"depth": 3}}}})
     timm = "mhla_tasks.classification.TimmClassifier"
     made = plan("fit", "--config", DIGITS, "--config", overlay, f"--model={timm}", "--model.model=vit_tiny_patch16_224")
-    assert "depth" not in made.configuration["model"]["init_args"]
-    assert all("depth" not in each["model"]["init_args"] for each in made.replaced)
-    assert plan("fit", "--config", DIGITS, "--config", overlay, "--model.depth=2").replaced, (
+    assert "shape" not in made.configuration["model"]["init_args"]
+    assert all("shape" not in each["model"]["init_args"] for each in made.replaced)
+    assert plan("fit", "--config", DIGITS, "--config", overlay, "--model.shape.depth=2").replaced, (
         "it is checked where it is replaced"
     )
 
@@ -369,7 +377,7 @@ def test_classes_that_take_an_option_by_its_former_name_keep_it() -> None:
 
 
 def test_tools_read_what_an_earlier_version_wrote(tmp_path: Path) -> None:
-    assert move_arguments("data", ImageNetShards, {"train": "a", **FORMER}) == {"train": "a", "shards": FORMER}
+    assert present_options("data", ImageNetShards, {"train": "a", **FORMER}) == {"train": "a", "shards": FORMER}
     for name, arguments in (("old", FORMER), ("new", {"shards": FORMER})):
         write(tmp_path / name / "config.yaml", {"data": {"class_path": SHARDS, "init_args": arguments}})
         (tmp_path / name / "run.json").write_text('{"metrics": {}, "seconds": 1}')
@@ -394,8 +402,8 @@ def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
             Image.new("RGB", (8, 8), (60 * number, 0, 0)).save(tmp_path / "photos" / label / f"{number}.png")
     run, photos = tmp_path / "run", tmp_path / "photos"
     small = [f"--data.train={photos}", f"--data.val={photos}", "--data.image_size=8", "--data.batch_size=4",
-             "--data.num_workers=0", "--data.augment.color_jitter=0", "--model.dim=8", "--model.depth=1",
-             "--model.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
+             "--data.num_workers=0", "--data.augment.color_jitter=0", "--model.shape.dim=8", "--model.shape.depth=1",
+             "--model.shape.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
              "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: true}}]",
              "--trainer.enable_progress_bar=false", "--data.shards.max_skipped=7"]  # fmt: skip
     main(["fit", "--config", FOLDER, f"--run_dir={run}", *small, "--trainer.max_epochs=1"])
@@ -408,13 +416,14 @@ def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
         memory |= memory.pop("shards")
         path.unlink()  # another name of the file keeps its content
         torch.save(content, path)
-    with caplog.at_level(logging.WARNING, "mhla_tasks"):
-        main(["fit", f"--run_dir={run}", "--trainer.max_epochs=2"])
+    with caplog.at_level(logging.INFO):
+        main(["fit", f"--run_dir={run}", "--trainer.max_epochs=2", "--data.shards.max_skipped=9"])
+    assert "resumed with another option: data.shards.max_skipped 7 -> 9" in caplog.text
     (message,) = [text for text in caplog.messages if "is now" in text]
     assert "data.max_skipped is now data.shards.max_skipped" in message
     assert f"{run}/config.yaml" in message
     arguments = yaml.safe_load((run / "config.yaml").read_text())["data"]["init_args"]
-    assert arguments["shards"]["max_skipped"] == 7
+    assert arguments["shards"]["max_skipped"] == 9
     assert "max_skipped" not in arguments
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     assert content["epoch"] == 1
@@ -429,10 +438,10 @@ def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
         (["fit", "--config", DIGITS, "more"], "unexpected argument 'more' after --config"),
         (["fit", "--data.train=a", "b"], "'--data.train=[a,b]'"),
         (["fit", "validate"], "unexpected argument 'validate'"),
-        (["fit", "--model.depth"], "--model.depth needs a value"),
+        (["fit", "--model.shape.depth"], "--model.shape.depth needs a value"),
         (["fit", "--"], "unexpected argument '--'"),
         (["fit", "--config"], "--config needs a value"),
-        (["fit", "--config", "--model.depth=3"], "--config needs a value"),
+        (["fit", "--config", "--model.shape.depth=3"], "--config needs a value"),
         (["fit", "-c", DIGITS, "-x"], "unexpected argument '-x'"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",

@@ -121,7 +121,7 @@ def test_downloads_and_backups_beside_files_that_are_written_stay(tmp_path: Path
 def test_weights_of_the_user_in_the_folder_of_an_export_stay(tmp_path: Path) -> None:
     run, target = tmp_path / "run", tmp_path / "model"
     main(["fit", f"--config={ROOT}/configs/classification/digits.yaml", f"--run_dir={run}",
-          "--model.init_args.dim=16", "--model.init_args.depth=1", "--model.init_args.heads=1",
+          "--model.init_args.shape.dim=16", "--model.init_args.shape.depth=1", "--model.init_args.shape.heads=1",
           "--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1",
           "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"])  # fmt: skip
     names = ("my-lora.safetensors", "backup/model.safetensors", "notes/model.safetensors.index.json")

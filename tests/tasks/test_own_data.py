@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
-from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.classification import ImageClassifier, VisionShape
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import allow_imports
 from mhla_tasks.diffusion import ClassToImage
@@ -19,7 +19,7 @@ from mhla_tasks.video import VideoDiffusion
 from torch.utils.data import DataLoader
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.training.module import check_batch
+from lightning_mhla.training.batches import check_batch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/data.md").read_text()
@@ -58,7 +58,8 @@ class Plain(LightningDataModule):
 
 def fitted(data: Plain) -> Trainer:
     attention = AttentionConfig(block_grid=[2, 2])
-    model = ImageClassifier(attention, num_classes=3, image_size=8, channels=1, patch_size=2, dim=8, depth=1, heads=1)
+    shape = VisionShape(patch_size=2, dim=8, depth=1, heads=1)
+    model = ImageClassifier(attention, num_classes=3, image_size=8, channels=1, shape=shape)
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, num_sanity_val_steps=0, **quiet)
     trainer.fit(model, datamodule=data)

@@ -30,8 +30,8 @@ from lightning_mhla.data.loader import Progress
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "--data.image_size=16", "--data.batch_size=4",
-    "--data.augment.color_jitter=0", "--model.dim=8", "--model.depth=1",
-    "--model.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
+    "--data.augment.color_jitter=0", "--model.shape.dim=8", "--model.shape.depth=1",
+    "--model.shape.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 

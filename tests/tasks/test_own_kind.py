@@ -19,7 +19,7 @@ KIND = [
     "--model.attention.kind=toy",
     "--model.attention.options={sharpness: 2.0}",
 ]
-SHORT = ["--trainer.max_steps=4", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2", "--model.depth=1",
+SHORT = ["--trainer.max_steps=4", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2", "--model.shape.depth=1",
          "--trainer.check_val_every_n_epoch=null", "--trainer.limit_val_batches=2", "--trainer.accelerator=cpu",
          "--trainer.enable_progress_bar=false"]  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_it_classifies_images(folder: Path) -> None:
 
 def test_it_models_language(folder: Path, cache_dir: Path) -> None:
     config = str(ROOT / "configs/language/stdlib.yaml")
-    small = ["--model.dim=32", "--model.context=64", "--model.vocab_size=512",
+    small = ["--model.shape.dim=32", "--model.context=64", "--model.vocab_size=512",
              "--data.vocab_size=512", f"--data.cache_dir={cache_dir}",
              "--model.generation.max_new_tokens=4"]  # fmt: skip
     run(folder, "fit", "--config", config, *KIND, "--model.attention.rotary=false", *small, *SHORT)

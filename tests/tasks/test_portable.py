@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer, seed_everything
-from mhla_tasks.classification import Digits, ImageClassifier
+from mhla_tasks.classification import Digits, ImageClassifier, VisionShape
 from mhla_tasks.diffusion.model import DiT
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
 from lightning_mhla.vision.stages import RAVLT
 
@@ -74,14 +75,14 @@ def int8(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", ["deit", "vlt"])
 def test_int8_keeps_the_top_class(name: str) -> None:
     seed_everything(0, verbose=False)
-    shape: dict[str, Any] = {"dim": 32, "depth": 2, "heads": 2, "patch_size": 1, "stem": "conv"}
+    network: dict[str, Any] = {"shape": VisionShape(dim=32, depth=2, heads=2, patch_size=1, stem="conv")}
     attention = AttentionConfig(block_grid=[2, 2], lepe=3)
     if name == "vlt":
         attention = AttentionConfig(**{**RAVLT, "kind": "mhla"})
-        shape = {"vlt": {"dims": [16, 32], "depths": [1, 1], "heads": [2, 2], "linear_stages": 1,
-                         "block_grids": [[4, 4]], "patch_size": 1, "head_width": 32}}  # fmt: skip
+        network = {"vlt": {"dims": [16, 32], "depths": [1, 1], "heads": [2, 2], "linear_stages": 1,
+                           "block_grids": [[4, 4]], "patch_size": 1, "head_width": 32}}  # fmt: skip
     optimizer = OptimizerConfig(lr=4e-3, weight_decay=0.05, warmup_steps=10)
-    module = ImageClassifier(attention, 10, 8, channels=1, optimizer=optimizer, **shape)
+    module = ImageClassifier(attention, 10, 8, channels=1, training=TrainingOptions(optimizer), **network)
     data = Digits(batch_size=64, augment=False)
     trainer = Trainer(max_epochs=12, accelerator="cpu", logger=False, enable_checkpointing=False,
                       enable_progress_bar=False, limit_val_batches=0)  # fmt: skip

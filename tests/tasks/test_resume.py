@@ -10,11 +10,12 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mhla_tasks.classification import Digits, ImageClassifier
+from mhla_tasks.classification import Digits, ImageClassifier, VisionShape
 from mhla_tasks.classification.base import MixupConfig
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 
 STEPS = 5  # an epoch of 1,437 digits in batches of 256
 EPOCHS = 3
@@ -39,21 +40,16 @@ class Record(Callback):
             self.validated[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
 
 
-def small_classifier(**options: Any) -> ImageClassifier:
+def small_classifier(checkpointing: bool = False, **options: Any) -> ImageClassifier:
     return ImageClassifier(
         AttentionConfig(kind="mhla", block_grid=[4, 4], lepe=3),
         num_classes=10,
         image_size=8,
         channels=1,
-        patch_size=1,
-        stem="conv",
-        dim=16,
-        depth=2,
-        heads=2,
+        shape=VisionShape(dim=16, depth=2, heads=2, patch_size=1, stem="conv"),
         drop_path=0.2,
         mixup=MixupConfig(mixup=0.2, cutmix=0.5),
-        optimizer=OptimizerConfig(lr=2e-3, warmup_epochs=1),
-        ema_decay=0.9,
+        training=TrainingOptions(OptimizerConfig(lr=2e-3, warmup_epochs=1), ema_decay=0.9, checkpointing=checkpointing),
         **options,
     )
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 import yaml
 from fork_server import ForkServer
-from mhla_tasks.classification import Digits, ImageClassifier
+from grouped import grouped
+from mhla_tasks.classification import Digits, ImageClassifier, VisionShape
 from mhla_tasks.commandline.parser import main
 from torch import nn
 
@@ -32,8 +33,8 @@ ROOT = Path(__file__).parents[2]
 def write_config(folder: Path, schedule: str = "cosine", **trainer: Any) -> Path:
     """Write a smaller digits configuration with its own logger and callbacks, and a CSV table."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}
-    config["model"]["init_args"]["optimizer"] = {"lr": 2e-3, "min_lr": 1e-4, "schedule": schedule}
+    optimizer = {"lr": 2e-3, "min_lr": 1e-4, "schedule": schedule}
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], dim=16, depth=2, heads=2, optimizer=optimizer)
     config["data"]["init_args"] = {"batch_size": 240}
     table = {"class_path": "CSVLogger", "init_args": {"save_dir": "elsewhere"}}
     config["trainer"] |= {"accelerator": "cpu", "log_every_n_steps": 1, "max_epochs": -1, "limit_val_batches": 0}
@@ -86,7 +87,7 @@ def test_optimiser_options_are_obeyed_on_resume(tmp_path: Path, caplog: pytest.L
     config, run = write_config(tmp_path), tmp_path / "run"
     fit(run, config, "--trainer.max_steps=4")
     with caplog.at_level(logging.INFO, "lightning_mhla"):
-        optimizer = "--model.optimizer"
+        optimizer = "--model.training.optimizer"
         fit(run, config, "--trainer.max_steps=8", f"{optimizer}.lr=1e-3", f"{optimizer}.weight_decay=0.3")
     state = torch.load(resolve_checkpoint(run), weights_only=True)["optimizer_states"][0]
     groups = {group["name"]: group for group in state["param_groups"]}
@@ -95,7 +96,7 @@ def test_optimiser_options_are_obeyed_on_resume(tmp_path: Path, caplog: pytest.L
     assert groups["no_decay"]["weight_decay"] == groups["mixing"]["weight_decay"] == 0
     assert "initial_lr of decay 0.002 -> 0.001" in caplog.text
     assert "end of the schedule 4 -> 8" in caplog.text
-    assert "model.optimizer.lr 0.002 -> 0.001" in caplog.text
+    assert "model.training.optimizer.lr 0.002 -> 0.001" in caplog.text
     rates = table(run, "lr/decay")
     assert rates[0] == 2e-3
     assert max(rates[step] for step in range(4, 8)) <= 1e-3
@@ -127,10 +128,10 @@ def test_what_may_not_change_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     config, run = write_config(tmp_path), tmp_path / "run"
     fit(run, config, "--trainer.max_steps=4")
     for option, message in (
-        ("--model.optimizer.layer_decay=0.5", "optimizer has groups of"),
+        ("--model.training.optimizer.layer_decay=0.5", "optimizer has groups of"),
         ("--data.batch_size=120", "trained with batch_size=240"),
         ("--seed_everything=7", "trained with seed=0"),
-        ("--model.dim=32", "model with different sizes"),
+        ("--model.shape.dim=32", "model with different sizes"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit):
@@ -254,12 +255,12 @@ def test_names_of_two_meanings_and_a_logger(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
 
     class Named(Digits):
-        def __init__(self, optimizer: str = "of the data", **options: Any) -> None:
+        def __init__(self, training: str = "of the data", **options: Any) -> None:
             super().__init__(**options)
             self.save_hyperparameters()
 
     module = ImageClassifier(
-        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
+        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, shape=VisionShape(16, 1, 2, patch_size=2)
     )
     logger = TensorBoardLogger(tmp_path, name="", version="")
     trainer = Trainer(
@@ -267,15 +268,15 @@ def test_names_of_two_meanings_and_a_logger(tmp_path: Path) -> None:
     )
     trainer.fit(module, Named(batch_size=240))
     text = (tmp_path / "hparams.yaml").read_text()
-    assert "data/optimizer: of the data" in text
-    assert "model/optimizer" in text
+    assert "data/training: of the data" in text
+    assert "model/training" in text
 
 
 def test_data_of_another_size_than_the_models_is_one_line() -> None:
     from types import SimpleNamespace
 
     module = ImageClassifier(
-        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
+        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, shape=VisionShape(16, 1, 2, patch_size=2)
     )
     module._trainer = SimpleNamespace(datamodule=SimpleNamespace(hparams={"num_classes": 7}))  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"model\.num_classes=10 and data\.num_classes=7 must be equal"):
@@ -287,7 +288,7 @@ def test_lightnings_search_for_a_learning_rate_works(tmp_path: Path) -> None:
     from lightning.pytorch.tuner import Tuner
 
     module = ImageClassifier(
-        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
+        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, shape=VisionShape(16, 1, 2, patch_size=2)
     )
     trainer = Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
@@ -317,7 +318,7 @@ def test_class_folders_grey_pictures_and_their_names(
                 )
     data = {"train": "train", "val": "val", "batch_size": 8, "num_workers": 0, "image_size": 16}
     trainer = {"accelerator": "cpu", "max_steps": 2, "enable_progress_bar": False, "logger": False}
-    sizes = {"num_classes": 2, "channels": 1, "patch_size": 4, "dim": 16, "depth": 1, "heads": 2}
+    sizes = {"num_classes": 2, "channels": 1, "shape": {"patch_size": 4, "dim": 16, "depth": 1, "heads": 2}}
     configs = {
         "classification": {
             "model": {"class_path": "mhla_tasks.classification.ImageClassifier",

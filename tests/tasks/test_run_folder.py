@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from mhla_tasks.commandline.parser import main
 from processes import fork_server
 
@@ -29,7 +30,9 @@ STEPS = 24  # two epochs of six steps, validation after each, in batches of 240
 def write_config(folder: Path, **trainer: Any) -> Path:
     """Write a smaller digits configuration with a checkpoint every seven steps."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
+    config["model"]["init_args"] = grouped(
+        config["model"]["init_args"], dim=16, depth=2, heads=2, ema_decay=0.9, drop_path=0.2
+    )
     config["data"]["init_args"] = {"batch_size": 240}
     recovery = {"class_path": "lightning_mhla.callbacks.Recovery", "init_args": {"every_n_steps": 7}}
     best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/loss", "save_last": True}}
@@ -148,7 +151,7 @@ def test_tensorboard_shows_each_point_once(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("end", [8, 9, 10, 20], ids=["inside", "before the last", "epoch", "validation"])
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(whole: Path, tmp_path: Path, end: int) -> None:
-    words = ["fit", "--config", str(write_config(tmp_path)), "--model.optimizer.schedule=constant"]
+    words = ["fit", "--config", str(write_config(tmp_path)), "--model.training.optimizer.schedule=constant"]
     main([*words, f"--run_dir={tmp_path / 'long'}"])
     main([*words, f"--run_dir={tmp_path / 'run'}", f"--trainer.max_steps={end}"])
     main([*words, f"--run_dir={tmp_path / 'run'}"])

@@ -52,8 +52,8 @@ USER, PASSWORD, SIGNATURE = "planteduser", "planted/p:ss w?rd", "plantedsignatur
 SECRETS = (USER, PASSWORD, "planted/p", SIGNATURE)
 SMALL = [
     "--data.init_args.image_size=8", "--data.init_args.batch_size=4", "--data.init_args.num_workers=0",
-    "--data.init_args.num_classes=2", "--data.init_args.augment.color_jitter=0", "--model.init_args.dim=8",
-    "--model.init_args.depth=1", "--model.init_args.heads=1", "--model.init_args.attention.block_grid=[2,2]",
+    "--data.init_args.num_classes=2", "--data.init_args.augment.color_jitter=0", "--model.init_args.shape.dim=8",
+    "--model.init_args.shape.depth=1", "--model.init_args.shape.heads=1", "--model.init_args.attention.block_grid=[2,2]",
     "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1",
 ]  # fmt: skip
 LOGGERS = (
@@ -145,7 +145,7 @@ def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(words(url(server), "--trainer.max_epochs=2", f"--trainer.logger={LOGGERS}",
-                   "--model.init_args.optimizer.min_lr=1e-5", "--data.init_args.shards.cache_dir=cache", "--data.init_args.shards.cache_bytes=1000000"))  # fmt: skip
+                   "--model.init_args.training.optimizer.min_lr=1e-5", "--data.init_args.shards.cache_dir=cache", "--data.init_args.shards.cache_bytes=1000000"))  # fmt: skip
     return folder
 
 

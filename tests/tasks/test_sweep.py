@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from fork_server import Child
+from grouped import grouped
 from mhla_tasks.commandline import registry
 from mhla_tasks.tools import compare, sweep
 from processes import fork_server
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def config(folder: Path, **trainer: Any) -> str:
     """Write a small digits configuration of two epochs with four steps."""
     kept = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    kept["model"]["init_args"] |= {"dim": 16, "depth": 1, "heads": 2}
+    kept["model"]["init_args"] = grouped(kept["model"]["init_args"], dim=16, depth=1, heads=2)
     kept["data"]["init_args"] = {"batch_size": 718}
     best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/loss", "save_last": True}}
     report = {"class_path": "lightning_mhla.callbacks.RunReport"}
@@ -248,7 +249,7 @@ def test_a_sweep_that_cannot_be_read(words: list[str], message: str, capsys: pyt
 def test_names_tell_keys_apart() -> None:
     chosen = {
         "model.init_args.attention.kind": "mhla",
-        "model.init_args.optimizer.lr": "1e-3",
+        "model.init_args.training.optimizer.lr": "1e-3",
         "data.init_args.lr": "[a, b]",
     }
     name = sweep.name_of(chosen)

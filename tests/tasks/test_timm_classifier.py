@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from grouped import grouped
 from lightning import LightningDataModule, Trainer
 from mhla_tasks.classification import TimmClassifier
 from mhla_tasks.classification.export import loading, write
@@ -51,7 +52,7 @@ class Squares(LightningDataModule):
 
 def classifier(**options: Any) -> TimmClassifier:
     torch.manual_seed(0)
-    return TimmClassifier(**{**SIZES, "optimizer": OptimizerConfig(lr=0.005), **options})
+    return TimmClassifier(**grouped(**{**SIZES, "optimizer": OptimizerConfig(lr=0.005), **options}))
 
 
 def fit(model: Any, steps: int, folder: Path) -> Path:

@@ -129,7 +129,7 @@ def submission(tmp_path: Path) -> Submission:
 
 
 def test_arguments_reach_the_run(submission: Submission) -> None:
-    words = submission.train("--config", "a b.yaml", "--model.depth=3")
+    words = submission.train("--config", "a b.yaml", "--model.shape.depth=3")
     expected = [
         "-P",
         "-m",
@@ -137,7 +137,7 @@ def test_arguments_reach_the_run(submission: Submission) -> None:
         "fit",
         "--config",
         "a b.yaml",
-        "--model.depth=3",
+        "--model.shape.depth=3",
         "--config",
         "mhla://trainer/slurm.yaml",
     ]

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption
@@ -53,10 +54,13 @@ class EncodedShards(CaptionedData):
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
         val: shards for validation, in the same forms.
-        text_length: number of tokens of a caption; shorter captions are padded with zeros, longer ones cut. None for the length
+        text_length: number of tokens of a caption; shorter captions are padded with zeros, longer ones cut. null for the length
             with which the shards were encoded, according to their manifest.
+        batch_size: samples per batch, over all processes together.
+        num_workers: worker processes for each training process.
         prompts: prompts that predict draws.
-        options: further options of :class:`ResumableDataModule`.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     command: ClassVar[str]
@@ -70,11 +74,14 @@ class EncodedShards(CaptionedData):
         self,
         train: str | list[str],
         val: str | list[str],
-        text_length: int | None,
-        prompts: PromptRequest,
-        **options: Any,
+        text_length: int | None = None,
+        batch_size: int = 32,
+        num_workers: int = 4,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(prompts, **options)
+        super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
         self.save_hyperparameters(ignore=["prompts"])
         keep_plain(self)
         self._text_length = text_length

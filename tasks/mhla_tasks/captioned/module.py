@@ -18,31 +18,63 @@ from lightning_mhla.generative.distillation import DistillationConfig, VelocityH
 from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.linearize import Linearization
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.captioned.host import Host, build_transformer, load_weights, read_transformer
 from mhla_tasks.captioned.requests import SampleFolder
 from mhla_tasks.captioned.sampling import check_patches, denoise, latent_shape
-from mhla_tasks.captioned.text import CaptionEncoder
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 
 AT_ONCE = 32
 """Number of samples that are drawn at once."""
 
 
 class CaptionedDiffusion(GenerativeModule):
-    """Swapped transformer that predicts the velocity of captioned samples. Arguments as for :class:`TrainingModule`.
+    """Transformer of diffusers with replaced attention that predicts the velocity of captioned samples.
 
-    A domain calls :meth:`set_up` at the end of its constructor, names its host, and says how the transformer and the pipeline
-    of that are called.
+    A domain names the transformer, the autoencoder and the writer, and says how transformer and pipeline are called.
+
+    Args:
+        attention: attention that replaces the transformer's self-attention.
+        transformer: shape of the transformer.
+        layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
+            to replace all.
+        flow: times and shift of flow matching, and caption dropout.
+        text: encoder of the captions.
+        vae: folder or hub name of a pipeline or its autoencoder, for latents; null for pixels.
+        train: trained parameters: all; attention (the replaced layers with their projections); new (those that the replacement
+            added); lora (those, and adapters of the projections).
+        lora: rank and alpha of the adapters.
+        distillation: distillation from the model before the replacement.
+        sampling: sampler options of predict and callbacks.
+        pretrained: weights to start from, see mhla_tasks.captioned.host; ignored if --ckpt_path supplies the weights.
+        output: folder for the samples that predict draws; existing ones are not drawn again. null for the run's own.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
+
+    Raises:
+        ValueError: for guidance without caption dropout.
     """
 
     output_names = ("proj_out", "scale_shift_table")
 
-    train_batch: ClassVar[tuple[str, ...]]
-    evaluation_batch: ClassVar[tuple[str, ...]]
     predict_batch = ("caption", "file", "index", "seed")
 
     host: ClassVar[Host]
     """Description of the transformer."""
+
+    transformer_options: ClassVar[type]
+    """Dataclass of the transformer's options."""
+
+    sampling_options: ClassVar[type]
+    """Dataclass of the sampler options."""
+
+    codec_kind: ClassVar[type[FrozenVAE]]
+    """Class of the autoencoder between samples and what the network denoises."""
+
+    writer_kind: ClassVar[type[SampleFolder]]
+    """Class of the callback that writes what predict draws."""
 
     samples: ClassVar[str]
     """Word for samples in error messages."""
@@ -55,58 +87,44 @@ class CaptionedDiffusion(GenerativeModule):
 
     network: Any
     codec: Any
-    sampling: Any
 
-    def set_up(
+    def __init__(
         self,
-        shape: Any,
         attention: AttentionConfig,
+        transformer: Any,
         layer_kinds: list[str] | None,
-        captions: CaptionEncoder,
-        codec: FrozenVAE | None,
         flow: FlowConfig,
+        text: TextConfig,
+        vae: str | None,
         train: TrainedPart,
         lora: LoraOptions,
         distillation: DistillationConfig,
-        checkpointing: bool,
         sampling: Any,
         pretrained: str | None,
-        writer: SampleFolder,
+        output: str | None,
+        training: TrainingOptions,
     ) -> None:
-        """Store the components and build the transformer.
-
-        Args:
-            shape: dataclass of the transformer's options.
-            attention: the attention that replaces the transformer's self-attention.
-            layer_kinds: kinds of the layers, as for :func:`lightning_mhla.swap_attention`.
-            captions: encoder of the captions.
-            codec: between samples and what the network denoises; None for samples as they are.
-            flow: times, shift and caption dropout.
-            train: trained parameters, see :func:`choose_trained`.
-            lora: rank and alpha of the adapters.
-            distillation: from the model before the swap.
-            checkpointing: recompute blocks in the backward pass.
-            sampling: sampler options; its ``guidance`` must be 1 without caption dropout.
-            pretrained: weights to start from, see :func:`mhla_tasks.captioned.host.load_weights`; None for none.
-            writer: writes what predict draws.
-
-        Raises:
-            ValueError: for guidance without caption dropout.
-        """
-        if sampling.guidance != 1 and not flow.caption_dropout:
+        super().__init__(training)
+        self.save_hyperparameters(ignore=["pretrained", "output"])
+        keep_plain(self)
+        self.flow = as_dataclass(FlowConfig, flow)
+        self.sampling: Any = as_dataclass(self.sampling_options, sampling)
+        if self.sampling.guidance != 1 and not self.flow.caption_dropout:
             raise ValueError(
-                f"sampling.guidance={sampling.guidance} needs training without captions: flow.caption_dropout"
+                f"sampling.guidance={self.sampling.guidance} needs training without captions: flow.caption_dropout"
             )
-        self.flow, self.sampling, self.distillation = flow, sampling, distillation
-        self.shape = shape
-        self.network = build_transformer(self.host, shape, attention, layer_kinds)
-        choose_trained(self.network, train, lora)
-        if checkpointing:
+        self.shape: Any = as_dataclass(self.transformer_options, transformer)
+        self.captions = make_encoder(as_dataclass(TextConfig, text), getattr(self.shape, self.text_option))
+        self.codec = None if vae is None else self.codec_kind(vae)
+        self.network = build_transformer(self.host, self.shape, as_dataclass(AttentionConfig, attention), layer_kinds)
+        choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
+        if self.training_options.checkpointing:
             self.network.enable_gradient_checkpointing()
-        self.captions, self.codec, self.pretrained = captions, codec, pretrained
-        self._writer = writer
+        self.pretrained = pretrained
+        self._writer = self.writer_kind(output)
         self._started = False
-        self.linearization = Linearization(distillation, VelocityHost(self.velocity))
+        self.distillation = as_dataclass(DistillationConfig, distillation)
+        self.linearization = Linearization(self.distillation, VelocityHost(self.velocity))
         self._empty: Tensor | None = None
 
     @staticmethod

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import NamesClasses
-from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision.preprocessing import Preprocessing
 from mhla_tasks.classification.predict import PredictionTable
 
@@ -50,13 +49,10 @@ class Classifier(NamesClasses):
         class_names: names of the classes in predictions; None for the names in the data, or label numbers if it has none.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
-        ema_batch: images per step that ``ema_decay`` is meant for; None to use ``ema_decay`` unchanged at any batch size.
-        optimizer: optimizer and its schedule; see :class:`lightning_mhla.training.module.TrainingModule`.
-        ema_decay: decay of the moving average of the weights; see TrainingModule.
-        compile_options: options of torch.compile; see TrainingModule.
+        training: options of the training.
 
     Raises:
-        ValueError: if the number of names is not ``num_classes``, or ``ema_batch`` is below 1.
+        ValueError: if the number of names is not ``num_classes``.
     """
 
     network: Any
@@ -71,17 +67,13 @@ class Classifier(NamesClasses):
         class_names: list[str] | None,
         label_smoothing: float,
         mixup: MixupConfig,
-        ema_batch: int | None,
-        optimizer: OptimizerConfig,
-        ema_decay: float | None,
-        compile_options: CompileOptions | None,
+        training: TrainingOptions,
     ) -> None:
-        super().__init__(optimizer, ema_decay, compile_options)
-        if ema_batch is not None and ema_batch < 1:
-            raise ValueError(f"ema_batch={ema_batch} must be a number of images, or null")
+        super().__init__(training)
+        mixup = as_dataclass(MixupConfig, mixup)
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
-        self.num_classes, self.label_smoothing, self.ema_batch = num_classes, label_smoothing, ema_batch
+        self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self._shown_names = class_names
         self.preprocessing: Preprocessing | None = None
         self.mixup: Any = None
@@ -97,16 +89,6 @@ class Classifier(NamesClasses):
                 num_classes=num_classes,
             )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
-
-    @override
-    def average_decay(self, decay: float) -> float:
-        size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
-        if self.ema_batch is None:
-            return decay
-        if size is None:
-            raise ValueError("ema_batch needs data with a batch_size; leave it out, and give the decay itself")
-        # A step on k times the reference batch replaces k reference steps, so the average decays k times.
-        return decay ** (size * self.trainer.accumulate_grad_batches / self.ema_batch)
 
     @override
     def prediction_callbacks(self) -> list[Callback]:

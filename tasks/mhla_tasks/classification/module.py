@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import signature
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -13,12 +13,34 @@ from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import known_classes
-from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
 from lightning_mhla.vision.ravlt import read_ravlt
 from lightning_mhla.vision.vit import Size
 from mhla_tasks.classification.base import Classifier, MixupConfig
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """Shape of a vision transformer.
+
+    Args:
+        dim: width of the tokens; dim, depth and heads are for a model without size.
+        depth: number of blocks.
+        heads: number of attention heads.
+        patch_size: side of a patch, in pixels.
+        stem: patch (one convolution of the patch's size) or conv (two small ones).
+        pad_to: side in pixels to which the image is padded with zeros; null for no padding.
+        mlp_ratio: inner width of the MLP divided by the width of the tokens.
+    """
+
+    dim: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    patch_size: int = 16
+    stem: Literal["patch", "conv"] = "patch"
+    pad_to: int | None = None
+    mlp_ratio: float = 4.0
 
 
 class ImageClassifier(Classifier):
@@ -28,30 +50,17 @@ class ImageClassifier(Classifier):
         attention: attention layer.
         num_classes: number of classes; null on the command line to use the classes that the data names.
         image_size: side of the square image, in pixels.
-        vlt: stages of a hierarchical VLT; null for a vision transformer with the sizes below. size, dim, depth, heads,
-            patch_size, stem, pad_to and mlp_ratio are not allowed with it.
-        size: DeiT's tiny, small or base; null to give dim, depth and heads.
-        dim: width of the tokens.
-        depth: number of blocks.
-        heads: number of attention heads.
-        patch_size: side of a patch, in pixels.
         channels: number of channels of the image.
-        stem: patch (one convolution of the patch's size) or conv (two small ones).
-        pad_to: side in pixels to which the image is padded with zeros; null for no padding.
-        mlp_ratio: inner width of the MLP divided by the width of the tokens.
+        size: DeiT's tiny, small or base; null to give shape.dim, depth and heads.
+        shape: shape of the vision transformer.
+        vlt: stages of a hierarchical VLT, in place of size and shape; null for a vision transformer.
         drop_path: stochastic depth rate of the last block.
-        checkpointing: whether to recompute blocks in the backward pass, to save memory.
-        compile: whether to compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        ema_batch: images per step that ema_decay is meant for: a step on n images decays by ema_decay ** (n / ema_batch);
-            null to decay by ema_decay at every step.
         class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
         pretrained: path of the weights to start from: a run, a checkpoint or an exported folder, at any resolution and for
             any classes, or RAVLT's own file (.pth) for a VLT; ignored if --ckpt_path supplies the weights.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -62,56 +71,33 @@ class ImageClassifier(Classifier):
         attention: AttentionConfig,
         num_classes: int | None = None,
         image_size: int = 224,
-        vlt: StageConfig | None = None,
-        size: Size | None = None,
-        dim: int | None = None,
-        depth: int | None = None,
-        heads: int | None = None,
-        patch_size: int = 16,
         channels: int = 3,
-        stem: Literal["patch", "conv"] = "patch",
-        pad_to: int | None = None,
-        mlp_ratio: float = 4.0,
+        size: Size | None = None,
+        shape: VisionShape = VisionShape(),
+        vlt: StageConfig | None = None,
         drop_path: float = 0.0,
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
         label_smoothing: float = 0.0,
         mixup: MixupConfig = MixupConfig(),
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
-        ema_batch: int | None = None,
         class_names: list[str] | None = None,
         pretrained: str | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
         num_classes = known_classes(num_classes)
-        attention = as_dataclass(AttentionConfig, attention)
-        mixup = as_dataclass(MixupConfig, mixup)
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(
-            num_classes, class_names, label_smoothing, mixup, ema_batch, optimizer, ema_decay, compile_options
-        )
+        super().__init__(num_classes, class_names, label_smoothing, mixup, training)
+        attention, shape = as_dataclass(AttentionConfig, attention), as_dataclass(VisionShape, shape, "shape")
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self._pretrained = pretrained
-        common: dict[str, Any] = {"channels": channels, "drop_path": drop_path, "checkpointing": checkpointing}
-        plain: dict[str, Any] = {
-            "size": size,
-            "dim": dim,
-            "depth": depth,
-            "heads": heads,
-            "patch_size": patch_size,
-            "stem": stem,
-            "pad_to": pad_to,
-            "mlp_ratio": mlp_ratio,
+        common: dict[str, Any] = {
+            "channels": channels,
+            "drop_path": drop_path,
+            "checkpointing": self.training_options.checkpointing,
         }
         if vlt is None:
-            self.network = VisionTransformer(image_size, num_classes, attention, **plain, **common)
+            self.network = VisionTransformer(image_size, num_classes, attention, size=size, **asdict(shape), **common)
+        elif size is not None or shape != VisionShape():
+            raise ValueError("vlt gives the sizes of all stages; leave out size and shape")
         else:
-            defaults = {name: each.default for name, each in signature(ImageClassifier.__init__).parameters.items()}
-            if given := [name for name, value in plain.items() if value != defaults[name]]:
-                raise ValueError(f"vlt gives the sizes of all stages; leave out {', '.join(given)}")
             self.network = VLT(image_size, num_classes, attention, as_dataclass(StageConfig, vlt), **common)
 
     @override

@@ -22,9 +22,8 @@ from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import known_classes
-from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.classification.base import Classifier, MixupConfig
 
 PUBLISHED = "timm"
@@ -47,17 +46,12 @@ class TimmClassifier(Classifier):
             (only the parameters that the replacement added); lora (those and adapters of the projections).
         lora: rank and alpha of the adapters.
         distillation: options of the two training stages; see TransferOptions.
-        checkpointing: whether to recompute blocks in the backward pass, to save memory.
-        compile: whether to compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        ema_batch: images per step that ema_decay is meant for; see ImageClassifier.
         class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
         pretrained: weights to start from: timm for those that timm publishes, or the path of a checkpoint or a run of this
             class, or of a folder that timm or an export wrote; ignored if --ckpt_path supplies the weights.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
         ValueError: if sizes do not fit together, or the attention cannot be replaced.
@@ -77,37 +71,21 @@ class TimmClassifier(Classifier):
         train: TrainedPart = "all",
         lora: LoraOptions = LoraOptions(),
         distillation: TransferOptions = TransferOptions(),
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
         label_smoothing: float = 0.0,
         mixup: MixupConfig = MixupConfig(),
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
-        ema_batch: int | None = None,
         class_names: list[str] | None = None,
         pretrained: str | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
         num_classes = known_classes(num_classes)
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(
-            num_classes,
-            class_names,
-            label_smoothing,
-            as_dataclass(MixupConfig, mixup),
-            ema_batch,
-            optimizer,
-            ema_decay,
-            compile_options,
-        )
+        super().__init__(num_classes, class_names, label_smoothing, mixup, training)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self.distillation = as_dataclass(TransferOptions, distillation)
         self.linearization = Linearization(self.distillation, ScoringHost("train/label_loss", _run_layers, _scores))
         self._pretrained = pretrained
         self.network = self.build()
-        if checkpointing:
+        if self.training_options.checkpointing:
             self.network.set_grad_checkpointing(True)
         if attention is not None:
             swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)

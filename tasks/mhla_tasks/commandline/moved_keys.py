@@ -7,24 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_mhla.checkpoints.former_names import MOVED, in_groups, moved_options
 from mhla_tasks.commandline.arguments import UsageError
 from mhla_tasks.commandline.merging import ROOTS
-from mhla_tasks.commandline.signatures import option_names
 from mhla_tasks.commandline.sources import Source, mapping
 from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
-
-MOVED: Mapping[str, Mapping[str, str]] = {
-    "data": {
-        "max_skipped": "shards.max_skipped",
-        "shuffle_window": "shards.shuffle_window",
-        "cache_dir": "shards.cache_dir",
-        "cache_bytes": "shards.cache_bytes",
-    },
-}
-"""Renamed options below ``model`` and ``data``: former names, each with the present name ``GROUP.NAME``.
-
-They apply to classes that take the group and do not take the former name. ``PythonSource``, for example, keeps ``cache_dir``.
-"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,8 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
         present = {(_giver(source), f"{root}.{new}") for source in sources for new in _present_names(source, root)}
         for index, kind in enumerate(_kinds(sources, root)):
             source = renamed[index]
-            names = {old: new for old, new in _former_names(source, root).items() if _has_moved(kind, old, new)}
+            moved = moved_options(root, kind) if kind is not None else {}
+            names = {old: new for old, new in _former_names(source, root).items() if old in moved}
             renamed[index] = _renamed(source, root, names)
             moves += [Move(f"{root}.{old}", f"{root}.{new}", _giver(source)) for old, new in names.items()]
         for move in moves:
@@ -76,22 +64,20 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
     return renamed, moves
 
 
-def move_arguments(root: str, kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the arguments of a class to their present names.
-
-    Args:
-        root: key of :data:`MOVED`.
-        kind: class that takes the arguments.
-        arguments: arguments by former or present names.
-    """
-    return _with_groups(arguments, {old: new for old, new in MOVED[root].items() if _has_moved(kind, old, new)})
-
-
 def notice(moves: Sequence[Move]) -> str:
     """Write one message for all options that were set by former names."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"
+
+
+def present_word(word: str) -> str:
+    """Return an argument of a command line with the present name of its option, whatever class takes it, for comparisons."""
+    name, sign, value = word.partition("=")
+    path: tuple[str | int, ...] = tuple(name.removeprefix("--").split("."))
+    for root, names in MOVED.items():
+        path = _new_path(path, root, names)
+    return f"--{'.'.join(map(str, path))}{sign}{value}" if word.startswith("--") else word
 
 
 def _giver(source: Source) -> str:
@@ -143,37 +129,19 @@ def _named_class(source: Source, root: str) -> type | None:
     return None
 
 
-def _has_moved(kind: type | None, old: str, new: str) -> bool:
-    """Check whether a class takes an option by its present name and not by its former name."""
-    names = option_names(kind) if kind is not None else None
-    if names is None:
-        return False
-    return old not in names and new.partition(".")[0] in names
-
-
 def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
     """Replace former names in the values, line numbers and typed option of a source; ``names`` maps former to present."""
     if not names:
         return source
-    options = _with_groups(source.values[root], names)
+    options = in_groups(source.values[root], names)
     if isinstance(options.get("init_args"), dict):
-        options["init_args"] = _with_groups(options["init_args"], names)
+        options["init_args"] = in_groups(options["init_args"], names)
     option = source.option
     if option is not None:
         path = _new_path(tuple(option.name.split(".")), root, names)
         option = replace(option, name=".".join(str(key) for key in path))
     lines = {_new_path(path, root, names): line for path, line in source.lines.items()}
     return replace(source, values={**source.values, root: options}, lines=lines, option=option)
-
-
-def _with_groups(arguments: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Move renamed arguments into their groups; ``names`` maps former names to present ones."""
-    result = {name: value for name, value in arguments.items() if name not in names}
-    for old, new in names.items():
-        if old in arguments:
-            group, name = new.split(".")
-            result[group] = {**mapping(result.get(group)), name: arguments[old]}
-    return result
 
 
 def _new_path(path: tuple[str | int, ...], root: str, names: Mapping[str, str]) -> tuple[str | int, ...]:

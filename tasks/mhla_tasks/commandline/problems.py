@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -114,9 +114,11 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
     return None
 
 
-def _message(origin: str, path: str, valid: Collection[str], owner: str) -> str:
+def _message(origin: str, path: str, valid: Collection[str], owner: str, inner: Mapping[str, str] | None = None) -> str:
+    """Return the message for an unknown option; ``inner`` maps names of options in the owner's groups to their paths."""
     leaf = path.rsplit(".", 1)[-1]
     close = get_close_matches(leaf, sorted(valid), 1, 0.5)
+    close = close or [inner[name] for name in get_close_matches(leaf, sorted(inner or {}), 1, 0.75) if inner]
     hint = f"did you mean {path[: -len(leaf)]}{close[0]}?" if close else f"valid are {', '.join(sorted(valid))}"
     return f"{origin}: {path} is not an option{f' of {owner}' if owner else ''}; {hint}"
 
@@ -200,7 +202,11 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
     for key, value in options.items():
         name = str(key).removesuffix("+")
         if name not in valid:
-            yield _message(origin, f"{path}.{key}", valid, kind.__name__)
+            groups = [(group, inner) for group in sorted(valid) for inner in option_dataclasses(kind, group)]
+            options_inside = {
+                each.name: f"{group}.{each.name}" for group, inner in groups for each in dataclasses.fields(inner)
+            }
+            yield _message(origin, f"{path}.{key}", valid, kind.__name__, options_inside)
             continue
         if isinstance(value, str | int | float) and takes_options_alone(kind, name):
             first = dataclasses.fields(option_dataclasses(kind, name)[0])[0].name

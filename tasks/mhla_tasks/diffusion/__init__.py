@@ -10,13 +10,14 @@ from lightning_mhla.generative.fidelity import (
 from mhla_tasks.diffusion.callbacks import GenerationMetrics, SampleGrid
 from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards, MnistImages
 from mhla_tasks.diffusion.model import DiT
-from mhla_tasks.diffusion.module import ClassToImage
+from mhla_tasks.diffusion.module import ClassToImage, DiTShape
 from mhla_tasks.diffusion.pipeline import DiTPipeline
 
 __all__ = [
     "ClassToImage",
     "DiT",
     "DiTPipeline",
+    "DiTShape",
     "DigitFeatures",
     "DigitImages",
     "FeatureNetwork",

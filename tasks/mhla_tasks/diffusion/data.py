@@ -152,7 +152,51 @@ def _to_signed(image: Tensor) -> Tensor:
     return image * 2 - 1
 
 
-class ImageShards(LabelledShards, ClassImages):
+class ClassShards(LabelledShards, ClassImages):
+    """Base class of data modules that read labeled samples from shards. A subclass implements :meth:`labelled_samples`.
+
+    Args:
+        train: shards to train on, or a folder with one folder of images for each class.
+        val: shards for validation, in the same forms.
+        flip: probability that a training sample is mirrored.
+        batch_size: samples per batch, over all processes together.
+        num_classes: number of classes; None for those of the training data.
+        samples: options of the samples that predict draws.
+        options: further options of :class:`ResumableDataModule`.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        flip: float,
+        batch_size: int,
+        num_classes: int | None,
+        samples: SampleRequest,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, num_classes, samples, **options)
+        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
+        self.save_hyperparameters(ignore=["samples"])
+        keep_plain(self)
+        self.flip = flip
+
+    def labelled_samples(self, stage: str, flip: float) -> SampleSource:
+        """Return the samples of a stage, mirrored with probability ``flip``."""
+        raise NotImplementedError
+
+    @override
+    def source(self, stage: str) -> SampleSource:
+        if stage == "predict":
+            return self.requested()
+        return self.labelled_samples(stage, self.flip if stage == "train" else 0.0)
+
+    def setup(self, stage: str) -> None:
+        """Check that the number of classes agrees with the data."""
+        self.check_classes(stage)
+
+
+class ImageShards(ClassShards):
     """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls. A model with a vae encodes them on the fly.
 
     Args:
@@ -185,35 +229,24 @@ class ImageShards(LabelledShards, ClassImages):
         seed: int | None = None,
         shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards)
-        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
-        self.save_hyperparameters(ignore=["samples"])
-        keep_plain(self)
+        super().__init__(
+            train, val, flip, batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards
+        )
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
-        self.image_size, self.flip, self.channels = image_size, flip, channels
-
-    @override
-    def source(self, stage: str) -> SampleSource:
-        if stage == "predict":
-            return self.requested()
-        flip = self.flip if stage == "train" else 0.0
-        return self._images(stage, flip)
+        self.image_size, self.channels = image_size, channels
 
     @override
     def real_images(self, part: str) -> SampleSource:
-        return self._images(part, 0.0)
+        return self.labelled_samples(part, 0.0)
 
-    def _images(self, stage: str, flip: float) -> SampleSource:
+    @override
+    def labelled_samples(self, stage: str, flip: float) -> SampleSource:
         transform = SignedImage(self.image_size, flip, self.channels)
         return labelled_images(self.shards, stage, transform, self.num_classes, self.stage_classes(stage))
 
-    def setup(self, stage: str) -> None:
-        """Check that the number of classes agrees with the data."""
-        self.check_classes(stage)
 
-
-class LatentShards(LabelledShards, ClassImages):
+class LatentShards(ClassShards):
     """Latents in WebDataset tar shards, as ``lightning prepare latents`` writes them.
 
     Training does not need the VAE: each latent is drawn from the stored posterior of the image or of its mirror image.
@@ -245,20 +278,12 @@ class LatentShards(LabelledShards, ClassImages):
         seed: int | None = None,
         shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards)
-        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
-        self.save_hyperparameters(ignore=["samples"])
-        keep_plain(self)
-        self.sample_size, self.flip = sample_size, flip
+        super().__init__(
+            train, val, flip, batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards
+        )
+        self.sample_size = sample_size
 
     @override
-    def source(self, stage: str) -> SampleSource:
-        if stage == "predict":
-            return self.requested()
-        flip = self.flip if stage == "train" else 0.0
+    def labelled_samples(self, stage: str, flip: float) -> SampleSource:
         labels = self.stage_labels(stage)
         return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip, labels)
-
-    def setup(self, stage: str) -> None:
-        """Check that the number of classes agrees with the data."""
-        self.check_classes(stage)

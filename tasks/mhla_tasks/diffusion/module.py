@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,35 @@ from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import NamesClasses, known_classes
-from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.diffusion.dig import DiGConfig
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig, make_process
 from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples
+
+
+@dataclass(frozen=True)
+class DiTShape:
+    """Shape of a diffusion transformer.
+
+    Args:
+        dim: width of the tokens; dim, depth and heads are for a model without size.
+        depth: number of blocks.
+        heads: number of attention heads.
+        patch_size: side of a token, in pixels of the sample.
+        mlp_ratio: inner width of the MLP divided by the width of the tokens.
+        frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
+        mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
+    """
+
+    dim: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    patch_size: int = 2
+    mlp_ratio: float = 4.0
+    frequency_shift: float = 0.0
+    mlp_norm_eps: float = 1e-6
 
 
 class ClassToImage(NamesClasses, GenerativeModule):
@@ -35,26 +58,16 @@ class ClassToImage(NamesClasses, GenerativeModule):
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
         layer_kinds: kinds of the layers if they differ, repeated to the depth: with [mhla, mhla, softmax], every third layer
             is softmax; null for attention.kind everywhere.
-        size: DiT's S, B, L or XL; null to give dim, depth and heads.
-        dim: width of the tokens.
-        depth: number of blocks.
-        heads: number of attention heads.
-        dig: options of a DiG, to which size then refers and for which mlp_ratio is left out; null for a DiT.
-        patch_size: side of a token, in pixels of the sample.
-        mlp_ratio: inner width of the MLP divided by the width of the tokens.
-        frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
-        mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
-        checkpointing: whether to recompute blocks in the backward pass, to save memory.
-        compile: whether to compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        size: DiT's S, B, L or XL; null to give shape.dim, depth and heads.
+        shape: shape of the transformer.
+        dig: options of a DiG, to which size then refers and for which shape.mlp_ratio is left out; null for a DiT.
         process: objective and noise schedule.
         sampling: default sampler options of predict and callbacks.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
         pretrained: path of the weights to start from, see mhla_tasks.diffusion.pretrained; ignored if --ckpt_path supplies the
             weights.
         output: output format of predict: png (one file per sample) or npz (one file, as ADM's evaluator reads it).
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and samples use; null for none.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
     network: DiT
@@ -70,32 +83,20 @@ class ClassToImage(NamesClasses, GenerativeModule):
         channels: int,
         layer_kinds: list[str] | None = None,
         size: Size | None = None,
-        dim: int | None = None,
-        depth: int | None = None,
-        heads: int | None = None,
+        shape: DiTShape = DiTShape(),
         dig: DiGConfig | None = None,
-        patch_size: int = 2,
-        mlp_ratio: float = 4.0,
-        frequency_shift: float = 0.0,
-        mlp_norm_eps: float = 1e-6,
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
         process: ProcessConfig = ProcessConfig(),
         sampling: SamplingConfig = SamplingConfig(),
         vae: str | None = None,
         pretrained: str | None = None,
         output: OutputFormat = "png",
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
         num_classes = known_classes(num_classes)
         attention = as_dataclass(AttentionConfig, attention)
         process = as_dataclass(ProcessConfig, process)
         sampling = as_dataclass(SamplingConfig, sampling)
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(optimizer, ema_decay, compile_options)
+        super().__init__(training)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
         self.sampling, self.output = sampling, output
@@ -108,16 +109,10 @@ class ClassToImage(NamesClasses, GenerativeModule):
             attention,
             layer_kinds=layer_kinds,
             size=size,
-            dim=dim,
-            depth=depth,
-            heads=heads,
             dig=None if dig is None else as_dataclass(DiGConfig, dig),
-            patch_size=patch_size,
             out_channels=channels * (2 if process.learns_sigma else 1),
-            mlp_ratio=mlp_ratio,
-            frequency_shift=frequency_shift,
-            mlp_norm_eps=mlp_norm_eps,
-            checkpointing=checkpointing,
+            checkpointing=self.training_options.checkpointing,
+            **asdict(as_dataclass(DiTShape, shape, "shape")),
         )
         self._pretrained = pretrained
         self.codec = None if vae is None else LatentCodec(vae)

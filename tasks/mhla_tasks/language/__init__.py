@@ -10,12 +10,13 @@ from mhla_tasks.language.heads import (
 )
 from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
-from mhla_tasks.language.module import LanguageModel
+from mhla_tasks.language.module import DecoderShape, LanguageModel
 from mhla_tasks.language.recall import AssociativeRecall, Needle
 from mhla_tasks.language.registration import register
 
 __all__ = [
     "AssociativeRecall",
+    "DecoderShape",
     "HubText",
     "LanguageModel",
     "LinearizedModel",

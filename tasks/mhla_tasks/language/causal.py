@@ -50,21 +50,20 @@ class CausalLanguageModel(TrainingModule):
     evaluation_batch = ("tokens", "bytes")
     predict_batch = ("prompt", "index")
 
-    def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions, checkpointing: bool) -> None:
+    def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions) -> None:
         """Store the network and its options.
 
         Args:
             network: causal language model, of this package or of transformers.
             context: number of tokens in a training sample.
             generation: options with which prompts are continued.
-            checkpointing: whether layers are recomputed in the backward pass, to save memory.
         """
         self.network, self.context, self.generation = network, context, generation
         if isinstance(network, MHLAForCausalLM):
-            network.backbone.checkpointing = checkpointing
+            network.backbone.checkpointing = self.training_options.checkpointing
         else:
             self.plain_head = examine(network, context)
-            if checkpointing:
+            if self.training_options.checkpointing:
                 network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.tokenizer: Any = None
         self._tokenizer_files: PackedFiles = {}

@@ -27,9 +27,8 @@ from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.untrusted import read_json, reason
-from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.networks import build_network, known_options
@@ -61,13 +60,9 @@ class LinearizedModel(CausalLanguageModel):
         lora: rank and alpha of the adapters.
         distillation: options of the two stages; see TransferOptions.
         context: number of tokens in a training sample.
-        checkpointing: recompute layers in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: options of predict for continuations.
         network: configuration of the model, which is read from pretrained; do not set it.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
     def __init__(
@@ -79,17 +74,11 @@ class LinearizedModel(CausalLanguageModel):
         lora: LoraOptions = LoraOptions(),
         distillation: TransferOptions = TransferOptions(),
         context: int = 2048,
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
         generation: GenerationOptions = GenerationOptions(),
         network: dict[str, Any] | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(optimizer, ema_decay, compile_options)
+        super().__init__(training)
         if network is None:
             if pretrained is None:
                 raise ValueError("name the model to linearise: --model.pretrained=FOLDER_OR_NAME")
@@ -103,7 +92,7 @@ class LinearizedModel(CausalLanguageModel):
         self.linearization = Linearization(self.distillation, ScoringHost("train/text_loss", _run_layers, _scores))
         model = build_network(network, dict(network["init_args"])["vocab_size"])
         swap_attention(model, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
-        self.take(model, context, as_dataclass(GenerationOptions, generation), checkpointing)
+        self.take(model, context, as_dataclass(GenerationOptions, generation))
         choose_trained(model, train, as_dataclass(LoraOptions, lora))
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_mhla import AttentionConfig
@@ -10,8 +11,7 @@ from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.model import MHLAForCausalLM
@@ -19,6 +19,33 @@ from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Shape of the MHLA language model.
+
+    Args:
+        dim: width of the model.
+        depth: number of layers.
+        heads: number of attention heads.
+        key_value_heads: number of heads of keys and values, a divisor of heads; null for heads.
+        key_width: width of a key in one head; null for dim / heads.
+        value_width: width of a value in one head; null for dim / heads.
+        mlp_width: inner width of the SwiGLU.
+        tie_embeddings: whether input and output embeddings share one matrix.
+        initializer_range: standard deviation of the initial weights.
+    """
+
+    dim: int = 1024
+    depth: int = 24
+    heads: int = 4
+    key_value_heads: int | None = None
+    key_width: int | None = None
+    value_width: int | None = None
+    mlp_width: int = 2816
+    tie_embeddings: bool = True
+    initializer_range: float = 0.02
 
 
 class LanguageModel(CausalLanguageModel):
@@ -29,27 +56,15 @@ class LanguageModel(CausalLanguageModel):
         layer_kinds: attention kinds of the layers if they differ, repeated to the depth: [mhla, mhla, softmax] makes every
             third layer softmax; null uses attention.kind in all layers.
         vocab_size: number of tokens in the vocabulary, at least that of the tokenizer.
-        dim: width of the model.
-        depth: number of layers.
-        heads: number of attention heads.
-        key_value_heads: number of heads of keys and values, a divisor of heads; null for heads.
-        key_width: width of a key in one head; null for dim / heads.
-        value_width: width of a value in one head; null for dim / heads.
-        mlp_width: inner width of the SwiGLU.
         context: number of tokens in a training sample.
-        tie_embeddings: whether input and output embeddings share one matrix.
-        initializer_range: standard deviation of the initial weights.
-        checkpointing: recompute layers in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
+        shape: widths, depth and heads.
+        network: configuration of transformers that builds a different causal language model instead of the MHLA backbone, as
+            {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used; attention and layer_kinds are
+            errors.
         generation: options of predict for continuations.
         pretrained: run, checkpoint or exported folder whose weights training starts from, with any context and vocabulary;
             not read if --ckpt_path supplies the weights.
-        network: configuration of transformers that builds a different causal language model instead of the MHLA backbone, as
-            {class_path: transformers.LlamaConfig, init_args: {...}}. The options from attention to mlp_width, tie_embeddings
-            and initializer_range are then not used; attention and layer_kinds are errors.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
     def __init__(
@@ -57,51 +72,32 @@ class LanguageModel(CausalLanguageModel):
         attention: AttentionConfig = default_attention(),  # noqa: B008  options are immutable
         layer_kinds: list[str] | None = None,
         vocab_size: int = 32_000,
-        dim: int = 1024,
-        depth: int = 24,
-        heads: int = 4,
-        key_value_heads: int | None = None,
-        key_width: int | None = None,
-        value_width: int | None = None,
-        mlp_width: int = 2816,
         context: int = 2048,
-        tie_embeddings: bool = True,
-        initializer_range: float = 0.02,
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
+        shape: DecoderShape = DecoderShape(),
+        network: dict[str, Any] | None = None,
         generation: GenerationOptions = GenerationOptions(),
         pretrained: str | None = None,
-        network: dict[str, Any] | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
+        super().__init__(training)
         generation = as_dataclass(GenerationOptions, generation)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(optimizer, ema_decay, compile_options)
+        shape = as_dataclass(DecoderShape, shape, "shape")
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self._pretrained = pretrained
         if network is not None:
             if layer_kinds is not None or plain_attention(attention) != plain_attention(default_attention()):
                 raise ValueError("network brings its own attention: leave out attention and layer_kinds, or network")
-            self.take(build_network(network, vocab_size), context, generation, checkpointing)
+            self.take(build_network(network, vocab_size), context, generation)
             return
+        sizes = asdict(shape)
         ours = MHLAForCausalLM(
             MHLAConfig(
                 vocab_size=vocab_size,
-                dim=dim,
-                depth=depth,
-                heads=heads,
-                key_value_heads=key_value_heads,
-                key_width=key_width,
-                value_width=value_width,
-                mlp_width=mlp_width,
                 context=context,
-                attention=_for_layers(attention, layer_kinds, depth),
-                tie_word_embeddings=tie_embeddings,
-                initializer_range=initializer_range,
+                attention=_for_layers(attention, layer_kinds, shape.depth),
+                tie_word_embeddings=sizes.pop("tie_embeddings"),
+                **sizes,
             )
         )
         size = ours.backbone.layout.block_size or 0
@@ -109,7 +105,7 @@ class LanguageModel(CausalLanguageModel):
             log.warning(
                 "block_size=%d is above context=%d: a sample is one block, and mixing does nothing", size, context
             )
-        self.take(ours, context, generation, checkpointing)
+        self.take(ours, context, generation)
 
     def configure_model(self) -> None:
         """Load the weights of ``pretrained``, then prepare the model as :meth:`TrainingModule.configure_model` does."""

@@ -140,38 +140,13 @@ class CaptionedImageShards(CaptionedImageData):
 class ImageLatentShards(EncodedShards):
     """Latents and encoded captions in shards, as ``lightning prepare caption-latents`` writes them.
 
-    Args:
-        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
-        val: shards to validate on, in the same forms.
-        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
-            the shards were encoded with (their manifest says it).
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+    Arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
     """
 
     extension = IMAGE
     command = PREPARE
     axes = 3
     default_length = SANA_LENGTH
-
-    def __init__(
-        self,
-        train: str | list[str],
-        val: str | list[str],
-        text_length: int | None = None,
-        batch_size: int = 32,
-        num_workers: int = 4,
-        prompts: PromptRequest = PromptRequest(),
-        seed: int | None = None,
-        shards: ShardOptions = ShardOptions(),
-    ) -> None:
-        super().__init__(
-            train, val, text_length, prompts,
-            batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards,
-        )  # fmt: skip
 
     @property
     def instruction(self) -> str | None:

@@ -14,14 +14,11 @@ from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
 from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
-from lightning_mhla.system.hyperparameters import keep_plain
-from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.captioned.requests import RequestedSamples
 from mhla_tasks.captioned.sampling import check_patches
-from mhla_tasks.captioned.text import TextConfig, make_encoder
+from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.text_to_image.model import TransformerConfig
 from mhla_tasks.text_to_image.pretrained import SANA
 from mhla_tasks.text_to_image.sampling import SamplingConfig
@@ -34,30 +31,17 @@ SANA_FLOW = FlowConfig(shift=3.0)
 class TextToImage(CaptionedDiffusion):
     """A SANA transformer trained on captioned images or their latents, and sampled by prompt.
 
+    Further arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+
     Args:
-        attention: the attention that replaces the transformer's self-attention, which is linear.
-        transformer: shape of the transformer.
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces every second one; [keep] none;
-            null for attention.kind everywhere.
-        flow: times and shift of flow matching, and caption dropout.
-        text: encoder of the captions.
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces every second one; [keep] none; null
+            to replace all.
         vae: folder or hub name of a SANA pipeline or its autoencoder, for latents; null for pixels.
-        train: trained parameters: all; attention (the replaced layers with their projections); new (those that replacing
-            added); lora (those, and adapters of the projections).
-        lora: rank and alpha of the adapters.
-        distillation: from the model that is replaced.
-        checkpointing: recompute blocks in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        sampling: sampler options of predict and callbacks.
-        pretrained: weights to start from, see mhla_tasks.captioned.host; not read where --ckpt_path brings weights.
-        output: folder for the images that predict draws; those that are there already are not drawn again. null for the
-            run's own.
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and images use; null for none.
     """
 
     host, samples, sample_key, text_option = SANA, "images", "image", "caption_channels"
+    transformer_options, sampling_options = TransformerConfig, SamplingConfig
+    codec_kind, writer_kind = ImageCodec, ImageWriter
 
     train_batch = ("latent|image", "text|caption")
     evaluation_batch = ("latent|image", "text|caption", "index")
@@ -73,38 +57,15 @@ class TextToImage(CaptionedDiffusion):
         train: TrainedPart = "all",
         lora: LoraOptions = LoraOptions(),
         distillation: DistillationConfig = DistillationConfig(),
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
         sampling: SamplingConfig = SamplingConfig(),
         pretrained: str | None = None,
         output: str | None = None,
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
-        attention = as_dataclass(AttentionConfig, attention)
-        transformer = as_dataclass(TransformerConfig, transformer)
-        text = as_dataclass(TextConfig, text)
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(optimizer, ema_decay, compile_options)
-        self.save_hyperparameters(ignore=["pretrained", "output"])
-        keep_plain(self)
-        self.set_up(
-            transformer,
-            attention,
-            layer_kinds,
-            make_encoder(text, transformer.caption_channels),
-            None if vae is None else ImageCodec(vae),
-            as_dataclass(FlowConfig, flow),
-            train,
-            as_dataclass(LoraOptions, lora),
-            as_dataclass(DistillationConfig, distillation),
-            checkpointing,
-            as_dataclass(SamplingConfig, sampling),
-            pretrained,
-            ImageWriter(output),
-        )
+        super().__init__(
+            attention, transformer, layer_kinds, flow, text, vae, train, lora, distillation, sampling, pretrained, output,
+            training,
+        )  # fmt: skip
 
     @staticmethod
     @override

@@ -13,6 +13,7 @@ import yaml
 from mhla_kernels.version import __version__
 
 from lightning_mhla.callbacks.page import duration, fenced
+from lightning_mhla.checkpoints.former_names import present_options
 from lightning_mhla.system.redaction import published
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.console import harmless
@@ -49,7 +50,8 @@ def write_card(
         loading: Python code that loads the exported folder, with ``FOLDER`` in place of its path.
         license_name: identifier of the model's license; None if it is not known.
     """
-    memory, data = (_options(content.get(key)) for key in ("hyper_parameters", "datamodule_hyper_parameters"))
+    memory = _options(present_options("model", type(module), content.get("hyper_parameters") or {}))
+    data = _options(content.get("datamodule_hyper_parameters"))
     name = type(module).__name__
     network = getattr(module, "network", module)
     count = sum(parameter.numel() for parameter in network.parameters())

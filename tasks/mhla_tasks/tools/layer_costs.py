@@ -11,11 +11,11 @@ from typing import Any
 
 from lightning import LightningDataModule, Trainer
 
+from lightning_mhla.checkpoints.former_names import stored_options
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.training.linearize import TransferOptions
-from mhla_tasks.commandline.moved_keys import move_arguments
 from mhla_tasks.commandline.trust import AllowError, find_class
 from mhla_tasks.tools.export import load_trained
 
@@ -110,5 +110,5 @@ def _data(path: Path) -> LightningDataModule:
     except AllowError as error:
         raise ValueError(f"{path} was trained on data of the class {class_path[:80]}: {error}") from error
     arguments = {key: value for key, value in memory.items() if not key.startswith("_")}
-    data: LightningDataModule = kind(**move_arguments("data", kind, arguments))
+    data: LightningDataModule = kind(**stored_options("data", kind, arguments, path))
     return data

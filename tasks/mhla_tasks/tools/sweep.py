@@ -44,6 +44,7 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.redaction import redact
 from mhla_tasks.commandline.arguments import HELP, CommandLine, Option, UsageError, read_words
 from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.moved_keys import present_word
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import common_metrics, draw, print_table, read_runs, short_names
 
@@ -329,7 +330,7 @@ def _saved_arguments(line: CommandLine) -> dict[str, Any]:
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
     }
     return {
-        "words": [redact(word) for word in line.words],
+        "words": [present_word(redact(word)) for word in line.words],
         "configs": {redact(path): digest for path, digest in files.items()},
     }
 
@@ -356,7 +357,8 @@ def _finished(folder: Path, line: CommandLine) -> bool:
         record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):
         return False
-    return bool(record.get("finished")) and arguments == _saved_arguments(line)
+    previous = {**arguments, "words": [present_word(word) for word in arguments.get("words", ())]}
+    return bool(record.get("finished")) and previous == _saved_arguments(line)
 
 
 def _wait(command: list[str], output: Path | None = None) -> int:

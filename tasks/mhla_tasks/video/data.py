@@ -154,16 +154,7 @@ class VideoShards(ClipData):
 class VideoLatentShards(EncodedShards):
     """Latents and encoded captions in shards, as ``lightning prepare clip-latents`` writes them.
 
-    Args:
-        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
-        val: shards to validate on, in the same forms.
-        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
-            the shards were encoded with (their manifest says it).
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+    Arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
     """
 
     extension = VIDEO
@@ -182,7 +173,4 @@ class VideoLatentShards(EncodedShards):
         seed: int | None = None,
         shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(
-            train, val, text_length, prompts,
-            batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards,
-        )  # fmt: skip
+        super().__init__(train, val, text_length, batch_size, num_workers, prompts, seed, shards)

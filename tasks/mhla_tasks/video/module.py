@@ -12,12 +12,9 @@ from lightning_mhla.generative.codecs import ClipCodec
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
-from lightning_mhla.system.hyperparameters import keep_plain
-from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.captioned.module import CaptionedDiffusion
-from mhla_tasks.captioned.text import TextConfig, make_encoder
+from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.model import TransformerConfig
 from mhla_tasks.video.pretrained import WAN
@@ -28,30 +25,17 @@ from mhla_tasks.video.writer import ClipWriter
 class VideoDiffusion(CaptionedDiffusion):
     """A Wan transformer trained on captioned clips or their latents, and sampled by prompt.
 
+    Further arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+
     Args:
-        attention: the attention that replaces the transformer's self-attention.
-        transformer: shape of the transformer.
         layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
-            null for attention.kind everywhere.
-        flow: times and shift of flow matching, and caption dropout.
-        text: encoder of the captions.
+            null to replace all.
         vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
-        train: trained parameters: all; attention (the replaced layers with their projections); new (those that replacing
-            added); lora (those, and adapters of the projections).
-        lora: rank and alpha of the adapters.
-        distillation: from the model that is replaced.
-        checkpointing: recompute blocks in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        sampling: sampler options of predict and callbacks.
-        pretrained: weights to start from, see mhla_tasks.captioned.host; not read where --ckpt_path brings weights.
-        output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
-            run's own.
-        optimizer: AdamW or CAME, and its schedule.
-        ema_decay: decay of the moving average of the weights that validation and clips use; null for none.
     """
 
     host, samples, sample_key, text_option = WAN, "clips", "video", "text_dim"
+    transformer_options, sampling_options = TransformerConfig, SamplingConfig
+    codec_kind, writer_kind = ClipCodec, ClipWriter
 
     train_batch = ("latent|video", "text|caption")
     evaluation_batch = ("latent|video", "text|caption", "index")
@@ -67,38 +51,15 @@ class VideoDiffusion(CaptionedDiffusion):
         train: TrainedPart = "all",
         lora: LoraOptions = LoraOptions(),
         distillation: DistillationConfig = DistillationConfig(),
-        checkpointing: bool = False,
-        compile: bool = False,
-        compile_options: CompileOptions | None = None,
         sampling: SamplingConfig = SamplingConfig(),
         pretrained: str | None = None,
         output: str | None = None,
-        optimizer: OptimizerConfig = OptimizerConfig(),
-        ema_decay: float | None = None,
+        training: TrainingOptions = TrainingOptions(),
     ) -> None:
-        attention = as_dataclass(AttentionConfig, attention)
-        transformer = as_dataclass(TransformerConfig, transformer)
-        text = as_dataclass(TextConfig, text)
-        optimizer = as_dataclass(OptimizerConfig, optimizer)
-        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super().__init__(optimizer, ema_decay, compile_options)
-        self.save_hyperparameters(ignore=["pretrained", "output"])
-        keep_plain(self)
-        self.set_up(
-            transformer,
-            attention,
-            layer_kinds,
-            make_encoder(text, transformer.text_dim),
-            None if vae is None else ClipCodec(vae),
-            as_dataclass(FlowConfig, flow),
-            train,
-            as_dataclass(LoraOptions, lora),
-            as_dataclass(DistillationConfig, distillation),
-            checkpointing,
-            as_dataclass(SamplingConfig, sampling),
-            pretrained,
-            ClipWriter(output),
-        )
+        super().__init__(
+            attention, transformer, layer_kinds, flow, text, vae, train, lora, distillation, sampling, pretrained, output,
+            training,
+        )  # fmt: skip
 
     @staticmethod
     @override

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 from lightning import Trainer
 from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
-from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
+from mhla_tasks.diffusion import ClassToImage, DigitImages, DiTShape, ImageShards, LatentShards
 from mhla_tasks.diffusion.data import RequestedClasses, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from mhla_tasks.diffusion.sources import SignedImage
@@ -26,6 +26,9 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.pack import Packing
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
+
+SHAPE = DiTShape(dim=16, depth=1, heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,7 @@ def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(place: Path, t
 def test_what_is_denoised_are_latents_as_they_come_or_images_encoded_on_the_fly(place: Path) -> None:
     latents = data(place).source("train")[0]["latent"]
     attention = AttentionConfig(block_grid=[2, 2])
-    model = ClassToImage(attention, 2, 8, 4, dim=16, depth=1, heads=2, vae=str(place / "vae"))
+    model = ClassToImage(attention, 2, 8, 4, shape=SHAPE, vae=str(place / "vae"))
     batch = {"latent": latents[None], "label": torch.tensor([0])}
     assert torch.equal(model._clean(batch), latents[None])
     images = SignedImage(16)(Image.open(place / "photos/class0/0.png"))[None]
@@ -170,7 +173,7 @@ def test_latents_that_are_wrong(place: Path, tmp_path: Path) -> None:
 
 def test_batches_that_do_not_fit_the_model(place: Path) -> None:
     attention = AttentionConfig(block_grid=[2, 2])
-    model = ClassToImage(attention, 2, 8, 4, dim=16, depth=1, heads=2)
+    model = ClassToImage(attention, 2, 8, 4, shape=SHAPE)
     with pytest.raises(ValueError, match=r"latents of channels and sides \(4, 16, 16\) for a model of \(4, 8, 8\)"):
         model._clean({"latent": torch.zeros(1, 4, 16, 16), "label": torch.tensor([0])})
     with pytest.raises(ValueError, match=r"images of channels and sides \(3, 64, 64\).*vae for images that become"):
@@ -232,12 +235,10 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
     model = ClassToImage(
         AttentionConfig(block_grid=[2, 2]),
         *(2, 8, 4),
-        dim=16,
-        depth=1,
-        heads=2,
+        shape=SHAPE,
         vae=str(place / "vae"),
         sampling=SamplingConfig("ddim", 2),
-        optimizer=OptimizerConfig(schedule="constant"),
+        training=TrainingOptions(OptimizerConfig(schedule="constant")),
     )
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, enable_model_summary=False, **quiet)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler
-from mhla_tasks.diffusion import ClassToImage, DiTPipeline
+from mhla_tasks.diffusion import ClassToImage, DiTPipeline, DiTShape
 from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig
 from mhla_tasks.diffusion.sampling import SamplingConfig
@@ -52,8 +52,8 @@ def make_module(case: dict[str, Any], folder: Path) -> ClassToImage:
         AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, **kinds).save_pretrained(folder / "vae")
         vae = str(folder / "vae")
     module = ClassToImage(
-        AttentionConfig(block_grid=[2, 2]), sample_size=8, channels=case["channels"], num_classes=10, dim=16, depth=2,
-        heads=2, patch_size=2, process=case["process"], sampling=case["sampling"], vae=vae,
+        AttentionConfig(block_grid=[2, 2]), sample_size=8, channels=case["channels"], num_classes=10,
+        shape=DiTShape(dim=16, depth=2, heads=2), process=case["process"], sampling=case["sampling"], vae=vae,
     )  # fmt: skip
     for parameter in module.network.parameters():  # a fresh DiT draws nothing: its branches are switched off
         torch.nn.init.normal_(parameter, std=0.1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from mhla_tasks.commandline import parser
-from mhla_tasks.diffusion import ClassToImage, GenerationMetrics
+from mhla_tasks.diffusion import ClassToImage, DiTShape, GenerationMetrics
 from PIL import Image
 from processes import run_cli
 from tiny import ROOT, digits_config
@@ -204,7 +204,7 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (
-            ["--model.optimizer.lr=1e30", "--trainer.max_steps=9"],
+            ["--model.training.optimizer.lr=1e30", "--trainer.max_steps=9"],
             "at step 1: first in the loss itself, every module's output is finite",
         ),
         (["--model.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
@@ -261,7 +261,7 @@ def test_training_drops_labels() -> None:
     from mhla_tasks.diffusion.sampling import SamplingConfig
 
     made = ClassToImage(
-        AttentionConfig(block_grid=[2, 2]), 10, 8, 1, dim=16, depth=1, heads=2,
+        AttentionConfig(block_grid=[2, 2]), 10, 8, 1, shape=DiTShape(dim=16, depth=1, heads=2),
         process=ProcessConfig("flow", label_dropout=0.5), sampling=SamplingConfig("euler"),
     )  # fmt: skip
     made.log_loss = lambda loss, count: loss  # type: ignore[method-assign]

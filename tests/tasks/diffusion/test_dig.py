@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mhla_tasks.diffusion import ClassToImage
+from mhla_tasks.diffusion import ClassToImage, DiTShape
 from mhla_tasks.diffusion.dig import PROJECTION_GAIN, DiGConfig
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.pretrained import load_pretrained
@@ -184,9 +184,7 @@ def test_rectangles_train_and_are_drawn() -> None:
         3,
         [6, 8],
         1,
-        dim=16,
-        depth=3,
-        heads=2,
+        shape=DiTShape(dim=16, depth=3, heads=2),
         dig=DiGConfig(causal=False),
     ).eval()
     assert model.network.backbone.blocks[2].attn.layout.block_grid == (1, 2)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import yaml
 from diffusers import AutoencoderKL
+from grouped import grouped
 from mhla_tasks.diffusion import DiT
 
 from lightning_mhla import AttentionConfig
@@ -46,7 +47,8 @@ def save_vae(folder: Path) -> Path:
 def digits_config(folder: Path, **model: Any) -> Path:
     """Write a smaller version of the digits configuration, which logs to a CSV file, and return its path."""
     config = yaml.safe_load(CONFIG.read_text())
-    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.5, **model}
+    sizes = {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.5}
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], **{**sizes, **model})
     config["data"]["init_args"] = {"batch_size": 240}
     metrics = {
         "class_path": "mhla_tasks.diffusion.GenerationMetrics",

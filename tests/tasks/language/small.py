@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning
 import torch
+from grouped import grouped
 from mhla_tasks.language import LanguageModel
 
 from lightning_mhla import AttentionConfig
@@ -37,7 +38,7 @@ def small_model(kind: str = "exponential", context: int = 2048, **options: Any) 
     """Build a small language model, with weights large enough for distinct logits."""
     lightning.seed_everything(0, verbose=False)
     sizes = {"vocab_size": 320, "dim": 32, "depth": 2, "heads": 4, "mlp_width": 64, "initializer_range": 0.2}
-    return LanguageModel(attention(kind), context=context, **{**sizes, **options}).eval()
+    return LanguageModel(attention(kind), context=context, **grouped(**{**sizes, **options})).eval()
 
 
 def greedy(network: Any, ids: torch.Tensor, **options: Any) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from grouped import grouped
 from processes import run_cli
 
 ROOT = Path(__file__).parents[3]
@@ -30,8 +31,8 @@ def fit(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
 
 def small_config(task_data: Path, cache: Path) -> dict[str, Any]:
     config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 512}
-    config["model"]["init_args"] |= {"vocab_size": 300}
+    sizes = {"dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 512, "vocab_size": 300}
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], **sizes)
     config["data"]["init_args"] = {"context": 512, "vocab_size": 300, "batch_size": 4, "cache_dir": str(cache)}
     evaluation = {"tasks": TASKS, "batch_size": 2, "data_dir": str(task_data), "max_length": 512}
     config["trainer"] = {

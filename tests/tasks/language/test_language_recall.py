@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mhla_tasks.language import AssociativeRecall, LanguageModel, Needle
+from mhla_tasks.language import AssociativeRecall, DecoderShape, LanguageModel, Needle
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.recall import RecallPart
 from mhla_tasks.language.sums import Answers, shares
@@ -96,8 +96,8 @@ def test_answers_are_counted_by_group_and_together() -> None:
 def test_losses_and_accuracy_are_those_of_the_asked_tokens() -> None:
     data = recall()
     model = LanguageModel(
-        AttentionConfig(kind="softmax"), ["gated_conv", "softmax"], 256, 32, 2, 2, mlp_width=32, context=128,
-        initializer_range=0.2,
+        AttentionConfig(kind="softmax"), ["gated_conv", "softmax"], 256, 128,
+        DecoderShape(dim=32, depth=2, heads=2, mlp_width=32, initializer_range=0.2),
     )  # fmt: skip
     source = data.source("validate")
     samples = [source[index] for index in (0, 1, 400)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.language import PythonSource
 from mhla_tasks.language.export import load_checkpoint
@@ -31,7 +32,7 @@ def stdlib(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
     config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
     model = {"dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 64, "vocab_size": 512, "ema_decay": 0.5}
     model["generation"] = {"max_new_tokens": 8, "temperature": 0.7}
-    config["model"]["init_args"] |= model
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], **model)
     config["data"]["init_args"] |= {
         "context": 64,
         "vocab_size": 512,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from grouped import grouped
 from lightning import LightningDataModule, Trainer
-from mhla_tasks.language import LanguageModel, LinearizedModel
+from mhla_tasks.language import DecoderShape, LanguageModel, LinearizedModel
 from mhla_tasks.language.export import load_checkpoint
 from mhla_tasks.language.linearized import load_source, source_network
 from mhla_tasks.language.networks import build_network
@@ -21,6 +22,7 @@ from lightning_mhla.swap import swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, merge_adapters
 from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 
 NETWORK: dict[str, Any] = {
     "class_path": "transformers.LlamaConfig",
@@ -80,7 +82,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linearized(source: Path, **options: Any) -> LinearizedModel:
-    return LinearizedModel(str(source), WINDOW, context=48, optimizer=OptimizerConfig(lr=0.01), **options)
+    return LinearizedModel(str(source), WINDOW, context=48, **grouped(optimizer=OptimizerConfig(lr=0.01), **options))
 
 
 def fit(model: Any, steps: int, folder: Path, ranks: tuple[int, ...] = (), **options: Any) -> Path:
@@ -195,7 +197,10 @@ def test_a_teachers_predictions_are_matched(source: Path, tmp_path: Path) -> Non
 def test_weights_come_from_checkpoints_folders_and_swapped_models(source: Path, tmp_path: Path) -> None:
     options = {name: value for name, value in NETWORK["init_args"].items() if name != "vocab_size"}
     plain = LanguageModel(
-        network={**NETWORK, "init_args": options}, vocab_size=40, context=48, optimizer=OptimizerConfig(lr=0.01)
+        network={**NETWORK, "init_args": options},
+        vocab_size=40,
+        context=48,
+        training=TrainingOptions(OptimizerConfig(lr=0.01)),
     )
     checkpoint = fit(plain, 2, tmp_path)
     model = linearized(checkpoint)
@@ -229,7 +234,7 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
         LinearizedModel()
     with pytest.raises(FileNotFoundError, match="nowhere/at/all is no checkpoint, no folder and no model on the hub"):
         linearized(Path("nowhere/at/all"))
-    ours = LanguageModel(vocab_size=40, dim=16, depth=1, heads=2, mlp_width=16, context=48)
+    ours = LanguageModel(vocab_size=40, context=48, shape=DecoderShape(dim=16, depth=1, heads=2, mlp_width=16))
     with pytest.raises(
         ValueError, match="is of no model of transformers: softmax layers of our own backbone become others by"
     ):

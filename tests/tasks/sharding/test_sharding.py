@@ -98,7 +98,8 @@ def test_a_checkpoint_of_two_processes_goes_on_with(runs: dict[str, Path], tmp_p
 
 def test_the_default_configuration_shares_sequences(runs: dict[str, Path], tmp_path: Path) -> None:
     """With everything that it logs, in half precision; its validation is that of one process with whole weights."""
-    sizes = {"model.init_args": {"vocab_size": 300, "dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 64}}
+    sizes = {"model.init_args": {"vocab_size": 300, "context": 64}, "model.shape": {"dim": 32, "depth": 2, "heads": 2}}
+    sizes["model.shape"]["mlp_width"] = 64
     sizes["data.init_args"] = {"vocab_size": 300, "context": 64, "cache_dir": str(runs["cache"])}
     small = [f"--{part}.{name}={value}" for part, values in sizes.items() for name, value in values.items()]
     steps = {"max_steps": 4, "val_check_interval": 8, "limit_val_batches": 2, "accumulate_grad_batches": 2}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from grouped import grouped
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
@@ -26,6 +27,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import ExponentialMovingAverage, seeding
 from lightning_mhla.data.module import process_share
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.training.strategies import FullyShardedStrategy
 
 STEPS, SAVED, DECAY = 10, 5, 0.8
@@ -37,13 +39,15 @@ SHARED = ("language", "hybrid")
 def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
     """Build a small model of a domain and its data. It has two layers, so that blocks are sharded one by one."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, schedule="constant", mixing_lr_scale=2.0)
-    training: dict[str, Any] = {"optimizer": optimizer, "ema_decay": DECAY, "checkpointing": True}
+    training = TrainingOptions(optimizer, ema_decay=DECAY, checkpointing=True)
     if domain == "classification":
         from mhla_tasks.classification import Digits, ImageClassifier
 
         attention = AttentionConfig(kind="mhla", block_grid=[4, 4], lepe=3)
         sizes: dict[str, Any] = {"num_classes": 10, "image_size": 8, "channels": 1, "patch_size": 1, "stem": "conv"}
-        model: LightningModule = ImageClassifier(attention, **sizes, dim=16, depth=2, heads=2, **training)
+        model: LightningModule = ImageClassifier(
+            attention, **grouped(**sizes, dim=16, depth=2, heads=2), training=training
+        )
         return model, Digits(batch_size=240)
     if domain in SHARED:
         from mhla_tasks.language import LanguageModel, PythonSource
@@ -54,13 +58,13 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
             attention = replace(attention, mixing="exponential", mixing_terms=2)
             sizes |= {"depth": 3, "layer_kinds": ["mhla", "softmax", "linear"], "key_value_heads": 1, "context": 72}
         data = PythonSource(batch_size=12, context=sizes["context"], vocab_size=300, cache_dir=str(cache))
-        return LanguageModel(attention, **sizes, **training), data
+        return LanguageModel(attention, **grouped(**sizes), training=training), data
     if domain == "diffusion":
         from mhla_tasks.diffusion import ClassToImage, DigitImages
 
         attention = AttentionConfig(kind="mhla", block_grid=[4, 4], lepe=3, gate=True)
         sizes = {"num_classes": 10, "sample_size": 8, "channels": 1, "patch_size": 1, "dim": 16, "depth": 2, "heads": 2}
-        return ClassToImage(attention, **sizes, **training), DigitImages(batch_size=24)
+        return ClassToImage(attention, **grouped(**sizes), training=training), DigitImages(batch_size=24)
     from mhla_tasks.captioned.text import TextConfig
     from mhla_tasks.video import MovingDigits, VideoDiffusion
     from mhla_tasks.video.model import TransformerConfig
@@ -71,7 +75,7 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
         freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
     )  # fmt: skip
     clips = MovingDigits(frames=4, height=8, width=8, batch_size=12)
-    return VideoDiffusion(attention, transformer, text=TextConfig(length=4), **training), clips
+    return VideoDiffusion(attention, transformer, text=TextConfig(length=4), training=training), clips
 
 
 class SharedNumbers(TorchFunctionMode):

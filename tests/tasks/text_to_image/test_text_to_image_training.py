@@ -26,7 +26,7 @@ def config(folder: Path, name: str, model: dict[str, Any] | None = None, steps: 
         "transformer": PIXELS,
         "text": {"length": 8},
         "sampling": {"steps": 2, "height": 32, "width": 32},
-        "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        "training": {"optimizer": {"lr": 1e-2, "warmup_steps": 0}},
         "flow": {"shift": 1.0},
         **(model or {"attention": {"kind": "linear"}, "layer_kinds": ["keep"]}),
     }

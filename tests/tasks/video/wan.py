@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import yaml
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from grouped import grouped
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.model import TransformerConfig
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -113,7 +114,7 @@ def digits_config(folder: Path, name: str = "digits_pretrain", **model: Any) -> 
     arguments.pop("pretrained", None)
     arguments["transformer"] |= {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 2}
     arguments["sampling"] |= {"steps": 2, "frames": 3, "height": 10, "width": 14}
-    arguments |= {"ema_decay": 0.5, **model}
+    arguments |= grouped(arguments, **{"ema_decay": 0.5, **model})
     config["data"]["init_args"] = {"frames": 3, "height": 10, "width": 14, "batch_size": 1000}
     checkpoint = {
         "filename": "{step}",

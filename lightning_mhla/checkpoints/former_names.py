@@ -1,0 +1,148 @@
+"""Options that have moved into groups: their former names, which configurations and checkpoints may use for one release."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from lightning import LightningModule
+
+from lightning_mhla.checkpoints.io import read_header
+from lightning_mhla.system.lightning_private import restricted_classmethod
+
+log = logging.getLogger(__name__)
+
+TRAINING = ("optimizer", "ema_decay", "ema_batch", "checkpointing", "compile", "compile_options")
+
+SHAPE = (
+    "dim", "depth", "heads", "key_value_heads", "key_width", "value_width", "mlp_width", "mlp_ratio", "patch_size", "stem",
+    "pad_to", "frequency_shift", "mlp_norm_eps", "tie_embeddings", "initializer_range",
+)  # fmt: skip
+
+SHARDS = ("max_skipped", "shuffle_window", "cache_dir", "cache_bytes")
+
+MOVED: Mapping[str, Mapping[str, str]] = {
+    "model": {**{name: f"training.{name}" for name in TRAINING}, **{name: f"shape.{name}" for name in SHAPE}},
+    "data": {name: f"shards.{name}" for name in SHARDS},
+}
+"""Moved options of models and data modules: former names, each with the present name ``GROUP.NAME``.
+
+:func:`moved_options` selects those of a class. ``PythonSource``, for example, keeps ``cache_dir``.
+"""
+
+
+def moved_options(root: str, kind: type) -> dict[str, str]:
+    """Return the former names of options of a class, each with the present name.
+
+    An option has moved if the class does not take the former name, and its default of the group has the present one.
+
+    Args:
+        root: ``"model"`` or ``"data"``.
+        kind: class of the model or data module.
+    """
+    defaults = _defaults(kind)
+    moved = {}
+    for old, new in MOVED[root].items():
+        group, name = new.split(".")
+        if old not in defaults and hasattr(defaults.get(group), name):
+            moved[old] = new
+    return moved
+
+
+def present_options(root: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a class, as a checkpoint stores them, with present names only; arguments as above."""
+    return in_groups(options, moved_options(root, kind))
+
+
+def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: object) -> dict[str, Any]:
+    """Return what :func:`present_options` does, and log the former names that a checkpoint has.
+
+    Args:
+        root: ``"model"`` or ``"data"``.
+        kind: class of the model or data module.
+        options: options of the class in the checkpoint.
+        origin: path of the checkpoint, for the message.
+    """
+    names = {old: new for old, new in moved_options(root, kind).items() if old in options}
+    if names:
+        moved = ", ".join(f"{root}.{old} is now {root}.{new}" for old, new in names.items())
+        log.warning("%s (from %s)", moved, origin)
+    return in_groups(options, names)
+
+
+def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Move options into their groups; ``names`` maps former names to present ones."""
+    result = {name: value for name, value in options.items() if name not in names}
+    for old, new in names.items():
+        if old in options:
+            group, name = new.split(".")
+            present = result.get(group)
+            result[group] = {**(present if isinstance(present, dict) else {}), name: options[old]}
+    return result
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Return the default of each argument of a class, with those of its bases if it passes ``**kwargs`` on."""
+    defaults: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+        defaults = {**{name: parameter.default for name, parameter in parameters.items()}, **defaults}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return defaults
+
+
+class TakesFormerNames(LightningModule):
+    """Mixin for modules whose options have moved: loads checkpoints with former names, and rejects former names in Python."""
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Reject keyword arguments by their former names.
+
+        Raises:
+            TypeError: if there is one. The message says where the option is.
+        """
+        _reject_former_names(cls, options)
+        return super().__new__(cls)
+
+    @restricted_classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *arguments: Any, **options: Any) -> Self:  # noqa: N805  a classmethod
+        """Load a module as Lightning does, also from a local checkpoint that stores options by their former names.
+
+        Args:
+            checkpoint_path: path, URL or open file of the checkpoint.
+            *arguments: further arguments of Lightning's method.
+            **options: further arguments of Lightning's method, and options of the module in place of those in the checkpoint.
+
+        Raises:
+            TypeError: for an option of the module by its former name.
+        """
+        _reject_former_names(cls, options)
+        memory: Mapping[str, Any] = {}
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
+            memory = read_header(Path(checkpoint_path)).get("hyper_parameters") or {}
+        # Lightning drops stored options that the constructor does not take, so they are given as arguments.
+        present = stored_options("model", cls, memory, checkpoint_path)
+        groups = {name: value for name, value in present.items() if name not in memory}
+        if (
+            "_instantiator" in memory
+        ):  # Lightning's instantiator takes plain options, and replaces dataclasses by defaults
+            options = {name: _plain(value) for name, value in options.items()}
+        return super().load_from_checkpoint(checkpoint_path, *arguments, **{**groups, **options})
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _reject_former_names(kind: type, options: Mapping[str, Any]) -> None:
+    for old, new in moved_options("model", kind).items() if options else ():
+        if old in options:
+            group, name = new.split(".")
+            takes = type(_defaults(kind)[group]).__name__
+            raise TypeError(f"{kind.__name__} takes {old} as an option of {group}: {group}={takes}({name}=...)")

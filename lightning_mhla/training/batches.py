@@ -1,0 +1,34 @@
+"""Check of the batches that a training module gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
+    """Check that a batch has the keys that a domain's steps read.
+
+    An evaluation batch without ``valid`` gets it, True for every sample, so that metrics count all samples.
+
+    Args:
+        batch: batch of any data module, modified in place.
+        keys: required keys, see :attr:`TrainingModule.train_batch`. If there are none, only the type is checked.
+        part: part of the data, for the error message.
+
+    Raises:
+        ValueError: if the batch is not a dict or lacks a key.
+    """
+    given = batch if isinstance(batch, dict) else {}
+    found = [next((name for name in key.split("|") if name in given), None) for key in keys]
+    if None in found or not isinstance(batch, dict):
+        wanted = ", ".join(key.replace("|", " or ") for key in keys)
+        has = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__} without keys"
+        raise ValueError(
+            f"a {part} batch must be a dict with {wanted}; this one {has}. docs/guides/data.md shows data modules of your own"
+        )
+    if keys and part != "training" and "valid" not in batch:
+        devices = [value.device for value in batch.values() if isinstance(value, Tensor)]
+        batch["valid"] = torch.ones(len(batch[found[0]]), dtype=torch.bool, device=devices[0] if devices else None)
