@@ -1,4 +1,4 @@
-"""What a kind of attention declares and implements, with the defaults of both."""
+"""Declarations and methods of an attention kind, with their defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LightningModule that domains derive from, its optimiser, and strategies."""
+"""The LightningModule that domains derive from, its optimizer, and strategies."""
 
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig

@@ -138,7 +138,7 @@ def test_a_run_of_the_release_before_resumes_and_names_changed_options(
     )
     assert status == 0, text[-3000:]
     said = " ".join(text.split())
-    assert "resumed with another option: model.training.ema_decay 0.99 -> 0.5" in said
+    assert "resumed with a changed option: model.training.ema_decay 0.99 -> 0.5" in said
     assert "model.training.optimizer.lr 0.002 -> 0.001" in said
 
 

@@ -418,7 +418,7 @@ def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
         torch.save(content, path)
     with caplog.at_level(logging.INFO):
         main(["fit", f"--run_dir={run}", "--trainer.max_epochs=2", "--data.shards.max_skipped=9"])
-    assert "resumed with another option: data.shards.max_skipped 7 -> 9" in caplog.text
+    assert "resumed with a changed option: data.shards.max_skipped 7 -> 9" in caplog.text
     (message,) = [text for text in caplog.messages if "is now" in text]
     assert "data.max_skipped is now data.shards.max_skipped" in message
     assert f"{run}/config.yaml" in message

@@ -44,7 +44,7 @@ class CaptionedImageData(CaptionedData):
 
 
 class DigitScenes(CaptionedImageData):
-    """Coloured handwritten digits of MNIST on 32 x 32 pixels, with captions such as "a red three left of a green seven".
+    """Colored handwritten digits of MNIST on 32 x 32 pixels, with captions such as "a red three left of a green seven".
 
     20,000 scenes to train on, 400 held out, which show digits that training never shows.
 
