@@ -254,7 +254,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             asked = asked_options(self.network, self.optimizer_config, *self._lengths(), self._layer_names())
             changes = take_over(optimizers, schedules, asked, self.trainer.global_step)
             for change in changes if self.trainer.global_step else ():
-                log.info("resumed with another optimiser: %s", change)
+                log.info("resumed with a changed optimizer: %s", change)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

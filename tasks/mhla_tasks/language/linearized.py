@@ -81,7 +81,7 @@ class LinearizedModel(CausalLanguageModel):
         super().__init__(training)
         if network is None:
             if pretrained is None:
-                raise ValueError("name the model to linearise: --model.pretrained=FOLDER_OR_NAME")
+                raise ValueError("name the model to linearize: --model.pretrained=FOLDER_OR_NAME")
             network = source_network(pretrained)
         self.save_hyperparameters(ignore=["pretrained"])
         for saved in saved_hyperparameters(self):

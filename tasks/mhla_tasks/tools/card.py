@@ -67,7 +67,7 @@ def write_card(
         f"## Training data\n\n{_data(content, data)}",
         f"## Metrics\n\n{_metrics(content)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimizer steps, {content.get('epoch', 0) + 1} epochs"
-        f"{_spent(content)}. Options of the model and its optimiser:\n\n{fenced(_yaml(memory), 'yaml')}",
+        f"{_spent(content)}. Options of the model and its optimizer:\n\n{fenced(_yaml(memory), 'yaml')}",
         "## Versions\n\n"
         f"lightning-mhla {__version__}, Lightning {_plain(content.get('pytorch-lightning_version', 'unknown'))}"
         + (

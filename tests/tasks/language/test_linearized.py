@@ -230,7 +230,7 @@ def test_hybrids_keep_their_layers(source: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"name the model to linearise: --model.pretrained=FOLDER_OR_NAME"):
+    with pytest.raises(ValueError, match=r"name the model to linearize: --model.pretrained=FOLDER_OR_NAME"):
         LinearizedModel()
     with pytest.raises(FileNotFoundError, match="nowhere/at/all is no checkpoint, no folder and no model on the hub"):
         linearized(Path("nowhere/at/all"))
