@@ -153,7 +153,7 @@ class StallWatch(Callback):
         return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
-        """Return the sort key by which the slowest process comes first: silent, else not in a collective, else fewest steps first.
+        """Return the sort key by which the slowest process comes first: silent, outside a collective, fewest steps.
 
         Args:
             state: progress of the process.
