@@ -56,9 +56,13 @@ DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np
 
 
 def reason(error: BaseException, length: int = 200) -> str:
-    """Return the first line of an error's message, without unprintable characters and truncated to ``length`` characters."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return "".join(sign if sign.isprintable() else "?" for sign in lines[0])[:length]
+    """Return the first line of an error's message, without unprintable characters and truncated to ``length`` characters.
+
+    A first line that ends in a colon introduces the following line, which is returned, too.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return "".join(sign if sign.isprintable() else "?" for sign in text)[:length]
 
 
 def check_size(path: Path, most: int) -> None:

@@ -23,6 +23,7 @@ from mhla_kernels.forms import attend as forms_attend
 from mhla_kernels.forms import spanning
 from mhla_kernels.forms.cost import numbers_held
 from mhla_kernels.mixing import Mixing
+from mhla_kernels.mixing.dense import DenseMixing
 from mhla_kernels.problem import Weighting
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
 from toeplitz import toeplitz_matrix
@@ -258,6 +259,26 @@ def test_long_sequences_are_computed_some_rows_at_a_time(
         assert torch.equal(a, b), name
     for a, b in zip(got[4:], want[4:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
+def test_heads_of_one_sequence_are_computed_some_at_a_time(per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense coefficients of each head go with its head."""
+    tensors = [torch.rand(1, 64, 3, 4) for _ in range(3)] + [torch.rand(3, 16, 16) if per_head else torch.rand(16, 16)]
+
+    def run() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = mhla_attention(*leaves, block_size=4, causal=True, form="chunked")
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    want = run()
+    monkeypatch.setattr(forms_attend, "PART", 4 * numbers_held("chunked", 64, 16, 4, 4, 0))
+    parts = []
+    of_heads = DenseMixing.of_heads
+    monkeypatch.setattr(DenseMixing, "of_heads", lambda *x: parts.append(x[1]) or of_heads(*x))
+    for a, b in zip(run(), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert parts == [slice(head, head + 1) for head in range(3)]
 
 
 @pytest.mark.parametrize("implementation", TRITON)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -471,3 +472,13 @@ def test_a_shard_that_is_replaced_on_the_disk_is_not_read_by_the_old_table(way: 
     with pytest.raises(ShardUnavailableError, match=r"a\.tar was rewritten while it is in use"):
         reader.read(0, "txt")
     assert ShardReader([path]).read(0, "cls")[:1] == (b"b" if way in ("renamed", "written over") else b"a")
+
+
+@pytest.mark.parametrize(
+    ("sent", "size", "first"),
+    [("bytes 5-9/10", 10, 5), ("bytes 5-9/*", None, 5), ("bytes 5-9", None, -1), ("", None, -1)],
+)
+def test_the_part_of_a_file_that_a_response_has(sent: str, size: int | None, first: int) -> None:
+    answer = SimpleNamespace(status=206, content_length=5, url="http://a/b", headers={"Content-Range": sent})
+    version, begin = remote._described(answer, encoded=False)
+    assert (version.size, begin) == (size, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,9 @@ def test_an_operator_that_computes_wrong(
     assert "torch chunked, float32, causal" in wrong
     assert set(wrong) <= {f"torch chunked, {dtype}, causal" for dtype in ("float32", "bfloat16")}
     assert all(text in one["found"] and one["advice"] for one in wrong.values())
+    sound = [one["found"] for one in found if one["status"] == "ok" and one["found"].startswith("errors ")]
+    assert sound
+    assert all(0 < float(error) < 0.1 for line in sound for error in re.findall(r"[\d.]+e[+-]\d+", line)), sound
 
 
 def test_what_training_needs_and_is_not_there(

@@ -122,6 +122,12 @@ def test_settings_of_generation_are_exported(generation: Any, end: Any, sampling
     assert bool(settings.do_sample) == (sampling[0] is not None)
 
 
+def test_settings_that_contradict_each_other_are_an_error(tmp_path: Path) -> None:
+    source = original(tmp_path / "source", {"num_beams": 1, "length_penalty": 2.0})
+    with pytest.raises(ValueError, match=r"generation_config.json: .*length_penalty.*; correct it, or remove the file"):
+        linearized(source)
+
+
 CODE = "import pathlib\npathlib.Path({marker!r}).touch()\nclass Config:\n    pass\n"
 
 
