@@ -291,9 +291,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(name: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the data module with its options and others; the standard library is a few of its files."""
-    library = [
-        path for path in stdlib.stdlib_files() if path.name in LIBRARY and path.parent == Path(ast.__file__).parent
-    ]
+    library = [Path(ast.__file__).with_name(file) for file in sorted(LIBRARY)]
     monkeypatch.setattr(stdlib, "stdlib_files", lambda: library)
     domain, _, kind = name.partition(".")
     data_class = getattr(importlib.import_module(f"mhla_tasks.{domain}"), kind)
