@@ -244,7 +244,7 @@ def test_sharded_weights_are_averaged_in_their_shards(mesh: Any) -> None:
 
     def value() -> float:
         module.reshard()  # type: ignore[attr-defined]
-        return float(module.one.weight.full_tensor()[0, 0])  # type: ignore[attr-defined]
+        return float(module.one.weight.full_tensor().detach()[0, 0])  # type: ignore[attr-defined]
 
     def set_shards(number: float) -> None:
         module.reshard()  # type: ignore[attr-defined]
