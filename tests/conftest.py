@@ -57,7 +57,7 @@ STARTS_PROCESSES = {"subprocess", "run_cli", "fork_server", "server", "num_worke
 
 SLOW = (
     "test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation",
-    "test_run_folder", "test_resume", "test_verdicts", "test_compile",
+    "test_run_folder", "test_resume", "test_verdicts", "test_compile", "test_endings",
 )  # fmt: skip
 """Test files that take long without starting processes: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
 
@@ -66,7 +66,7 @@ LONGEST = (
     "test_distributed", "test_forms", "test_causality", "test_diffusion_training", "test_diffusion_metrics",
     "test_own_kind", "test_language_evaluation", "test_resume_options", "test_guards", "test_language_transformers", "test_run_folder",
     "test_ops", "test_verdicts", "test_compile", "test_gpu_program", "test_transforms", "test_swap_graphs",
-    "test_language_graphs", "test_swap_folders", "test_language_heads", "test_chat",
+    "test_language_graphs", "test_swap_folders", "test_language_heads", "test_chat", "test_launching", "test_endings",
 )  # fmt: skip
 """Test files that take about a minute. They are started first, so that no worker has one left when the others are done."""
 

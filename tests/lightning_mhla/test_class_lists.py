@@ -1,0 +1,159 @@
+"""Lists of class names: reading and writing them, and the labels that a part of a data set gets by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mhla.data import classes, images, write_shards
+from lightning_mhla.data.classes import (
+    check_count,
+    data_set_classes,
+    folder_classes,
+    match_classes,
+    read_classes,
+    write_classes,
+)
+from lightning_mhla.data.module import ShardSets
+
+
+@pytest.mark.parametrize("count", [1, 2, 1 << 24])
+def test_valid_numbers_of_classes(count: int) -> None:
+    assert check_count(count) == count
+
+
+@pytest.mark.parametrize("count", [0, -1, (1 << 24) + 1])
+def test_invalid_numbers_of_classes(count: int) -> None:
+    with pytest.raises(ValueError, match=f"num_classes={count} must be 1 to 16777216"):
+        check_count(count)
+
+
+def test_names_are_written_one_per_line_and_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "train-classes.txt"
+    assert read_classes(file) is None
+    write_classes(file, ["ant", "two words", "line\nbreak", "é"])
+    assert file.read_text(encoding="utf-8") == "ant\ntwo words\nline\\nbreak\né\n"
+    assert read_classes(file) == ["ant", "two words", "line\\nbreak", "é"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("", []), ("a", ["a"]), ("a\n", ["a"]), ("a\nb", ["a", "b"]), ("a\nb\n", ["a", "b"]), ("a\n\n", ["a", ""])],
+)
+def test_the_last_line_may_end_or_not(tmp_path: Path, text: str, names: list[str]) -> None:
+    (tmp_path / "classes.txt").write_text(text)
+    assert read_classes(tmp_path / "classes.txt") == names
+
+
+def test_a_name_that_occurs_twice_is_told(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\nbee\n")
+    with pytest.raises(ValueError, match=r"classes\.txt lists 'bee' twice"):
+        read_classes(tmp_path / "classes.txt")
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "classes.txt"
+    file.touch()
+    os.truncate(file, (1 << 26) + 1)  # a sparse file: no blocks on the disk
+    with pytest.raises(ValueError, match=r"has 67108865 bytes, at most 67108864 are read"):
+        read_classes(file)
+    monkeypatch.setattr(classes, "LARGEST_LIST", 4)
+    file.write_text("a\nb\n")
+    assert read_classes(file) == ["a", "b"]
+    file.write_text("a\nbc\n")
+    with pytest.raises(ValueError, match="has 5 bytes, at most 4"):
+        read_classes(file)
+
+
+def test_classes_of_a_folder_are_its_visible_folders_in_order(tmp_path: Path) -> None:
+    for name in ("dog", "cat", ".hidden"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ant.txt").touch()
+    assert folder_classes(tmp_path) == ["cat", "dog"]
+
+
+def test_the_list_of_a_different_prefix_is_found(tmp_path: Path) -> None:
+    assert data_set_classes(tmp_path, "val") is None
+    write_classes(tmp_path / "val-classes.txt", ["bee", "cat"])
+    assert data_set_classes(tmp_path, "val") is None, "its own list"
+    assert data_set_classes(tmp_path, "train") == ["bee", "cat"]
+    write_classes(tmp_path / "train-classes.txt", ["ant", "bee", "cat"])
+    assert data_set_classes(tmp_path, "val") == ["ant", "bee", "cat"]
+    write_classes(tmp_path / "extra-classes.txt", ["ant", "bee", "cat"])
+    assert data_set_classes(tmp_path, "val") == ["ant", "bee", "cat"], "two lists that are the same"
+    write_classes(tmp_path / "train-classes.txt", ["ant"])
+    with pytest.raises(ValueError, match=r"extra-classes\.txt and .*train-classes\.txt do not list the same classes"):
+        data_set_classes(tmp_path, "val")
+
+
+def test_classes_are_matched_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert match_classes(["cat", "ant", "bee"], ["ant", "bee", "cat"], "val") == [2, 0, 1]
+    assert not caplog.messages
+    assert match_classes(["bee"], ["ant", "bee", "cat"], "val") == [1]
+    assert caplog.messages == ["val has no images of the classes 'ant', 'cat'"]
+
+
+@pytest.mark.parametrize(("count", "end"), [(5, ""), (6, ", .. (6 in all)"), (9, ", .. (9 in all)")])
+def test_a_message_names_up_to_five_classes(count: int, end: str) -> None:
+    names = [f"c{number}" for number in range(count)]
+    listed = ", ".join(map(repr, names[:5])) + end
+    with pytest.raises(ValueError) as error:  # noqa: PT011  compared below
+        match_classes(names, ["ant"], "val")
+    assert str(error.value) == f"val has classes that the training data does not have: {listed}; it has 'ant'"
+
+
+def write(folder: Path, prefix: str, names: list[str] | None, count: int = 4) -> str:
+    """Shards of two samples each, with the names of their classes beside them."""
+    write_shards(range(count), lambda number: {"cls": number % 2}, folder, prefix, 2)
+    if names is not None:
+        write_classes(folder / f"{prefix}-classes.txt", names)
+    return f"{folder}/{prefix}-*.tar"
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "labels"),
+    [
+        (["bee", "cat"], ["ant", "bee", "cat"], [1, 2]),
+        (["cat", "bee"], ["bee", "cat"], [1, 0]),
+        (["bee", "cat"], ["bee", "cat"], None),  # the same: nothing to change
+        (["bee", "cat"], None, None),
+        (None, ["bee", "cat"], None),
+    ],
+)
+def test_labels_of_shards_become_those_of_the_data_set(
+    tmp_path: Path, own: list[str] | None, wanted: list[str] | None, labels: list[int] | None
+) -> None:
+    sets = ShardSets(write(tmp_path / "a", "train", None), write(tmp_path / "b", "val", own))
+    assert images.class_names(sets, "validate") == own
+    for as_given in (list, tuple):
+        assert images.shard_labels(sets, "validate", None if wanted is None else as_given(wanted)) == labels
+    assert images.class_names(sets) is None, "the training shards name none"
+
+
+def test_a_label_that_cannot_be_matched_names_the_shards(tmp_path: Path) -> None:
+    where = write(tmp_path, "val", ["bee", "dog"])
+    with pytest.raises(
+        ValueError, match=r"val-\*\.tar \(classes\.txt\) has classes that .* not have: 'dog'; it has 'bee'"
+    ):
+        images.shard_labels(ShardSets(where, where), "validate", ["bee"])
+
+
+def test_shards_of_two_prefixes_have_one_list(tmp_path: Path) -> None:
+    names: Any = ["bee", "cat"]
+    for prefix in ("one", "two"):
+        write(tmp_path, prefix, names)
+    shards = sorted(tmp_path.glob("*.tar"))
+    assert len(shards) == 4
+    assert images.shard_classes(shards) == names
+    write_classes(tmp_path / "two-classes.txt", names[::-1])
+    with pytest.raises(ValueError, match=r"two-classes\.txt"):
+        images.shard_classes(shards)
+    (tmp_path / "two-classes.txt").unlink()
+    with pytest.raises(ValueError, match=r"two-classes\.txt"):
+        images.shard_classes(shards)
+    assert images.shard_classes(sorted(tmp_path.glob("one-*.tar"))) == names
