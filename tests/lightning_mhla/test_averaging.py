@@ -1,4 +1,4 @@
-"""The moving average of the weights: its numbers, what checkpoints hold of it, and the weights that a run goes on with."""
+"""The moving average of the weights: its numbers, what checkpoints hold of it, and the weights with which a run resumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trainer_at(step: int, *callbacks: Any, fn: str = "fit") -> Any:
 
 
 def train(average: ExponentialMovingAverage, module: Tied, values: dict[int, float]) -> None:
-    """Optimiser steps, by their number, that leave these weights."""
+    """Make the optimizer steps with these numbers, which leave these weights."""
     for step, value in values.items():
         set_weights(module, value)
         average.on_train_batch_end(trainer_at(step), module)

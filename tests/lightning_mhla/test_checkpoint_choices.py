@@ -1,4 +1,4 @@
-"""Which checkpoint a command takes, and the books of best checkpoints: names, removals, moved folders, foreign paths."""
+"""Choice of the checkpoint that a command uses, and the books of best checkpoints: names, removals, moved folders, foreign paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_a_run_the_named_file_is_taken(training: bool) -> None:
     assert choose_checkpoint(None, None, training) is None
     for name in ("some.ckpt", "last"):
         assert choose_checkpoint(None, name, training) == name
-    with pytest.raises(ValueError, match="--ckpt_path=best needs the run that it is the best of"):
+    with pytest.raises(ValueError, match="--ckpt_path=best needs a run"):
         choose_checkpoint(None, "best", training)
 
 
@@ -142,7 +142,7 @@ def test_the_best_is_found_where_the_run_lies_now(tmp_path: Path) -> None:
     assert best_checkpoint(run) == best
     assert choose_checkpoint(run, "best", training=False) == str(best)
     best.unlink()
-    with pytest.raises(FileNotFoundError, match=r"its best checkpoint, sub/best\.ckpt, is not there any more"):
+    with pytest.raises(FileNotFoundError, match=r"its best checkpoint, sub/best\.ckpt, no longer exists"):
         best_checkpoint(run)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of optimiser steps: of epochs, parts of epochs and complete runs, whatever limits them."""
+"""Numbers of optimizer steps: of epochs, parts of epochs and complete runs, whatever limits them."""
 
 from __future__ import annotations
 

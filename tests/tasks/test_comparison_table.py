@@ -162,7 +162,7 @@ def test_the_picture_has_a_curve_for_each_run(tmp_path: Path, monkeypatch: pytes
     first, second = axes[0].lines
     assert [list(first.get_xdata()), list(first.get_ydata())] == [[1, 3], [2, 4]]
     assert [list(second.get_xdata()), list(second.get_ydata())] == [[1], [5]]
-    assert {axis.get_xlabel() for axis in axes} == {"optimiser step"}
+    assert {axis.get_xlabel() for axis in axes} == {"optimizer step"}
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["x=$1$", "x=2"]
     assert not any(text.get_parse_math() for text in legend.get_texts())

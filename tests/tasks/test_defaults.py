@@ -1,6 +1,6 @@
 """Defaults of all options that users set: a changed default changes runs that do not name the option.
 
-    PYTHONPATH=.:kernels:tasks python tests/tasks/test_defaults.py    writes tests/defaults.yaml anew, after a deliberate change
+    PYTHONPATH=.:kernels:tasks python tests/tasks/test_defaults.py    writes tests/defaults.yaml again, after a deliberate change
 
 Options count by their own names, whether a class takes them itself or in a dataclass.
 """

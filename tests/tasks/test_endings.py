@@ -45,7 +45,7 @@ def write_config(folder: Path, name: str, end: str) -> Path:
     trainer["callbacks"] = [one for one in trainer["callbacks"] if one["class_path"].rpartition(".")[2] in BOOKS]
     trainer["callbacks"] += [STOPPING] if end == "should_stop" else []
     trainer["logger"] = [{"class_path": "CSVLogger", "init_args": {"save_dir": "elsewhere"}}]
-    config["model"]["init_args"]["optimizer"]["schedule"] = "constant"
+    config["model"]["init_args"]["training"]["optimizer"]["schedule"] = "constant"
     if "num_workers" in config["data"]["init_args"]:
         config["data"]["init_args"]["num_workers"] = 0
     (folder / f"{end}.yaml").write_text(yaml.safe_dump(config))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from grouped import grouped
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import PLAN, check_same, make_plan
@@ -35,8 +36,8 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_config(folder: Path, **trainer: Any) -> Path:
     """The digits configuration, smaller, with its report and a table; two epochs of five steps."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
-    config["model"]["init_args"] |= {"dim": 16, "depth": 1, "heads": 2, "drop_path": 0.0}
-    config["model"]["init_args"]["optimizer"]["schedule"] = "constant"
+    config["model"]["init_args"] = grouped(config["model"]["init_args"], dim=16, depth=1, heads=2, drop_path=0.0)
+    config["model"]["init_args"]["training"]["optimizer"]["schedule"] = "constant"
     config["data"]["init_args"] = {"batch_size": 240, "augment": False}
     options = {"save_last": True, "monitor": "val/loss", "filename": "{step}"}
     config["trainer"] |= {
@@ -126,7 +127,7 @@ def test_one_process_of_a_run_is_the_first(
 
 
 def test_processes_of_one_run_have_one_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that Lightning starts compare theirs with that of the process that started them; others are runs of their own."""
+    """Processes that Lightning starts compare their configuration with that of the process that started them; others are runs of their own."""
     config = write_config(tmp_path)
 
     def check(*words: str) -> None:

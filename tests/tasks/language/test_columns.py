@@ -150,7 +150,7 @@ def test_every_type_of_text_in_parquet(kind: pa.DataType, tmp_path: Path) -> Non
 @pytest.mark.parametrize("values", [[1], [b"one"], [["one"]], [True]])
 def test_other_types_of_parquet_are_errors(values: list[Any], tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet: column 'text' is .*, not text; choose another column"):
+    with pytest.raises(ValueError, match=r"a\.parquet: column 'text' is .*, not text; choose a different column"):
         rows(tmp_path / "a.parquet")
 
 
