@@ -105,6 +105,8 @@ LONG = (
     "test_swap_graphs::test_exported_with_an_open_batch", "test_language_graphs::test_onnx_runs_other_batches_and_lengths",
     "test_transforms::test_exponential_mixing_trains_in_one_graph_at_new_lengths",
     "test_swap_folders_pictures::test_what_opens_it_is_right_and_everything_else_fails",
+    "test_launching::test_lightnings_launcher_resumes_a_run_in_its_folder",
+    "test_launching::test_fsdp_resumes_from_one_file_and_writes_one", "test_former_names::test_a_sweep_may_use_a_former_name",
 )  # fmt: skip
 """Tests that take from twenty seconds to minutes. ``make thorough`` runs them, ``make test`` runs all others."""
 
