@@ -562,3 +562,17 @@ def test_a_printed_layer_shows_its_coefficients(options: dict[str, Any], shapes:
     text = str(MHLA(16, 2, BlockLayout((20,), block_size=4), AttentionConfig(**options), causal=True))
     assert shapes in text
     assert "heads=2, causal=True, layout=BlockLayout(grid=(20,)" in text
+
+
+def test_operations_of_a_window_grow_with_its_blocks_and_not_with_the_sequence() -> None:
+    """A token sees its own block up to itself and the block before: one and a half blocks, in the products of keys and values."""
+
+    def counted(tokens: int, block_size: int) -> float:
+        layout = BlockLayout((tokens,), block_size=block_size)
+        config = AttentionConfig(kind="mhla_window", block_size=block_size, mixing="exponential")
+        layer = build_attention(config, 32, 2, layout, causal=True)
+        return layer.operator_flops(tokens) - layer.summary_flops(tokens, None, layer.summaries_mixed(tokens))
+
+    assert counted(64, 8) == 2 * 64 * 1.5 * 8 * 2 * (16 + 16)
+    assert counted(128, 8) == 2 * counted(64, 8)
+    assert counted(64, 16) == 2 * counted(64, 8)

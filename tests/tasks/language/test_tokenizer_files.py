@@ -20,6 +20,7 @@ from mhla_tasks.language.tokenizer import (
     load_tokenizer,
     pack_tokenizer,
     save_tokenizer,
+    token_bytes,
     train_tokenizer,
     unpack_tokenizer,
 )
@@ -27,8 +28,8 @@ from mhla_tasks.tools.export import _is_replaced
 from processes import fork_server
 from small import SENTENCES, small_model
 from tokenizer_kinds import KINDS, made
-from tokenizers import AddedToken
-from transformers import AutoTokenizer, ByT5Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightning_mhla.system.files import rebuilt_folder
 
@@ -315,3 +316,10 @@ def test_further_end_tokens_of_a_model_stay() -> None:
         model.use_tokenizer(tokenizer)
         assert model.network.config.eos_token_id == wanted
         assert model.network.generation_config.eos_token_id == wanted
+
+
+def test_a_prefix_of_continued_words_that_is_a_token_itself_has_its_bytes() -> None:
+    vocabulary = {"[UNK]": 0, "##": 1, "##ab": 2, "ab": 3}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    assert token_bytes(tokenizer)[1:].tolist() == [2, 2, 2]
