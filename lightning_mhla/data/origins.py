@@ -37,10 +37,10 @@ PACKED = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Source files of one sample, or one source file of many samples, with everything that the samples depend on.
+    """Source of one or more samples of a shard: files, and any other value that the samples depend on.
 
     Attributes:
-        name: name of the origin, unique among those of a command.
+        name: name of the origin, such as a relative path; unique among the origins of a command.
         files: files that the samples are read from.
         note: anything else that a sample depends on, such as its label or its caption.
     """
@@ -51,9 +51,9 @@ class Origin:
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
-    """Return the origins of samples that are read from other shards: one for each shard.
+    """Return one origin for each shard, for a command that makes new shards from existing ones.
 
-    If all file names differ, origins are named without their folder, so that the shards may be moved.
+    If all file names differ, an origin is named after the file without its folder, so that the shards may be moved.
     """
     unique = len({path.name for path in shards}) == len(shards)
     return [Origin(path.name if unique else str(path), (path,)) for path in shards]
@@ -189,13 +189,13 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Sample in the record of earlier calls, compared with the present source files.
+    """Sample in the record of an earlier call, compared with its source files as they are now.
 
     Attributes:
         name: name of the sample's origin.
         place: :data:`OPEN`, :data:`USED` or :data:`SKIPPED`.
-        origin: index of the origin; None if it no longer exists.
-        changed: whether the origin has changed since.
+        origin: index of the origin in the list of this call; None if it no longer exists.
+        changed: whether the origin has changed since it was recorded.
     """
 
     name: str
@@ -307,10 +307,10 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that a gzip file does not expand by more than a record of origins can.
+    """Check that a compressed record of origins does not expand to an excessive size.
 
     Raises:
-        ValueError: if the compression ratio is above :data:`PACKED`.
+        ValueError: if it expands to more than 1 MiB and more than :data:`PACKED` times its compressed size.
     """
     most = max(PACKED * path.stat().st_size, 1 << 20)
     with gzip.open(path) as stream:
@@ -332,7 +332,7 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Return whether a record on disk has the options and the origins of this call, so that the shards are begun already."""
+    """Return whether the record on disk, if any, has the same options and names of origins as this call."""
     if written is None:
         return False
     return written[0] == options and {line["name"] for line in written[1]} == {origin.name for origin in origins}

@@ -43,11 +43,12 @@ def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class LoggedApart(HyperparametersMixin):
     """Mixin that logs hyperparameters without secrets, under separate prefixes for modules and data modules.
 
-    Lightning merges the hyperparameters of both for loggers, and fails if one name has two values: ``train`` is a part of the
-    network in a module and a folder in a data module. Checkpoints keep the names without a prefix.
+    Lightning merges the hyperparameters of module and data module for loggers, and fails if a name has two values. For example,
+    ``train`` is the part of the network to train in a module, and a folder in a data module. Names in checkpoints have no
+    prefix.
 
     Attributes:
-        logged_as: the prefix; loggers get ``PREFIX/NAME``.
+        logged_as: prefix, ``"model"`` or ``"data"``; loggers get ``PREFIX/NAME``.
     """
 
     logged_as: str

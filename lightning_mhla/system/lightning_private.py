@@ -31,7 +31,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step number under which Lightning logs metrics."""
+    """Return the number of the step that Lightning attaches to the metrics it logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -72,9 +72,10 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Correct the progress in a checkpoint of training that stopped inside an epoch, so that the epoch is not counted as done.
+    """Correct the progress in a checkpoint that was saved after training stopped inside an epoch.
 
-    Lightning counts it as done, and a longer run that resumes would start with the next epoch.
+    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. The correction lets it
+    resume after the last batch.
 
     Args:
         loops: entry ``loops`` of the checkpoint, changed in place.
@@ -107,16 +108,16 @@ def defer_saves(
     pending: Callable[[str], bool],
     outdated: Callable[[Trainer], bool],
 ) -> None:
-    """Make a ModelCheckpoint report the paths it would write and remove, instead of writing and removing them itself.
+    """Make a ModelCheckpoint report the paths that it would write and remove, instead of writing and removing them.
 
-    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It no longer writes
-    ``last.ckpt`` either.
+    The caller can then save after all callbacks have updated their states for the step. ``last.ckpt`` is neither written nor
+    reported.
 
     Args:
         callback: the ModelCheckpoint, changed in place until :func:`stop_deferring`.
         save: called with each path to which it would write the current state.
         remove: called with the path of each checkpoint that is no longer among the best.
-        pending: function that returns whether a path was reported but is not written yet, so that it is not taken twice.
+        pending: function that returns whether a path was reported but is not written yet, so that its name is not reused.
         outdated: function that returns whether the monitored value at the end of an epoch belongs to earlier weights.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end

@@ -21,7 +21,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
         name: name of the options in error messages; by default the name of the dataclass.
 
     Raises:
-        ValueError: if an option is unknown, or is a number, string or Boolean of the wrong type.
+        ValueError: if an option is unknown, or if a number, string or Boolean is expected and the value has a different type.
     """
     if isinstance(value, kind):
         return value
@@ -51,7 +51,7 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a number, string or Boolean has the expected type; True for all other types, which are not checked."""
+    """Return whether a value has the expected type; always True for types other than number, string, Boolean and Literal."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)

@@ -78,13 +78,13 @@ def check_size(path: Path, most: int) -> None:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Context manager that limits the processor time of its block by a timer, whose signal raises an error in the block.
+    """Context manager that raises an error if its block takes too much processor time.
 
-    There is no limit outside the main thread, or if other code uses the timer already.
+    It uses the timer ``ITIMER_VIRTUAL``. There is no limit outside the main thread, or if other code uses this timer.
 
     Args:
         seconds: maximum processor time in seconds.
-        what: plural noun that is the subject of the error message.
+        what: plural noun for what takes the time, the subject of the error message.
 
     Raises:
         ValueError: if the block takes longer.
@@ -107,7 +107,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
+    """Read a JSON file that contains an object.
 
     Raises:
         ValueError: if the file does not contain a JSON object, or has more than :data:`LARGEST_JSON` bytes.
@@ -169,7 +169,7 @@ def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read the values in a YAML file.
+    """Read a YAML file, after a check that it is safe to parse.
 
     Raises:
         ValueError: if the file cannot be read, or if :func:`check_yaml` rejects it.

@@ -195,7 +195,7 @@ class VisionTransformer(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last one that ``indices`` names, and optionally the final norm and the head.
+        """Remove the blocks after the last one in ``indices``, and optionally the final norm and the head.
 
         Args:
             indices: see :meth:`forward_intermediates`.
@@ -203,7 +203,7 @@ class VisionTransformer(
             prune_head: whether to remove pooling and head.
 
         Returns:
-            Indices of the named blocks, counted from 0.
+            Indices of the blocks in ``indices``, as numbers from 0.
         """
         taken = taken_indices(indices, len(self.layers))
         self.backbone.blocks = self.backbone.blocks[: max(taken) + 1]

@@ -28,12 +28,13 @@ EPS = 1e-6
 class MapAttention(nn.Module):
     """Attention over the positions of a feature map of any size.
 
-    The number of blocks is the same for every size. Blocks are uneven if they do not divide the map.
+    The map is divided into the blocks of ``config.block_grid``, whose number is the same for every size of the map. Blocks have
+    different sizes if the map cannot be divided evenly.
 
     Args:
         dim: channels of the map.
         heads: number of attention heads.
-        grid: rows and columns of the initial maps; the layer adapts to maps of a different size.
+        grid: rows and columns that the layer is built for; it adapts when it gets a map of a different size.
         config: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
     """
 
@@ -74,7 +75,7 @@ class ConvMlp(nn.Module):
 class VLTBlock(nn.Module):
     """Block of a VLT: positional convolution, attention and MLP, each with a residual connection.
 
-    Attention and MLP come after a norm, and their outputs are multiplied by a learned factor for each channel.
+    A layer norm precedes attention and MLP, and each of their outputs is multiplied by a learned factor for each channel.
 
     Args:
         dim: channels of the map.
@@ -112,12 +113,12 @@ class VLTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage of a VLT: blocks at one resolution, after a convolution that halves height and width in all but the first stage.
+    """Stage of a VLT: blocks at one resolution. In all but the first, a convolution before them halves height and width.
 
     Args:
         before: channels of the input; None for the first stage, which has no convolution.
         dim: channels of the blocks.
-        blocks: the blocks.
+        blocks: blocks of the stage, in order.
     """
 
     def __init__(self, before: int | None, dim: int, blocks: Sequence[VLTBlock]) -> None:
@@ -245,7 +246,7 @@ class VLT(
         Args:
             images: images, ``[B, channels, H, W]``.
             taken: indices of the stages, from 0.
-            stop_early: whether to skip the stages after the last of these. The features are then its map.
+            stop_early: whether to skip the stages after the last of these. The returned features are then the map of that stage.
             norm: has no effect here, since stages have no norm after them.
 
         Returns:
@@ -263,7 +264,7 @@ class VLT(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last one that ``indices`` names, and optionally the head.
+        """Remove the stages after the last one in ``indices``, and optionally the head.
 
         Args:
             indices: see :meth:`forward_intermediates`.
@@ -271,7 +272,7 @@ class VLT(
             prune_head: whether to remove projection, pooling and head.
 
         Returns:
-            Indices of the named stages, counted from 0.
+            Indices of the stages in ``indices``, as numbers from 0.
         """
         taken = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(taken) + 1]
@@ -317,7 +318,7 @@ def _stem(channels: int, dim: int, patch_size: int) -> list[nn.Module]:
 
 
 def _convolved(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """Apply a convolution to feature maps ``[B, H, W, C]``; return the same order of axes."""
+    """Apply a convolution to feature maps in channels-last order, ``[B, H, W, C]``, and return them in this order."""
     return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
