@@ -74,7 +74,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Verify a checkpoint, and read its entries onto the CPU; the entry :data:`READ_FROM` is added with its path.
+        """Verify a checkpoint, read its entries onto the CPU, and add its path as the entry :data:`READ_FROM`.
 
         Args:
             path: path of a checkpoint, or of the folder of a run.
@@ -230,7 +230,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """List the checkpoints directly in a folder, except files whose names begin with a dot."""
+    """List the checkpoints directly in a folder, except those whose names begin with a dot."""
     candidates = folder.glob("*.ckpt") if folder.is_dir() else ()
     return [path for path in candidates if path.name[0] != "." and (path.is_file() or is_sharded(path))]
 

@@ -244,7 +244,7 @@ def _is_our_output(path: Path) -> bool:
 
 
 def keep_tables(trainer: Trainer) -> None:
-    """Rename existing metric tables, which a ``CSVLogger`` with a fixed version would delete at the start of a run."""
+    """Rename existing ``metrics.csv`` files, which a ``CSVLogger`` with a fixed version would delete at the start of a run."""
     for logger in trainer.loggers if is_first_process() else ():
         if isinstance(logger, CSVLogger):
             _set_aside(Path(logger.log_dir) / "metrics.csv")

@@ -100,7 +100,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Mixin for planners of torch's checkpoint loading that reads values other than tensors without running code."""
+    """Mixin for torch's load planners that reads the non-tensor values of a checkpoint without running code."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]

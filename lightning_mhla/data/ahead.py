@@ -42,7 +42,11 @@ class FetchAhead:
         self._plan(0)
 
     def passed(self, samples: int) -> None:
-        """Update the plan for the number of samples that all processes together have read; call it for each batch."""
+        """Update the choice of shards to prefetch; call it for each batch.
+
+        Args:
+            samples: number of samples read so far, by all processes together.
+        """
         self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)

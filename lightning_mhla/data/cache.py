@@ -78,7 +78,7 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """Return the member table of a shard, from the cache or ``NAME.tar.index.npz`` on the server; else scan the shard.
+        """Return the table of a shard's files, from the cache or ``NAME.tar.index.npz`` on the server; else scan the shard.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -223,7 +223,7 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a downloaded shard with its saved member table, and replace the table if the shard has changed.
+        """Compare a downloaded shard with the saved table of its files, and replace the table if they differ.
 
         Raises:
             ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
@@ -352,7 +352,7 @@ class ShardCache:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List the files in all subfolders of a cache whose names show that they contain shards."""
+    """List the files in a cache's subfolders for shards, which :func:`is_kept_folder` recognizes."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 

@@ -34,7 +34,7 @@ MOST_CAPTIONS = 32
 class CaptionedFiles:
     """Base class for reading files with captions, such as images or clips, by sample index.
 
-    A sample is one file with one or more captions.
+    A sample consists of a file and one or more captions, which may be in a second file.
 
     Attributes:
         shard_sizes: number of samples in each shard.
@@ -157,7 +157,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the file that has a sample's name and the first possible of the ``wanted`` extensions; None if there is none."""
+        """Find a file with a sample's name and the earliest possible extension in ``wanted``; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 

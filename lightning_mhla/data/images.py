@@ -214,7 +214,7 @@ def labelled_images(
         stage: ``"train"``, ``"validate"`` or ``"test"``.
         transform: function from image to tensor.
         num_classes: number of classes of the data set.
-        classes: names of the classes, by which the labels of the stage are matched; None if they are not known.
+        classes: class names of the data set, in the order of its labels; None if they are not known.
 
     Raises:
         FileNotFoundError: if there are neither shards nor class folders.

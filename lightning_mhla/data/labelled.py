@@ -68,7 +68,7 @@ class LabelledShards:
             raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
 
     def stage_classes(self, stage: str) -> list[str] | None:
-        """Return the class names that define the labels of the data set, for reading a stage; None if they are not known.
+        """Return the class names to which a stage's labels are mapped, in label order; None if they are not known.
 
         Raises:
             ValueError: if the stage has class folders that cannot be matched to training labels without names.

@@ -87,7 +87,7 @@ class ShardSet:
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
     def delete(self) -> None:
-        """Delete the shards, their member tables, and the files of the options and origins.
+        """Delete the shards, the saved tables of their contents, and the two files that record options and origins.
 
         Raises:
             ValueError: if shards exist without a record of options and origins, so that the user may have made them.
@@ -107,20 +107,20 @@ class ShardSet:
 def resume_order(
     shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
 ) -> list[int | None]:
-    """Begin a set of shards, or check that an interrupted command may resume and add the missing shards.
+    """Record the options and origins of new shards, or check that an interrupted command may add the missing shards.
 
     Complete shards stay as they are, so the origins of their samples must not have changed. Origins of all other samples may
     have been repaired or removed.
 
     Args:
-        shards: set of shards to begin or complete.
+        shards: shards to write or complete.
         options: JSON values that the samples depend on.
         origins: origins of the samples, in the order in which they are written.
         per_shard: number of samples in a shard, one sample for each origin; None if the samples of a shard cannot be assigned
             to single origins, so that no origin may change.
 
     Returns:
-        Index into ``origins`` of each sample, in the order in which the shards were begun; None if the origin is missing now.
+        Index into ``origins`` of each sample, in the recorded order; None if the origin no longer exists.
 
     Raises:
         ValueError: if options or origins of complete shards have changed, or there is no record of them.
@@ -233,11 +233,11 @@ def sample_key(number: int) -> str:
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe what has changed since shards were begun, for a message; empty if nothing has changed.
+    """Describe what has changed since the options and origins were recorded; an empty string if nothing has.
 
     Args:
-        begun_with: options that the shards were begun with.
-        options: present options.
+        begun_with: recorded options of the shards.
+        options: options of this call.
         changes: names of origins by the kind of change, such as ``"removed"``.
     """
     parts = [

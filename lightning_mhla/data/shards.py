@@ -253,7 +253,7 @@ class ShardReader:
 
         Raises:
             BrokenSampleError: if the shard is cut short, or the member is too large to be read at once.
-            ShardUnavailableError: if the shard was written again since its table was read.
+            ShardUnavailableError: if the shard file has changed since this reader was created.
         """
         shard, row = self._find(index)
         table = self.tables[shard]

@@ -98,7 +98,7 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of a file's tar headers while it is downloaded, which raises an error as soon as it is not a shard.
+    """Check of a file's tar headers while it is downloaded, which raises an error once it cannot be a shard.
 
     Args:
         name: name of the file, for error messages.
@@ -159,7 +159,7 @@ class TarCheck:
 
 
 def scan_shard(path: Path, name: str | None = None) -> MemberTable:
-    """Make the member table of a shard by reading its tar headers.
+    """Make the table of the files in a shard by reading its tar headers.
 
     Args:
         path: path of the shard.
@@ -214,7 +214,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
-    """Return the member table of a local shard: read a saved table that matches the shard, or scan the shard.
+    """Return the table of the files in a local shard: read a saved table that matches the shard, or scan the shard.
 
     A new table is saved beside the shard or, if that folder is read-only, in the cache folder.
 
@@ -259,7 +259,7 @@ def _is_own(file: Path) -> bool:
 
 
 def table_file(shard: Path) -> Path:
-    """Return the path of the saved member table beside a shard."""
+    """Return the path beside a shard at which the table of its files is saved."""
     return shard.with_name(shard.name + INDEX)
 
 

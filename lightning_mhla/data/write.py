@@ -60,7 +60,7 @@ class Skipped:
 
 
 class Preparation:
-    """Context manager for a command that writes the shards of a prefix, in one process or in several.
+    """Context manager for a command that writes shards ``PREFIX-*.tar``, in one process or in several.
 
     Entering it waits until earlier commands for the same prefix have ended, and then compares the options and origins with the
     record of the existing shards; see :func:`lightning_mhla.data.origins.resume_order` for the errors.
@@ -153,7 +153,7 @@ class Preparation:
 def locked(file: Path, shared: bool) -> Iterator[None]:
     """Context manager that locks a file; if another process holds the lock, it logs a warning and waits.
 
-    On a file system without locks, it does nothing. :func:`shard_writer` is also safe there.
+    On a file system that does not support locks, nothing is locked; :func:`shard_writer` is safe even then.
 
     Args:
         file: path of the lock file, created if missing.
@@ -193,7 +193,7 @@ def write_shards(
 
     Args:
         items: samples to write; sample i gets the key ``i`` in eight digits.
-        encode: function from an item to its members, a dict from extension to bytes or a number; called in several threads.
+        encode: function from an item to the files of its sample, a dict from extension to bytes or a number; runs in threads.
         folder: folder of the shards, created if missing.
         prefix: prefix of the file names.
         per_shard: number of samples in a shard; the last shard, and shards with broken items, may contain fewer.
@@ -294,7 +294,7 @@ def fill_shards(
 def readable(
     source: SampleSource, order: Sequence[int | None], here: Iterable[int], skipped: Skipped
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the samples with some numbers, leave out missing and broken ones, and count the broken ones.
+    """Iterate over the samples with the given numbers, leaving out missing and broken ones; count the broken ones.
 
     Args:
         source: source of the samples.
@@ -371,7 +371,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
 
 
 def _unfinished(path: Path) -> list[Path]:
-    """List the temporary files into which this or other processes write a shard."""
+    """List the temporary files into which any process writes, or wrote until it was killed, a given shard."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
     return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 

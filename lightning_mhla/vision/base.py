@@ -184,7 +184,7 @@ class VisionModel(nn.Module):
             x: images, ``[B, channels, H, W]``.
             indices: indices of entries of ``feature_info``; a single number n for the last n entries; None for all.
             norm: whether to apply the final norm of the tokens to the maps, if there is one.
-            stop_early: whether to skip layers after the last requested map. The returned features are then not the input of the head.
+            stop_early: whether to skip layers after the last requested map. The features are then not the input of the head.
             output_fmt: ``"NCHW"``, or ``"NLC"`` for maps ``[B, H * W, C]``.
             intermediates_only: whether to return the maps alone.
 

@@ -141,7 +141,7 @@ class StageConfig:
             stage: number of the stage, from 0.
 
         Raises:
-            ValueError: if ``config`` sets ``block_grid`` or ``block_size``, or if a linear stage has no entry in ``block_grids``.
+            ValueError: if ``config`` sets ``block_grid`` or ``block_size``, or a linear stage has no entry in ``block_grids``.
         """
         if stage >= self.linear_stages:
             return replace(config.with_kind("softmax"), block_grid=None, block_size=None)

@@ -246,7 +246,7 @@ class VLT(
         Args:
             images: images, ``[B, channels, H, W]``.
             taken: indices of the stages, from 0.
-            stop_early: whether to skip the stages after the last of these. The returned features are then the map of that stage.
+            stop_early: whether to skip the stages after the last of these. The features are then the map of that stage.
             norm: has no effect here, since stages have no norm after them.
 
         Returns:
