@@ -31,7 +31,7 @@ def log_origin(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Check that a checkpoint was trained with the attention kind and, for mhla, the blocks that the run uses.
+    """Check that a checkpoint was trained with the run's attention kind and, for mhla, with the run's block options.
 
     Args:
         checkpoint: entries of the checkpoint.

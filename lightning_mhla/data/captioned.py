@@ -74,13 +74,13 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """Return the caption of a sample; if there are several, draw one with torch's global random generator."""
+        """Return a caption of a sample, drawn with torch's global random generator if there are several."""
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
 
 class ShardFiles(CaptionedFiles):
-    """Captioned files in WebDataset shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
+    """Captioned files in WebDataset shards, where sample ``KEY`` has its captions in ``KEY.txt`` or ``KEY.json``.
 
     Args:
         reader: reader of the shards.
@@ -115,7 +115,7 @@ class FolderFiles(CaptionedFiles):
 
     Args:
         folder: folder to search, including its subfolders; hidden files are left out, links are followed.
-        extensions: extensions of the samples, without the dot.
+        extensions: extensions of the captioned files, without the dot.
         caption_key: key of the caption, or list of captions, in a ``.json`` file and in a line of ``metadata.jsonl``.
 
     Raises:

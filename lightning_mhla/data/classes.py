@@ -83,7 +83,7 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
 
     Args:
         own: class names of the part, in the order of its labels.
-        wanted: names of all classes of the data set, in the order of their labels.
+        wanted: class names of the complete data set, in the order of its labels.
         where: location of the part, for messages.
 
     Returns:

@@ -112,7 +112,7 @@ def contradiction(where: object, names: Sequence[str], said: str) -> str:
     Args:
         where: location of the data.
         names: names of the classes in the data.
-        said: the option with its value, such as ``num_classes=10``.
+        said: option with its value, such as ``num_classes=10``.
     """
     examples = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
     finding = f"{where} holds {len(names)} classes ({examples})"

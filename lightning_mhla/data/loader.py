@@ -115,7 +115,7 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Return the number of samples that each process contributes to a batch.
+    """Return the number of samples of a batch that each process reads.
 
     Args:
         batch_size: number of samples in a batch over all processes together.
@@ -153,7 +153,7 @@ def outlive_signals(worker: int = 0) -> None:
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield batches unchanged, and remove the traceback of a worker process from the message of its error.
+    """Yield batches unchanged; shorten the error of a worker process to its message, without the traceback.
 
     Raises:
         BrokenSampleError: if a worker could not use a sample.
@@ -184,7 +184,7 @@ class ResumableLoader:
         rank: rank of this process.
         world: number of processes.
         window: number of shards that are shuffled together, see :func:`lightning_mhla.data.sampling.epoch_order`.
-        max_skipped: number of different broken samples that this process skips before it raises; each is reported once.
+        max_skipped: number of different broken samples that this process may skip, with one warning each, before an error.
         progress: function that returns the position of the training run, called at the start of each pass.
         num_workers: number of worker processes.
         ahead: function that creates a prefetcher from the shard number of each sample in reading order; None to not prefetch.
@@ -303,7 +303,7 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of samples, for comparison on resume."""
+        """Return the options that determine the order of samples, to compare them when a run resumes."""
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
         return {"samples": len(self.source), "repeats": self.repeats, **options}

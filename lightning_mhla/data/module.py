@@ -47,7 +47,7 @@ class ShardSets:
                 self.reader(stage)
 
     def class_folder(self, stage: str) -> Path | None:
-        """Return the folder of a stage if it has one subfolder of samples per class; None if it contains shards."""
+        """Return the folder of a stage if it has one subfolder of samples per class; None for all other locations."""
         location = self.locations[stage]
         folder = Path(location) if isinstance(location, str) else None
         if folder is None or not folder.is_dir() or holds_shards(folder):
@@ -117,7 +117,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         batch_size: number of samples in a batch over all processes together, so that training does not depend on the number of
             processes; must be a multiple of the number of processes.
         num_workers: number of worker processes that read samples, for each training process.
-        seed: seed of the order and random numbers of the samples; null takes ``seed_everything``.
+        seed: seed of the order and random numbers of the samples; null for that of ``seed_everything``.
         shards: options for reading shards and keeping downloads.
     """
 

@@ -131,11 +131,11 @@ def remote_size(url: str) -> int:
 
 @dataclass(frozen=True)
 class Version:
-    """Version of a remote file, as the server identifies it, so that a download can resume safely.
+    """Version of a remote file as its server reports it; a download resumes only if the version is unchanged.
 
     Attributes:
         tag: HTTP entity tag (ETag); None if the server sends none.
-        written: time of the last change, in the server's notation; None if the server sends none.
+        written: time of the last change, as text in the server's format; None if the server sends none.
         size: size of the complete file in bytes; None if it is not known.
     """
 
@@ -149,7 +149,7 @@ class Version:
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def condition(self) -> dict[str, str]:
-        """Return the HTTP header that makes a server send the rest of a file only if it is still this version.
+        """Return an HTTP header that makes a server send the rest of a file only if the file still has this version.
 
         The result is empty if the server sent neither a strong ETag nor a time of change.
         """

@@ -40,8 +40,8 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
         shard_sizes: number of samples in each shard.
         seed: seed of the run.
         epoch: number of the epoch, from 0.
-        window: number of consecutive shards, in their shuffled order, whose samples are shuffled together, which keeps reads
-            close to each other; None shuffles all samples together.
+        window: number of shards whose samples are shuffled together. Shards are shuffled first and taken in groups of this
+            number, so that only a few are read at a time. None shuffles all samples together.
 
     Returns:
         Permutation of the samples, ``[sum(shard_sizes)]`` int64.

@@ -48,7 +48,7 @@ def find_shards(
         where: folder of ``*.tar`` files, a path or URL with braces (``train-{0000..1023}.tar``), a path with wildcards, or a
             list of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
         cache: folder for downloads; None for :func:`default_cache`.
-        streamed: cache that fetches shards at URLs when they are read; None to download them now.
+        streamed: cache that downloads remote shards only when they are read; None to download them now.
 
     Raises:
         FileNotFoundError: if a folder, path or pattern matches no shard.

@@ -167,8 +167,8 @@ def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
     then, :class:`lightning_mhla.checkpoints.runs.RunFolder` gives the folder its name back.
 
     Args:
-        new: the new file or folder.
-        path: the name it receives.
+        new: complete file or folder.
+        path: new path of it, whose previous content is replaced.
         keep: whether a replaced folder is kept under its temporary name rather than removed.
 
     Returns:

@@ -15,7 +15,7 @@ def keep_plain(module: Any) -> None:
     """Convert dataclasses among the saved hyperparameters to dicts, so that reading a checkpoint runs no code.
 
     Args:
-        module: a LightningModule or LightningDataModule, after its ``save_hyperparameters``.
+        module: LightningModule or LightningDataModule that has called ``save_hyperparameters``.
     """
     for saved in saved_hyperparameters(module):
         for key, value in saved.items():
@@ -55,6 +55,6 @@ class LoggedApart(HyperparametersMixin):
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers: with the prefix, without secrets and private names."""
+        """Hyperparameters for loggers: names get the prefix, secrets become ``***``, and private names are left out."""
         options = redacted(dict(super().hparams_initial))
         return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

@@ -34,7 +34,7 @@ def is_visible(name: str) -> bool:
 
 
 def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
-    """List all visible files below a folder, sorted. Links are followed, except a link to one of its parent folders.
+    """List all visible files below a folder, sorted. Links are followed, except a link to a folder that contains the link.
 
     Args:
         folder: folder to search.
@@ -76,7 +76,7 @@ def visible_folders(folder: Path) -> list[Path]:
 
 
 def with_extension(paths: Sequence[Path], extensions: Collection[str]) -> list[Path]:
-    """Select the paths with one of the extensions, which are in lower case and without a dot; the case of a path is ignored."""
+    """Select the paths whose extension is in ``extensions`` (lower case, no dot); the case of a path does not matter."""
     return [path for path in paths if path.suffix.lower().lstrip(".") in extensions]
 
 

@@ -76,7 +76,8 @@ def check_rules(state: Any, where: str) -> None:
         where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if replacements expand each other, or texts are padded to more than :data:`MOST_PADDING` tokens.
+        ValueError: if replacements can make a text more than :data:`MOST_GROWTH` times longer, or padding extends a text to
+            more than :data:`MOST_PADDING` tokens.
     """
     if not isinstance(state, dict):
         return

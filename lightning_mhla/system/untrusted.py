@@ -192,7 +192,7 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
             at most :data:`PACKED` times the size of the file.
 
     Returns:
-        Arrays by name; names that the file lacks are missing.
+        Arrays by name, without those that are not in the file.
 
     Raises:
         ValueError: if the file is damaged, an array is too large, or a header does not fit the size of its array.
@@ -224,10 +224,10 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
 
 
 def check_yaml(text: str) -> None:
-    """Check that a YAML text is safe to parse: neither too long nor nested too deeply, and without aliases that multiply.
+    """Check that a YAML text is safe to parse: limited in length, in nesting, and in values once aliases are expanded.
 
     Raises:
-        ValueError: if it is not; the message names the limit that is exceeded.
+        ValueError: if the text exceeds a limit, or an alias refers to itself or to an unknown anchor.
     """
     if len(text) > YAML_CHARACTERS:
         raise ValueError(f"{len(text)} characters are too many for a configuration (at most {YAML_CHARACTERS})")

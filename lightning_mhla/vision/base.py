@@ -111,7 +111,7 @@ class VisionModel(nn.Module):
             top: number of classes to return; None for all.
 
         Returns:
-            Probabilities by class name, the most probable first.
+            Probabilities by class name, or by class number as a string if names are unknown; the most probable comes first.
 
         Raises:
             BrokenSampleError: if a file is not an image.

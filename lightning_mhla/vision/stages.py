@@ -49,9 +49,9 @@ class StageConfig:
         dims: width of each stage; only without ``size``.
         depths: number of blocks of each stage; only without ``size``.
         heads: number of attention heads of each stage; only without ``size``.
-        layer_scale: initial factor of the residual branches in each stage; null for that of ``size``, or 1.
+        layer_scale: initial factor of the residual branches in each stage; null for the values of ``size``, or 1 without it.
         linear_stages: number of stages, counted from the first, that use ``attention.kind``; the others use softmax attention.
-        block_grids: blocks along each axis of the tokens, one pair for each linear stage, for mhla; null for 7 x 7 and 4 x 4.
+        block_grids: number of attention blocks along both axes in each linear stage, for mhla; null for 7 x 7 and 4 x 4.
         patch_size: side of a token of the first stage in pixels: 4, 2 or 1.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
         head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT.

@@ -150,17 +150,17 @@ class VLT(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT with kind mhla.
+    """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT if the attention kind is mhla.
 
     The model has a stem of four convolutions, then stages of falling resolution, then a projection, mean pooling and the
-    head. A block has a positional convolution, attention and a convolutional MLP. The paper does not say which parts of RALA
-    MHLA-VLT keeps, so each is an option of ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with
-    ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation: identity``, ``feature_map: elu``, and
-    ``key_weighting: true``.
+    head. A block has a positional convolution, attention and a convolutional MLP. MHLA-VLT (arXiv 2601.07832) is RAVLT with
+    MHLA in place of RALA, RAVLT's attention. Its paper does not say which parts of RALA it keeps, so each part is an option of
+    ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with ``normalize_before_rotary: true``, ``gate: true`` with
+    ``gate_activation: identity``, ``feature_map: elu``, and ``key_weighting: true``.
 
-    Images may have any size that the stages can halve. Mixing coefficients belong to blocks, whose number does not change.
-    ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and ``VLT.from_pretrained(folder)`` loads
-    it. The model also has the methods of timm's models.
+    Images may have any size that the stages can halve. The number of attention blocks, and with it the shape of the mixing
+    coefficients, does not depend on this size. ``save_pretrained(folder)`` writes the model as safetensors and
+    ``config.json``, and ``VLT.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
 
     Args:
         image_size: side of the square image, or height and width, in pixels.
@@ -171,7 +171,8 @@ class VLT(
         channels: number of channels of the image.
         drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
-        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; empty for no pooling, only without classes.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; an empty string for no pooling, which needs
+            ``num_classes=0``.
         class_names: names of the classes, for :meth:`predict`; exports contain them.
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
@@ -250,7 +251,7 @@ class VLT(
             norm: has no effect here, since stages have no norm after them.
 
         Returns:
-            The map of the last stage that ran, and the maps of the stages, ``[B, C, H, W]`` each.
+            The map of the last stage that ran, and the requested maps, ``[B, C, H, W]`` each.
         """
         x, maps = self.stem(images), []
         for index, stage in enumerate(self.stages):
@@ -272,7 +273,7 @@ class VLT(
             prune_head: whether to remove projection, pooling and head.
 
         Returns:
-            Indices of the stages in ``indices``, as numbers from 0.
+            Indices of the requested stages, all counted from 0.
         """
         taken = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(taken) + 1]
