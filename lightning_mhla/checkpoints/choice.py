@@ -30,8 +30,8 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
     Raises:
         FileNotFoundError: if the run has no best checkpoint, and ``asked`` is :data:`BEST`.
-        ValueError: if a start from ``asked`` would discard the progress of a run with different checkpoints, or if ``asked`` is
-            :data:`BEST` and there is no run.
+        ValueError: if the run has checkpoints and ``asked`` is an unrelated one outside its folder, so that training would discard
+            the progress of the run; or if ``asked`` is :data:`BEST` and there is no run.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
@@ -60,7 +60,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
 
 def best_checkpoint(run: Path) -> Path:
-    """Find the checkpoint of a run with the best monitored value.
+    """Find the checkpoint with the best monitored value in a run.
 
     Raises:
         FileNotFoundError: if the run has no best checkpoint, or its file no longer exists.

@@ -52,7 +52,7 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
 
 
 def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
-    """Log each option whose value in this run differs from the value in the checkpoint that it resumes from.
+    """Log each option whose value in this run differs from the value in the checkpoint that the run resumes from.
 
     Args:
         part: ``"model"`` or ``"data"``, the prefix of the options in the log.

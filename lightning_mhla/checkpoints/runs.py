@@ -136,7 +136,7 @@ class RunFolder:
 
 
 def _folders_of_checkpoints(run: Path) -> list[Path]:
-    """List a run's folder of checkpoints and all folders below it, except sharded checkpoints and other runs."""
+    """List a run's ``checkpoints`` folder and the folders below it, except sharded checkpoints and folders of other runs."""
     result = []
     for parent, folders, _ in os.walk(run / CHECKPOINTS):
         result.append(Path(parent))

@@ -156,7 +156,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """Load a sharded checkpoint completely, as the dict that training in one process would write.
+    """Load a complete sharded checkpoint, with the entries that a checkpoint of a single process would have.
 
     Raises:
         ValueError: if the checkpoint is damaged or cannot be read safely.

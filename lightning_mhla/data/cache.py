@@ -113,7 +113,7 @@ class ShardCache:
                 aside.write_bytes(content)
 
     def _folder(self, folder: Path) -> Path:
-        """Create a folder of the cache if it is missing, check it, and return it.
+        """Create a folder of the cache if it is missing, check that it belongs to this user, and return its path.
 
         Raises:
             ForeignFileError: if the folder is a link, or belongs to a different user.

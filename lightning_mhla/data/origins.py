@@ -78,7 +78,7 @@ class ShardSet:
 
     @property
     def origins(self) -> Path:
-        """Path of ``PREFIX-origins.jsonl.gz``, which contains the options and origins of the shards."""
+        """Path of ``PREFIX-origins.jsonl.gz``, which records the options and source files that the shards were made from."""
         return self.folder / f"{self.prefix}-origins.jsonl.gz"
 
     def finished(self) -> list[Path]:
@@ -285,7 +285,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the record of options and origins that later calls compare with theirs, and a readable copy of the options."""
+    """Write the record with which later calls compare their options and origins, and a readable copy of the options."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:

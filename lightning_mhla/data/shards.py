@@ -42,7 +42,7 @@ OPEN_FILES = 64
 def find_shards(
     where: str | Sequence[str], cache: Path | None = None, streamed: ShardCache | None = None
 ) -> list[Path]:
-    """Find shards and return their local paths, after downloading remote ones.
+    """Return the local paths of shards, and download remote shards now or, with ``streamed``, when they are read.
 
     Args:
         where: folder of ``*.tar`` files, a path or URL with braces (``train-{0000..1023}.tar``), a path with wildcards, or a

@@ -337,8 +337,8 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     """Context manager that yields a writer for the samples of a shard, and gives the complete shard its final name.
 
     Several processes may write the same shard. Each writes a temporary file of its own beside it. At the end, other
-    temporary files that have not changed since the start are removed, because their processes were probably killed. A process
-    that was only slow then finds its temporary file missing, and leaves the shard of the faster process in place.
+    temporary files that have not changed since this call began are removed, because their processes were probably killed. A
+    process that was only slow then finds its temporary file missing, and leaves the shard of the faster process in place.
 
     Args:
         path: path of the shard.

@@ -61,8 +61,8 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
     """Context manager that replaces a folder atomically: it yields an empty folder to write to, which becomes ``folder``.
 
     If the process stops or an error occurs before that, ``folder`` stays unchanged. Files of ``folder`` that are not written
-    again, such as notes or a ``.git``, are kept, except those for which ``replaced`` is true. A folder that cannot be renamed,
-    such as a mount point, gets its files replaced one by one.
+    again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. A folder that cannot be
+    renamed, such as a mount point, gets its files replaced one by one.
 
     Args:
         folder: the folder to replace; created if missing.

@@ -50,7 +50,7 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the rules in a tokenizer's folder before transformers loads it.
+    """Check the rules in a tokenizer's folder before transformers loads the tokenizer.
 
     A check after loading would be too late, because loading applies the rules to the added tokens.
 
@@ -140,7 +140,7 @@ class _Rule(NamedTuple):
     Attributes:
         pattern: the text that is replaced; None if ``content`` is inserted at the start of the text.
         is_regex: whether ``pattern`` is a regular expression.
-        content: the text that replaces the pattern.
+        content: text that replaces the pattern or is inserted.
     """
 
     pattern: str | None

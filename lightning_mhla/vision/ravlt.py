@@ -31,7 +31,7 @@ LINEAR = re.compile(r"(\.attn\.(qkv|gate|proj)|\.mlp\.fc[12]|^head)\.weight$")
 
 
 def read_ravlt(path: str | Path) -> Pretrained | None:
-    """Read a file of RAVLT's published weights, and convert them for a :class:`lightning_mhla.vision.VLT`.
+    """Read published weights of RAVLT (arXiv 2411.07635), and convert them for a :class:`lightning_mhla.vision.VLT`.
 
     Args:
         path: file that RAVLT's training script or ``torch.save(model.state_dict(), ...)`` wrote.
