@@ -30,8 +30,8 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
     Raises:
         FileNotFoundError: if the run has no best checkpoint, and ``asked`` is :data:`BEST`.
-        ValueError: if the run has checkpoints and ``asked`` is an unrelated one outside its folder, so that training would discard
-            the progress of the run; or if ``asked`` is :data:`BEST` and there is no run.
+        ValueError: if the run has checkpoints and ``asked`` is an unrelated one outside its folder, so that training would
+            discard the progress of the run; or if ``asked`` is :data:`BEST` and there is no run.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
