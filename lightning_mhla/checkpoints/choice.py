@@ -19,16 +19,19 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
     """Choose the checkpoint that a command loads.
 
     Args:
-        run: folder of the run; None if the command does not name one.
-        asked: path of a checkpoint, or the keyword :data:`BEST` or :data:`NEWEST`; None for the run's latest checkpoint.
-        training: whether the command trains, in the folder of the run.
+        run: path of the run folder; None if the command does not name one.
+        asked: path of a checkpoint, or :data:`BEST` for the run's checkpoint with the best monitored value; :data:`NEWEST` or
+            None for the run's latest checkpoint.
+        training: whether the command trains in the run folder. Other commands only read from it.
 
     Returns:
-        Path of the checkpoint; the folder of the run for its latest complete checkpoint; or None to start from scratch.
+        Path of a checkpoint; path of the run folder, which stands for its latest complete checkpoint; or None to start from
+        scratch.
 
     Raises:
-        FileNotFoundError: if there is no such checkpoint.
-        ValueError: if a run would lose its own progress, or if :data:`BEST` is given without a run.
+        FileNotFoundError: if the run has no best checkpoint, and ``asked`` is :data:`BEST`.
+        ValueError: if the run has checkpoints and ``asked`` is an unrelated one outside its folder, so that training would
+            discard the progress of the run; or if ``asked`` is :data:`BEST` and there is no run.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
@@ -57,7 +60,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
 
 def best_checkpoint(run: Path) -> Path:
-    """Find the checkpoint of a run with the best monitored value.
+    """Find the checkpoint with the best monitored value in a run.
 
     Raises:
         FileNotFoundError: if the run has no best checkpoint, or its file no longer exists.
@@ -79,7 +82,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """Read the state of the callback ``Recovery`` from the latest readable checkpoint; empty if there is none."""
+    """Read what the callback ``Recovery`` saved in the first readable checkpoint of a list; an empty dict if nothing."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")
@@ -88,7 +91,7 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def name_of_start(path: Path, run: Path) -> str:
-    """Return the path of the checkpoint that a run starts from, relative to the run's folder if it lies inside."""
+    """Return the path of the checkpoint that a run starts from: relative to the run folder if it lies inside, else absolute."""
     target, folder = path.resolve(), run.resolve()
     return os.path.relpath(target, folder) if target.is_relative_to(folder) else str(target)
 

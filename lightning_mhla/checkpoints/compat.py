@@ -31,14 +31,14 @@ def log_origin(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Check that a checkpoint was trained with the attention of the run.
+    """Check that a checkpoint was trained with the run's attention kind and, for mhla, with the run's block options.
 
     Args:
         checkpoint: entries of the checkpoint.
-        attention: attention options of the run; None to compare nothing.
+        attention: attention options of the run; None to skip the check.
 
     Raises:
-        ValueError: if an option differs; the message names it and what to do.
+        ValueError: if an option differs. The message names the option and the way to fix it.
     """
     saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
     if not saved or not attention:
@@ -52,12 +52,12 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
 
 
 def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
-    """Log the options in which this run differs from the run that wrote a checkpoint.
+    """Log each option whose value in this run differs from the value in the checkpoint that the run resumes from.
 
     Args:
-        part: ``"model"`` or ``"data"``.
-        memory: hyperparameters of that part in the checkpoint, by their present names; None if it has none.
-        options: hyperparameters of that part in this run.
+        part: ``"model"`` or ``"data"``, the prefix of the options in the log.
+        memory: hyperparameters in the checkpoint, by current option names; None if the checkpoint has none for this part.
+        options: hyperparameters of the same part in this run.
     """
     # checkpoints hold redacted secrets, so both sides are compared redacted
     saved, present = (plain(redacted(dict(values or {}))) for values in (memory, options))
@@ -80,8 +80,8 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
 
     Args:
         saved: parameter groups of the checkpoint, see :func:`saved_groups`.
-        kind: kind of the run's optimizer, for the error message.
-        betas: number of betas of the run's optimizer, by which the kinds are distinguished.
+        kind: name of the run's optimizer, for the error message.
+        betas: number of beta coefficients of the run's optimizer. Only this number is used to tell optimizers apart.
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
@@ -109,7 +109,7 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
         state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: if they do not; the message names up to three tensors.
+        ValueError: if only one has adapters, or if shapes differ; the message then names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):

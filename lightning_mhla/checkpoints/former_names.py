@@ -36,13 +36,17 @@ MOVED: Mapping[str, Mapping[str, str]] = {
 
 
 def moved_options(root: str, kind: type) -> dict[str, str]:
-    """Return the former names of options of a class, each with the present name.
+    """Map former option names of a class to their current names, such as ``compile`` to ``training.compile``.
 
-    An option has moved if the class does not take the former name, and its default of the group has the present one.
+    Some options of a class became fields of an options dataclass, called a group. An option counts as moved if the constructor
+    does not accept the former name, and the default value of the group has a field with the current name.
 
     Args:
-        root: ``"model"`` or ``"data"``.
+        root: ``"model"`` or ``"data"``, which selects the table of moved options.
         kind: class of the model or data module.
+
+    Returns:
+        Current name ``GROUP.NAME`` by former name.
     """
     defaults = _defaults(kind)
     moved = {}
@@ -54,18 +58,30 @@ def moved_options(root: str, kind: type) -> dict[str, str]:
 
 
 def present_options(root: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a class, as a checkpoint stores them, with present names only; arguments as above."""
-    return in_groups(options, moved_options(root, kind))
-
-
-def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: object) -> dict[str, Any]:
-    """Return what :func:`present_options` does, and log the former names that a checkpoint has.
+    """Rename the moved options that a checkpoint stores for a class, and leave all other options unchanged.
 
     Args:
         root: ``"model"`` or ``"data"``.
         kind: class of the model or data module.
         options: options of the class in the checkpoint.
-        origin: path of the checkpoint, for the message.
+
+    Returns:
+        Options by current names; moved ones are in a nested dict for each group.
+    """
+    return in_groups(options, moved_options(root, kind))
+
+
+def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: object) -> dict[str, Any]:
+    """Rename the moved options in a checkpoint, see :func:`present_options`, and log a warning that lists them.
+
+    Args:
+        root: ``"model"`` or ``"data"``.
+        kind: class of the model or data module.
+        options: options of the class in the checkpoint.
+        origin: path of the checkpoint, for the warning.
+
+    Returns:
+        Options by current names; moved ones are in a nested dict for each group.
     """
     names = {old: new for old, new in moved_options(root, kind).items() if old in options}
     if names:
@@ -75,7 +91,12 @@ def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: ob
 
 
 def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Move options into their groups; ``names`` maps former names to present ones."""
+    """Return a copy of some options in which moved options are in a nested dict for each group.
+
+    Args:
+        options: options by former or current name.
+        names: current name ``GROUP.NAME`` by former name.
+    """
     result = {name: value for name, value in options.items() if name not in names}
     for old, new in names.items():
         if old in options:
@@ -86,7 +107,7 @@ def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Return the default of each argument of a class, with those of its bases if it passes ``**kwargs`` on."""
+    """Return the default of each constructor argument of a class, including arguments of its bases if it takes ``**kwargs``."""
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:
         if "__init__" not in vars(base) or base is object:
@@ -99,28 +120,31 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 
 class TakesFormerNames(LightningModule):
-    """Mixin for modules whose options have moved: loads checkpoints with former names, and rejects former names in Python."""
+    """Mixin for modules with renamed options: it loads checkpoints that use the former names.
+
+    Former names as constructor arguments are rejected with a message that gives the current name.
+    """
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
-        """Reject keyword arguments by their former names.
+        """Reject constructor arguments with former option names.
 
         Raises:
-            TypeError: if there is one. The message says where the option is.
+            TypeError: if there is one. The message gives the current name of the option.
         """
         _reject_former_names(cls, options)
         return super().__new__(cls)
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *arguments: Any, **options: Any) -> Self:  # noqa: N805  a classmethod
-        """Load a module as Lightning does, also from a local checkpoint that stores options by their former names.
+        """Load a module as Lightning does, and accept local checkpoints that store options by former names.
 
         Args:
             checkpoint_path: path, URL or open file of the checkpoint.
             *arguments: further arguments of Lightning's method.
-            **options: further arguments of Lightning's method, and options of the module in place of those in the checkpoint.
+            **options: further arguments of Lightning's method, and module options that override those in the checkpoint.
 
         Raises:
-            TypeError: for an option of the module by its former name.
+            TypeError: if a module option is given by its former name.
         """
         _reject_former_names(cls, options)
         memory: Mapping[str, Any] = {}

@@ -36,16 +36,16 @@ OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Replace secrets among the options in a checkpoint by ``***``, in place; see :mod:`lightning_mhla.system.redaction`."""
+    """Replace secrets in the options of a checkpoint by ``***``, in place; see :mod:`lightning_mhla.system.redaction`."""
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Checkpoint plugin of Lightning for local paths, with atomic writes and checks before reading.
+    """Lightning checkpoint plugin that writes local files atomically, and verifies a checkpoint before reading it.
 
-    It also reads the folder of a sharded checkpoint. Given the folder of a run, it reads the run's latest complete checkpoint.
+    It also reads folders: a sharded checkpoint, or the latest complete checkpoint in the folder of a run.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -74,7 +74,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check a checkpoint, and read its entries onto the CPU, with its path as an additional entry :data:`READ_FROM`.
+        """Verify a checkpoint, read its entries onto the CPU, and add its path as the entry :data:`READ_FROM`.
 
         Args:
             path: path of a checkpoint, or of the folder of a run.
@@ -100,7 +100,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
-    """Make a strategy read and write checkpoints by :class:`WholeCheckpointIO`, unless its plugin comes from elsewhere.
+    """Make a strategy use :class:`WholeCheckpointIO` in place of Lightning's default plugin; keep a plugin of the user.
 
     Raises:
         ValueError: if Lightning's strategy or plugin unpickles checkpoints, which can run code.
@@ -119,7 +119,7 @@ def replace_checkpoint_io(strategy: Strategy) -> None:
 
 
 def _explained(error: Exception, path: Path) -> OSError:
-    """Convert an error in writing a checkpoint to an OSError with a readable message, which names the disk's error if any."""
+    """Convert an error in writing a checkpoint to an OSError that names the path, the cause and the free disk space."""
     behind = error.__cause__ or error.__context__
     cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
@@ -131,7 +131,7 @@ def _explained(error: Exception, path: Path) -> OSError:
 
 @contextmanager
 def _told(path: str | Path) -> Iterator[None]:
-    """Context manager that converts torch's errors about a checkpoint to a ValueError that names the path."""
+    """Context manager that converts errors of ``torch.load`` to a ValueError that names the checkpoint's path."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -143,7 +143,7 @@ def _told(path: str | Path) -> Iterator[None]:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Verify a checkpoint by reading all of it and comparing the checksums in the file or in the folder's manifest.
+    """Verify the checksums of a checkpoint: those in its zip file or, if it is sharded, those in its manifest.
 
     Raises:
         ValueError: if the checkpoint is damaged or not a checkpoint; the message names the reason.
@@ -207,16 +207,16 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read the entries of a checkpoint without loading tensors: those of a file are memory-mapped, those of shards left out."""
+    """Read a checkpoint without loading tensors: those of a file are memory-mapped, those of a sharded one are left out."""
     return load_rest(path) if path.is_dir() else read_file(path)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run, latest first.
 
-    Checkpoints of ``Recovery`` come before all others, in the order of their steps, because only they hold the state of every
-    callback at their step. File times do not count, since copies do not preserve them. A file that cannot be read comes before
-    the others of its kind, so that a search for a complete checkpoint reports it.
+    Checkpoints of the callback ``Recovery`` come before all others, because only they hold the state of every callback at their
+    step. Both kinds are sorted by step; file times are not used, since copies do not preserve them. Files that cannot be read
+    come first in their kind, so that a search for a complete checkpoint reports them.
 
     Args:
         folder: folder of a run, or of its checkpoints. Folders of other runs in it are not searched.
@@ -230,13 +230,13 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """List the checkpoints directly in a folder, without temporary files, whose names begin with a dot."""
+    """List the checkpoints directly in a folder, except those whose names begin with a dot."""
     candidates = folder.glob("*.ckpt") if folder.is_dir() else ()
     return [path for path in candidates if path.name[0] != "." and (path.is_file() or is_sharded(path))]
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Return the sort key of a checkpoint: its step (infinite if it cannot be read), then whether ``Recovery`` wrote it."""
+    """Return the sort key of a checkpoint: its step (infinite if unreadable), and whether it is a recovery checkpoint."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):
@@ -248,7 +248,7 @@ def resolve_checkpoint(path: Path) -> Path:
     """Resolve a path to a complete checkpoint: the checkpoint itself, or the latest complete one of a run.
 
     Damaged checkpoints of a run are skipped. A folder without checkpoints stands for the only run below it. With several
-        processes, the first one searches, and all return its result. Collective: call it on every rank.
+    processes, rank 0 searches, and all ranks return its result. Collective: call it on every rank.
 
     Args:
         path: path of a checkpoint file, a sharded checkpoint or the folder of a run.
@@ -310,10 +310,10 @@ def _latest_complete(folder: Path) -> Path:
 
 
 def _only_run_below(folder: Path) -> Path:
-    """Find the only run below a folder that has no checkpoints itself.
+    """Find the folder of the only run that lies below a folder, at any depth.
 
     Raises:
-        FileNotFoundError: if there is no run, or more than one; the message names some of them.
+        FileNotFoundError: if there is no run below it, or more than one; the message names some of them.
     """
     places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
     runs = {place.parent if place.name == RECOVERY else place for place in places}
@@ -326,7 +326,7 @@ def _only_run_below(folder: Path) -> Path:
 
 
 def _first_process(find: Callable[[], Path]) -> Path:
-    """Call a function on the first process only, and return its result or raise its error on every process."""
+    """Call a function on rank 0 only, and return its result or raise its error on every rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return find()
     # Processes that looked for themselves could find different checkpoints on a network file system.

@@ -33,7 +33,7 @@ COMMON = ("qkv.", "proj.")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights of a pretrained model, with the options of the model.
+    """Weights of a pretrained model, and the hyperparameters that it was built with.
 
     Attributes:
         weights: tensors by name.
@@ -45,7 +45,7 @@ class Pretrained:
 
     @property
     def block_grid(self) -> tuple[int, ...] | None:
-        """Block grid that the mixing coefficients were trained with; None if unknown."""
+        """Number of blocks along each axis that the mixing coefficients were trained for; None if unknown."""
         attention = self.options.get("attention")
         first = attention[0] if isinstance(attention, list) and attention else attention
         grid = first.get("block_grid") if isinstance(first, dict) else None
@@ -53,13 +53,16 @@ class Pretrained:
 
 
 def read_trained(path: str | Path) -> Pretrained | None:
-    """Read the weights of the network in a run or a checkpoint: their moving average, if it has one.
+    """Read the network weights of a run or checkpoint, or their moving average if training recorded one.
+
+    Args:
+        path: folder of a run, a sharded checkpoint, or a ``.ckpt`` file.
 
     Returns:
-        Weights and options; None for a path that is neither a run nor a checkpoint.
+        Weights, and hyperparameters of the model; None for a path that is neither a run nor a checkpoint.
 
     Raises:
-        ValueError: if the path cannot be read safely, or does not contain a network.
+        ValueError: if the checkpoint cannot be read safely, or contains no weights of a network.
     """
     local = Path(path)
     exported = (local / "config.json").is_file() or (local / "model_index.json").is_file()
@@ -97,13 +100,13 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 @dataclass
 class Report:
-    """Result of loading pretrained weights into a model: the names of its tensors by outcome.
+    """Names of the tensors that were and were not loaded from pretrained weights into a model.
 
     Attributes:
         taken: tensors that were loaded unchanged.
-        resized: tensors that were resized.
-        initialized: tensors that keep their new initial values.
-        left: tensors of the source that the model does not have.
+        resized: tensors that were resized to fit the model.
+        initialized: tensors of the model that keep their initial values.
+        left: pretrained tensors that the model does not have.
     """
 
     taken: list[str] = field(default_factory=list)
@@ -137,11 +140,11 @@ def adopt(
         network: model to load the weights into, changed in place.
         source: weights and options of the pretrained model.
         path: path of the weights, for messages.
-        heads: prefixes of the names of output layers, which keep new initial values if their size differs.
-        positions: names of learned position embeddings ``[1, side * side, dim]`` of a square grid.
+        heads: name prefixes of output layers, which keep their initial values if the pretrained size differs.
+        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the grid differs.
 
     Returns:
-        Names of the tensors by outcome.
+        Names of the tensors that were loaded, resized, initialized and left out.
 
     Raises:
         ValueError: if the weights are those of a model of a different width or depth.
@@ -187,7 +190,7 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether mixing coefficients must be resized although their shape fits, as from 2 x 8 to 4 x 4 blocks."""
+    """Return whether mixing coefficients of equal shape belong to different block grids, such as 2 x 8 and 4 x 4 blocks."""
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
 

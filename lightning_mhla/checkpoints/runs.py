@@ -61,7 +61,7 @@ WAIT_AFTER_REQUEUE = 120.0
 
 
 class RunFolder:
-    """Folder of a run, locked by the first process of the run so that no other run uses it.
+    """Folder of a run, which the run's first process locks so that no other run uses it.
 
     Args:
         path: path of the folder; created if it does not exist.
@@ -80,11 +80,11 @@ class RunFolder:
 
     @property
     def taken(self) -> bool:
-        """Whether this process holds the lock of the folder."""
+        """Whether this process holds the lock of the folder, which only the first process of a run does."""
         return is_first_process()
 
     def keep(self, name: str) -> None:
-        """Rename a file of an earlier start that a new start would delete, such as ``metrics.csv`` to ``metrics-1.csv``."""
+        """Rename a file in the folder before a new start overwrites it, for example ``metrics.csv`` to ``metrics-1.csv``."""
         _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:
@@ -117,7 +117,7 @@ class RunFolder:
         self._tidy()
 
     def _keep_configuration(self) -> None:
-        """Copy the user's ``config.yaml`` to an unused name, because the configuration with all options gets this name."""
+        """Copy the user's ``config.yaml`` to an unused name before the run overwrites it with a list of all options."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
             _numbered(config).write_bytes(config.read_bytes())
@@ -136,7 +136,7 @@ class RunFolder:
 
 
 def _folders_of_checkpoints(run: Path) -> list[Path]:
-    """List a run's folder of checkpoints and all folders below it, except sharded checkpoints and other runs."""
+    """List a run's ``checkpoints`` folder and the folders below it, except sharded checkpoints and folders of other runs."""
     result = []
     for parent, folders, _ in os.walk(run / CHECKPOINTS):
         result.append(Path(parent))
@@ -150,12 +150,12 @@ def _is_unit(folder: Path) -> bool:
 
 
 def _is_lost(old: Path) -> bool:
-    """Return whether a file is the only copy of a checkpoint, left by an earlier version that was killed while replacing it."""
+    """Return whether a folder ``NAME.ckpt.old``, left when a replacement was interrupted, is the only copy of a checkpoint."""
     return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder is a run folder, or contains only files that may exist before a run starts.
+    """Check that a folder belongs to a run, or contains only files that may exist before a run starts.
 
     Raises:
         ValueError: if it contains anything else; the message names one such path.
@@ -169,7 +169,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder belongs to a run: it has the marking lock file, or checkpoints of an earlier version."""
+    """Return whether a folder belongs to a run: it has a run's lock file, or checkpoints written before lock files existed."""
     if _is_marked(path):
         return True
     if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
@@ -184,7 +184,7 @@ def is_run(path: Path) -> bool:
 
 
 def _is_marked(run: Path) -> bool:
-    """Return whether a folder has the lock file of a run, and so is a run folder."""
+    """Return whether a folder contains a lock file that a run wrote."""
     with suppress(ValueError):
         owner = json.loads(_head(run / LOCK))
         return isinstance(owner, dict) and {"host", "pid", "job"} <= set(owner)
@@ -192,7 +192,7 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Return whether a lock file is empty, since its process was killed before it wrote into the file."""
+    """Return whether a lock file is empty, which is the case if its process was killed before writing to it."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 
@@ -208,7 +208,7 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """Iterate over the paths in a folder that neither a run nor a shell can have created, without other runs."""
+    """Iterate over the paths below a folder that no run, shell or job scheduler creates; folders of runs are skipped."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)
@@ -235,7 +235,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def _is_our_output(path: Path) -> bool:
-    """Return whether the output of this process is redirected to a path."""
+    """Return whether standard output or standard error of this process is redirected to a path."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -244,7 +244,7 @@ def _is_our_output(path: Path) -> bool:
 
 
 def keep_tables(trainer: Trainer) -> None:
-    """Rename existing metric tables, which a ``CSVLogger`` with a fixed version would delete at the start of a run."""
+    """Rename existing ``metrics.csv`` files, which a ``CSVLogger`` with a fixed version would delete at the start of a run."""
     for logger in trainer.loggers if is_first_process() else ():
         if isinstance(logger, CSVLogger):
             _set_aside(Path(logger.log_dir) / "metrics.csv")
@@ -264,7 +264,7 @@ def _numbered(file: Path) -> Path:
 def remove_log_folder(folder: Path) -> None:
     """Remove the log folder of a failed start if it contains only files of this process's loggers.
 
-    The folder of an earlier start, whose version the user named, contains older files and is not removed.
+    A folder that an earlier start also wrote to contains older files, and is not removed.
     """
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()] if folder.is_dir() else []
     if all(LOGS.fullmatch(path.name) and path.lstat().st_ctime >= STARTED for path in files):
@@ -275,7 +275,10 @@ def remove_log_folder(folder: Path) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Return whether a process is training in a run folder."""
+    """Return whether another process is training in a run folder.
+
+    Do not call it for a folder that this process has locked, because it would release the lock.
+    """
     # Not for a folder that this process has locked: closing the file would release the lock.
     try:
         with (path / LOCK).open("r+") as stream:
@@ -288,7 +291,7 @@ def in_use(path: Path) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first of its run, also before a process group exists."""
+    """Return whether this process has rank 0 in its run; it works before the process group is initialized."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )

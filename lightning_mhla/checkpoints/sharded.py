@@ -22,7 +22,7 @@ MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
 
 
 def check_sharded(path: Path) -> None:
-    """Check that every file of a sharded checkpoint has the size and checksum in the manifest.
+    """Check that every file of a sharded checkpoint has the size and CRC-32 that its manifest lists.
 
     Raises:
         ValueError: if a file is missing or differs; the message names it.

@@ -20,12 +20,12 @@ from lightning_mhla.system.checkpoint_private import StorageInfo
 
 
 def pack_layout(metadata: Metadata) -> dict[str, Any]:
-    """Convert torch's metadata of a sharded checkpoint to values for JSON.
+    """Convert torch's metadata of a sharded checkpoint to a dict that can be written as JSON.
 
     Returns:
-        Dict of three entries. ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, None for other values.
-        ``paths``: keys that lead to each entry in nested dicts and lists. ``places``: name, offsets in the tensor, file, first
-        byte and number of bytes of every piece.
+        Dict of three entries. ``entries`` has the dtype, size and chunks (offsets, sizes) of each tensor by name, and None for
+        each value that is not a tensor. ``paths`` has the keys that lead to each of them in nested dicts and lists. ``places``
+        lists the stored pieces: name, offsets in the tensor, file, and first byte and number of bytes in the file.
     """
     entries = {
         name: {
@@ -46,11 +46,11 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert the result of :func:`pack_layout`, read from an untrusted file, to torch's metadata.
+    """Convert the result of :func:`pack_layout`, as read from an untrusted file, back to torch's metadata.
 
     Args:
         listed: result of :func:`pack_layout`, read from a file.
-        files: size in bytes of each file in the folder, by name.
+        files: size in bytes of each file in the checkpoint's folder, by name.
 
     Raises:
         ValueError: if an entry is invalid, is larger than all files together, or names a file outside the folder. Values of

@@ -39,7 +39,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Write a sharded checkpoint, atomically. Every process calls this function with its shards of the tensors.
+    """Write a sharded checkpoint atomically. Collective: every process passes its own shards of the tensors.
 
     Args:
         path: path of the folder. An existing checkpoint is replaced once the new one is complete.
@@ -47,7 +47,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         rest: plain values, the same on every process; those of the first process are written.
 
     Raises:
-        OSError: if any process cannot write its part. It is raised on every process, and an existing checkpoint stays.
+        OSError: on every process, if any process cannot write its part. An existing checkpoint stays unchanged.
     """
     rank = dist.get_rank()
     # All processes write into one temporary folder, whose random name the first process chooses.
@@ -100,7 +100,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Mixin for planners of torch's checkpoint loading that reads values other than tensors without running code."""
+    """Mixin for torch's load planners that reads the non-tensor values of a checkpoint without running code."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]
@@ -137,16 +137,16 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def saved_names(path: Path) -> set[str]:
-    """Return the top-level names of the tensors in a sharded checkpoint: ``state_dict``, ``optimizer_0`` and so on."""
+    """Return the top-level keys under which a sharded checkpoint stores tensors: ``state_dict``, ``optimizer_0`` and so on."""
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Load the tensors of a sharded checkpoint in place; each process loads its shards, and every process must call this.
+    """Load a sharded checkpoint into existing tensors. Collective: each process loads its own shards.
 
     Args:
         path: path of the folder, written by any number of processes.
-        into: nested dicts like those given to :func:`save_sharded`, or a part of them.
+        into: nested dicts with all or some of the keys that were saved; their tensors are overwritten.
 
     Raises:
         ValueError: if the checkpoint cannot be read safely, or does not hold these tensors.
@@ -156,7 +156,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """Load a sharded checkpoint completely, as the dict that training in one process would write.
+    """Load a complete sharded checkpoint, with the entries that a checkpoint of a single process would have.
 
     Raises:
         ValueError: if the checkpoint is damaged or cannot be read safely.
@@ -172,7 +172,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the state of an optimizer from names of parameters to their numbers, as torch's optimizers store it."""
+    """Replace parameter names by numbers in the state of an optimizer, which is the form of ``Optimizer.state_dict()``."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

@@ -26,7 +26,7 @@ def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     Args:
         module: module to load the weights into.
         state: weights by name, sharded like those of the module, or complete on every process.
-        strict: whether the names must be those of the module's weights.
+        strict: whether to raise an error if names in ``state`` and in the module differ.
     """
     sharded = any(is_shard(parameter) for parameter in module.parameters())
     if sharded and not any(is_shard(value) for value in state.values()):

@@ -21,12 +21,12 @@ AT_ONCE = 4
 class FetchAhead:
     """Context manager that prefetches shards in the order of their first use, as far as the cache limit allows.
 
-    If several passes share a cache, such as training and validation, only the one that read last prefetches.
+    If several loaders share a cache, such as those for training and validation, only the one that read last prefetches.
 
     Args:
-        cache: cache to fetch the shards to.
+        cache: cache to download the shards to.
         paths: paths of all shards in the cache.
-        shards: shard number of each sample, in the order in which samples are read, ``[n]`` int.
+        shards: index into ``paths`` for each sample, in the order in which samples are read, ``[n]`` int.
     """
 
     def __init__(self, cache: ShardCache, paths: Sequence[Path], shards: np.ndarray) -> None:
@@ -42,7 +42,11 @@ class FetchAhead:
         self._plan(0)
 
     def passed(self, samples: int) -> None:
-        """Report the number of samples that all processes together have read; called after each batch."""
+        """Update the choice of shards to prefetch; call it for each batch.
+
+        Args:
+            samples: number of samples read so far, by all processes together.
+        """
         self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)

@@ -45,11 +45,13 @@ WAIT, PATIENCE = 0.05, 600.0
 
 
 class ShardCache:
-    """Cache of remote shards that holds at most ``limit`` bytes, including member tables.
+    """Local cache of remote shards with a size limit, which removes the least recently used shards.
+
+    It also stores a table of the files in each shard, see :class:`lightning_mhla.data.tables.MemberTable`.
 
     Args:
-        folder: folder of the shards; several processes may share it.
-        limit: maximum size in bytes, at least that of two shards.
+        folder: folder of the cache; several processes may share it.
+        limit: maximum size of all shards and tables in bytes, at least twice the size of the largest shard.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -76,7 +78,7 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """Return the member table of a shard: from the cache, else from ``NAME.tar.index.npz`` on the server, else by a scan.
+        """Return the table of a shard's files, from the cache or ``NAME.tar.index.npz`` on the server; else scan the shard.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -111,7 +113,7 @@ class ShardCache:
                 aside.write_bytes(content)
 
     def _folder(self, folder: Path) -> Path:
-        """Create a folder of the cache if it is missing, check it, and return it.
+        """Create a folder of the cache if it is missing, check that it belongs to this user, and return its path.
 
         Raises:
             ForeignFileError: if the folder is a link, or belongs to a different user.
@@ -120,7 +122,7 @@ class ShardCache:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Context manager that opens a shard, fetching it if needed, and prevents its removal; yields a file descriptor.
+        """Context manager that yields a file descriptor of a shard, downloads it if needed, and locks it against removal.
 
         Raises:
             ShardUnavailableError: if the server fails.
@@ -150,12 +152,13 @@ class ShardCache:
 
         Args:
             path: path of the shard in the cache.
-            keep: shards not to remove to make room; None to remove any shard that no process reads, and to wait for room.
+            keep: shards that must not be removed to make room. None allows the removal of any shard that no process reads, and
+                waits until there is room.
             stop: event that cancels the download.
 
         Returns:
-            File descriptor of the shard, locked against removal; None if ``keep`` leaves no room or a different process
-            fetches the shard.
+            File descriptor of the shard, locked against removal. With ``keep``, None if there is no room or another process is
+            downloading the shard.
         """
         part = path.with_name(f"{path.name}.part")
         self._folder(path.parent)
@@ -186,7 +189,7 @@ class ShardCache:
                 return descriptor
 
     def fetch_ahead(self, path: Path, keep: Collection[Path], stop: threading.Event) -> bool:
-        """Prefetch a shard; return False if ``keep`` leaves no room or another process fetches it."""
+        """Prefetch a shard; return False if ``keep`` leaves no room or another process is downloading it."""
         descriptor = self.fetch(path, keep, stop)
         if descriptor is not None:
             _close(descriptor)
@@ -196,7 +199,7 @@ class ShardCache:
         """Download a shard into an open file, after making room for it.
 
         Args:
-            descriptor: descriptor of the file.
+            descriptor: descriptor of the file to write to.
             path: path of the shard in the cache.
             keep: shards not to remove to make room, see :meth:`fetch`.
             stop: event that cancels the download.
@@ -220,7 +223,7 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a downloaded shard with its saved member table, and replace the table if the shard has changed.
+        """Compare a downloaded shard with the saved table of its files, and replace the table if they differ.
 
         Raises:
             ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
@@ -344,12 +347,12 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to send to a worker process, without the prefetcher and the record of uses of this process."""
+        """Return the state for pickling to a worker process, without the prefetcher and the times of last use."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 
 def _files(folder: Path) -> list[Path]:
-    """List all files in those subfolders of a cache that hold shards."""
+    """List the files in a cache's subfolders for shards, which :func:`is_kept_folder` recognizes."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
@@ -359,7 +362,7 @@ def _is_shard(file: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file of the cache, and return a descriptor that forked processes close.
+    """Open a file of the cache, and return a descriptor whose copies in forked processes are closed.
 
     In a forked process, a copy of the descriptor would keep the lock after this process releases it, and would keep the disk
     space of a removed file in use.

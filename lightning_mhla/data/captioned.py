@@ -32,7 +32,9 @@ MOST_CAPTIONS = 32
 
 
 class CaptionedFiles:
-    """Base class of collections of files with captions, read by index. A sample may have several captions.
+    """Base class for reading files with captions, such as images or clips, by sample index.
+
+    A sample consists of a file and one or more captions, which may be in a second file.
 
     Attributes:
         shard_sizes: number of samples in each shard.
@@ -60,7 +62,7 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """Read the first ``count`` bytes of the file of a sample that :meth:`member` reads."""
+        """Read the first ``count`` bytes of the file that :meth:`member` reads with the same arguments."""
         raise NotImplementedError
 
     def captions(self, index: int) -> list[str]:
@@ -72,17 +74,17 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """Return the caption of a sample; if there are several, draw one with torch's global random generator."""
+        """Return a caption of a sample, drawn with torch's global random generator if there are several."""
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
 
 class ShardFiles(CaptionedFiles):
-    """Captioned files in WebDataset shards, with the captions in ``KEY.txt`` or in an entry of ``KEY.json``.
+    """Captioned files in WebDataset shards, where sample ``KEY`` has its captions in ``KEY.txt`` or ``KEY.json``.
 
     Args:
         reader: reader of the shards.
-        caption_key: entry of a ``.json`` that holds the caption, or a list of captions.
+        caption_key: key of the caption, or list of captions, in a ``.json`` file.
     """
 
     def __init__(self, reader: ShardReader, caption_key: str) -> None:
@@ -113,8 +115,8 @@ class FolderFiles(CaptionedFiles):
 
     Args:
         folder: folder to search, including its subfolders; hidden files are left out, links are followed.
-        extensions: extensions of the samples, without the dot.
-        caption_key: entry of a ``.json``, and of a line of ``metadata.jsonl``, that holds the caption.
+        extensions: extensions of the captioned files, without the dot.
+        caption_key: key of the caption, or list of captions, in a ``.json`` file and in a line of ``metadata.jsonl``.
 
     Raises:
         FileNotFoundError: if there is no such folder, or no sample in it.
@@ -155,7 +157,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the file beside a sample that has its name and the first existing of some extensions; None if there is none."""
+        """Find a file with a sample's name and the earliest possible extension in ``wanted``; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -174,7 +176,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origin of each sample: the files that it is read from, and its captions in ``metadata.jsonl``."""
+        """List the origin of each sample: the files that it is read from, and its captions from ``metadata.jsonl`` if any."""
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -185,7 +187,7 @@ class FolderFiles(CaptionedFiles):
         return result
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn about captions that belong to no file, and about captions that ``metadata.jsonl`` overrides."""
+        """Warn about captions without a sample, and about caption files that ``metadata.jsonl`` overrides."""
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
@@ -221,7 +223,7 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
     Args:
         data: content of the file.
         extension: ``"txt"`` or ``"json"``.
-        key: entry of a ``.json`` file that holds the captions, a text or a list of texts.
+        key: key of the caption, or list of captions, in a ``.json`` file.
         where: location of the sample, for error messages.
 
     Raises:
@@ -251,7 +253,7 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """Encode the captions of a sample as a member of a shard, by extension: ``txt`` for one caption, ``json`` for several."""
+    """Encode the captions of a sample as one file of a shard: ``{"txt": ...}`` for one caption, ``{"json": ...}`` for more."""
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}
@@ -262,8 +264,11 @@ def _listed(content: Any, key: str, where: str) -> list[Any]:
 
     Args:
         content: list of captions, or an object with a caption or a list of captions under ``key``.
-        key: name of that entry.
+        key: key of the captions if ``content`` is an object.
         where: location of the sample, for error messages.
+
+    Raises:
+        BrokenSampleError: if there is no caption.
     """
     captions = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
     if captions is None:

@@ -21,7 +21,7 @@ LARGEST_LIST = 1 << 26
 
 
 def check_count(num_classes: int) -> int:
-    """Check a number of classes, and return it.
+    """Check that a number of classes is within the allowed range, and return it.
 
     Raises:
         ValueError: if the number is not positive, or above :data:`MOST_CLASSES`.
@@ -60,14 +60,14 @@ def write_classes(file: Path, names: Sequence[str]) -> None:
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the class names that other shards in a folder use, such as those in ``train-classes.txt``; None if there are none.
+    """Read the class names of a folder's shards with other prefixes, from ``PREFIX-classes.txt``; None if there are none.
 
     Args:
         folder: folder of the shards.
-        prefix: prefix of the shards whose own list of classes is ignored.
+        prefix: prefix whose ``PREFIX-classes.txt`` is ignored.
 
     Raises:
-        ValueError: if there are several lists and they differ.
+        ValueError: if the lists of several prefixes differ.
     """
     lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
     lists.pop(folder / f"{prefix}-classes.txt", None)
@@ -79,15 +79,15 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
 
 
 def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list[int]:
-    """Map the labels of a part of a data set, such as its validation set, to labels of the data set, by class name.
+    """Map the labels of part of a data set, such as a validation set, to those of the complete data set, by class name.
 
     Args:
-        own: names of the part's classes, in the order of its labels.
-        wanted: names of all classes of the data set, in the order of their labels.
+        own: class names of the part, in the order of its labels.
+        wanted: class names of the complete data set, in the order of its labels.
         where: location of the part, for messages.
 
     Returns:
-        Label in the data set for each label in the part.
+        Label in the complete data set for each label of the part.
 
     Raises:
         ValueError: if the part has a class that the data set does not have.

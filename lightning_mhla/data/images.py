@@ -85,12 +85,12 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
 
 
 def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
-    """Read and decode an image file, see :func:`decode_image`."""
+    """Read an image file, and decode it with :func:`decode_image`."""
     return decode_image(read_sample(path), shown(path), mode)
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Apply the orientation, compose transparent pixels on the background, and reduce 16-bit gray levels to 8 bits."""
+    """Apply the EXIF orientation, compose transparent pixels on :data:`BACKGROUND`, and reduce 16-bit gray to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
@@ -102,17 +102,17 @@ def _as_shown(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Compute the height and width that an image has after its EXIF orientation is applied, from its header."""
+    """Return the height and width that an image has once its EXIF orientation is applied, without decoding its pixels."""
     width, height = image.size
     on_its_side = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (width, height) if on_its_side else (height, width)
 
 
 class LabelledImages:
-    """Source of images with class labels; subclasses read them from shards or folders.
+    """Base class of sources of images with class labels; subclasses read shards or folders.
 
     Args:
-        transform: function from image to tensor; None returns the image itself.
+        transform: function from a Pillow image to a tensor; None returns the image itself.
         shard_sizes: number of samples in each shard.
     """
 
@@ -120,7 +120,7 @@ class LabelledImages:
         self.transform, self.shard_sizes = transform, shard_sizes
 
     def encoded(self, index: int) -> tuple[bytes, str, int]:
-        """Return the bytes of an image file, a description of its location, and the class label.
+        """Return the content of a sample's image file, its location for messages, and its class label.
 
         Raises:
             BrokenSampleError: if the sample cannot be read.
@@ -132,7 +132,7 @@ class LabelledImages:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, ``label`` and ``index``."""
+        """Return a dict of the transformed ``image``, its ``label`` and its ``index``."""
         data, name, label = self.encoded(index)
         image: Any = decode_image(data, name)
         return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
@@ -165,7 +165,7 @@ class LabelledFolder(LabelledImages):
     """Source of images in a folder with one subfolder per class.
 
     Args:
-        folder: folder that contains the class folders; hidden ones are not classes, links are followed.
+        folder: folder that contains the class folders; hidden folders are skipped, and links are followed.
         transform: function from image to tensor; None returns the image itself.
         classes: names of all classes of the data set, in the order of their labels; None for the names of the class folders in
             alphabetical order.
@@ -214,7 +214,7 @@ def labelled_images(
         stage: ``"train"``, ``"validate"`` or ``"test"``.
         transform: function from image to tensor.
         num_classes: number of classes of the data set.
-        classes: names of the classes, by which the labels of the stage are matched; None if they are not known.
+        classes: class names of the data set, in the order of its labels; None if they are not known.
 
     Raises:
         FileNotFoundError: if there are neither shards nor class folders.
@@ -236,7 +236,7 @@ def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> 
         classes: names of the classes of the data set; None if they are not known.
 
     Returns:
-        Label in the data set for each label in the shards; None if both are the same, or if the classes have no names.
+        Label in the data set for each label in the shards; None if both are the same, or if class names are not known.
     """
     stage_names = class_names(sets, stage)
     if stage_names is None or classes is None or stage_names == list(classes):
@@ -297,7 +297,7 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, its ``index``, and ``broken``: True for a black image in place of a broken file."""
+        """Return a dict of the transformed ``image``, its ``index``, and ``broken``, True if a black image replaces it."""
         path = self.paths[index]
         try:
             image, broken = decode_file(path, self.mode), False
@@ -308,7 +308,9 @@ class FolderImages:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the images below a folder, sorted by path. Links are followed, hidden files are skipped, other files are logged.
+    """List the images below a folder, sorted by path.
+
+    Links are followed, hidden files are skipped, and the number of files in other formats is logged.
 
     Raises:
         FileNotFoundError: if there is no such folder, or no image in it.

@@ -15,7 +15,7 @@ class LabelledShards:
     """Mixin for data modules that read labeled shards, or folders with one subfolder per class.
 
     The class names of the training data define the labels of the data set. A validation set with fewer classes keeps these
-    labels. A trained model provides its own list of classes, which takes precedence.
+    labels. The class names of a trained model take precedence over those of the data.
     """
 
     shards: ShardSets
@@ -24,10 +24,10 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes: the option if it was given, otherwise the number found in the training data.
+        """Number of classes: the option ``num_classes`` if it is set, otherwise the number of names in the training data.
 
         Raises:
-            ValueError: if it was not given, and the training data does not name its classes.
+            ValueError: if the option is not set, and the training data does not name its classes.
         """
         if self._num_classes is None:
             names = self.class_names
@@ -55,20 +55,20 @@ class LabelledShards:
             return None
 
     def check_classes(self, stage: str) -> None:
-        """Compare the option ``num_classes`` with the training data before training.
+        """Check that the option ``num_classes`` agrees with the class names of the training data.
 
         Args:
-            stage: stage that begins; nothing is compared unless it is ``"fit"``.
+            stage: stage that begins; the check is skipped unless it is ``"fit"``.
 
         Raises:
-            ValueError: if the two numbers differ.
+            ValueError: if the option is set and differs from the number of class names.
         """
         names = class_names(self.shards) if stage == "fit" else None
         if names is not None and self._num_classes not in (None, len(names)):
             raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
 
     def stage_classes(self, stage: str) -> list[str] | None:
-        """Return the class names by which the labels of a stage are matched; None if they are not known.
+        """Return the class names to which a stage's labels are mapped, in label order; None if they are not known.
 
         Raises:
             ValueError: if the stage has class folders that cannot be matched to training labels without names.
@@ -89,7 +89,7 @@ class LabelledShards:
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Find the class names of the training data that a configuration names; None if they are not known without a download.
+        """Read the class names of a configuration's training data; None if they are not known or would need a download.
 
         Args:
             options: arguments of the data module, with the location of the training data under ``train``.
@@ -107,12 +107,12 @@ class LabelledShards:
 
 
 def contradiction(where: object, names: Sequence[str], said: str) -> str:
-    """Compose the error message for data and an option that give different numbers of classes.
+    """Compose the error message for an option that contradicts the number of classes in the data.
 
     Args:
         where: location of the data.
         names: names of the classes in the data.
-        said: the option with its value, such as ``num_classes=10``.
+        said: option with its value, such as ``num_classes=10``.
     """
     examples = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
     finding = f"{where} holds {len(names)} classes ({examples})"

@@ -258,10 +258,10 @@ def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """Parse a text as a JSON object.
+    """Parse a string that contains a JSON object.
 
     Args:
-        text: the text, such as a line of a JSON lines file.
+        text: string in JSON, such as a line of a JSON lines file.
         where: location of the text, for error messages.
 
     Raises:
@@ -274,10 +274,10 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse a text as a JSON value.
+    """Parse a string that contains a JSON value of any type.
 
     Args:
-        text: the text.
+        text: string in JSON.
         where: location of the text, for error messages.
 
     Raises:
@@ -299,15 +299,15 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def text_entry(row: dict[str, Any], key: str, where: str) -> str:
-    """Return the entry of a JSON object that must be a text.
+    """Return the string under a key of a JSON object.
 
     Args:
         row: JSON object.
-        key: name of the entry.
+        key: key of the string.
         where: location of the object, for error messages.
 
     Raises:
-        ValueError: if there is no such entry, or if it is not a text that can be encoded as UTF-8.
+        ValueError: if the key is missing, or its value is not a string that can be encoded as UTF-8.
     """
     if key not in row:
         raise ValueError(f"{where} has no {key!r}, only {sorted(row)}")

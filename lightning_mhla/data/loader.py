@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def sample_groups(source: SampleSource) -> np.ndarray | None:
-    """Return the group of each sample, ``[samples]`` int64; None for a source whose samples all have the same shape.
+    """Return the group number of each sample, ``[samples]`` int64; None if all samples of the source have the same shape.
 
-    A batch holds samples of one group only.
+    A group consists of the samples with the same shape. A batch contains samples of one group only.
     """
     groups: np.ndarray | None = getattr(source, "groups", None)
     return groups
@@ -42,8 +42,8 @@ def sample_groups(source: SampleSource) -> np.ndarray | None:
 class _SeededSamples(Dataset):
     """Dataset that seeds the random generators before it reads a sample, and may replace a broken sample by the next one.
 
-    It is indexed by tickets. The entry ``skipped`` of a sample lists the broken samples that it replaces, as pairs of index and
-    reason.
+    Its index is a :class:`Ticket` instead of a number. The entry ``skipped`` of a sample lists the broken samples that it
+    replaces, as pairs of index and error message.
 
     Args:
         source: source of the samples.
@@ -76,7 +76,7 @@ class _SeededSamples(Dataset):
                     raise
 
     def _following(self, index: int) -> int:
-        """Return the index of the next sample that can stand in for a broken one: of the same shape, cyclically."""
+        """Return the index of the next sample with the shape of a broken one; the first sample follows the last."""
         groups = sample_groups(self.source)
         if groups is None:
             return (index + 1) % len(self.source)
@@ -101,11 +101,11 @@ class _Batches(Sampler[list[Ticket]]):
 
 
 class Progress(NamedTuple):
-    """Position of a training run.
+    """Position of a training run in its data.
 
     Attributes:
         epoch: number of the epoch, from 0.
-        done: number of batches of the epoch that are done.
+        done: number of batches of this epoch that the run has trained on.
         steps: maximum number of batches in an epoch; None for all.
     """
 
@@ -115,7 +115,7 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Return the number of samples that each process contributes to a batch.
+    """Return the number of samples of a batch that each process reads.
 
     Args:
         batch_size: number of samples in a batch over all processes together.
@@ -153,7 +153,7 @@ def outlive_signals(worker: int = 0) -> None:
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield batches unchanged, and remove the traceback of a worker process from the message of its error.
+    """Yield batches unchanged; shorten the error of a worker process to its message, without the traceback.
 
     Raises:
         BrokenSampleError: if a worker could not use a sample.
@@ -184,14 +184,14 @@ class ResumableLoader:
         rank: rank of this process.
         world: number of processes.
         window: number of shards that are shuffled together, see :func:`lightning_mhla.data.sampling.epoch_order`.
-        max_skipped: number of different broken samples that this process skips before it raises; each is reported once.
+        max_skipped: number of different broken samples that this process may skip, with one warning each, before an error.
         progress: function that returns the position of the training run, called at the start of each pass.
         num_workers: number of worker processes.
-        ahead: function that makes the prefetcher from the shard number of each sample in reading order; None to not prefetch.
-        repeats: number of times that a training sample occurs, see :func:`lightning_mhla.data.sampling.repeated`.
+        ahead: function that creates a prefetcher from the shard number of each sample in reading order; None to not prefetch.
+        repeats: number of times in a row that a training sample occurs, see :func:`lightning_mhla.data.sampling.repeated`.
 
     Raises:
-        ValueError: if the batch size cannot be divided by the processes, or there are too few samples for one batch.
+        ValueError: if the batch size is not a multiple of the number of processes, or there are too few samples for one batch.
     """
 
     def __init__(
@@ -256,10 +256,11 @@ class ResumableLoader:
                 yield batch
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Compute which samples remain in the epoch, in order, for all processes together.
+        """Compute which samples remain in the epoch, in reading order, for all processes together.
 
         Returns:
-            Samples in their order and the numbers of their copies, ``[n]`` int64 each, and the epoch.
+            Index of each remaining sample, ``[n]`` int64; number of its earlier occurrences in the epoch, ``[n]`` int64; number
+            of the epoch.
         """
         if not self.train:
             order = np.arange(len(self.source))
@@ -294,7 +295,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator of torch's DataLoader that owns the worker processes; Lightning ends these at teardown by this attribute."""
+        """Iterator of torch's DataLoader, which owns the worker processes. Lightning reads this attribute to end them."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -302,13 +303,13 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of samples, for comparison on resume."""
+        """Return the options that determine the order of samples, to compare them when a run resumes."""
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the order of samples is that of a checkpoint, unless the run has not trained on any batch yet.
+        """Check that the order of samples is the same as in a checkpoint; skip this if the run has not trained on a batch yet.
 
         Args:
             state: result of :meth:`state_dict` in the checkpoint.

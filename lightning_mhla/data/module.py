@@ -40,14 +40,14 @@ class ShardSets:
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
-        """Find or download the shards that a trainer needs for its current stage, and read their member tables."""
+        """Find or download the shards that a trainer needs for its current stage, and read the lists of files in them."""
         stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
         for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
             if self.class_folder(stage) is None:
                 self.reader(stage)
 
     def class_folder(self, stage: str) -> Path | None:
-        """Return the folder of a stage if it has one subfolder of samples per class; None if it contains shards."""
+        """Return the folder of a stage if it has one subfolder of samples per class; None for all other locations."""
         location = self.locations[stage]
         folder = Path(location) if isinstance(location, str) else None
         if folder is None or not folder.is_dir() or holds_shards(folder):
@@ -66,7 +66,9 @@ class ShardSets:
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
-        """Return a function that makes the prefetcher for a stage; None if its shards are not streamed.
+        """Return a function that creates the prefetcher for a stage; None if the stage has no shards in the streaming cache.
+
+        The argument of the function is the shard number of each sample in reading order.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -97,7 +99,7 @@ def batches_trained(trainer: Trainer) -> int:
 
 
 def data_batch_size(state: dict[str, Any]) -> int | None:
-    """Return the batch size recorded in the state of a data module in a checkpoint; None if there is none."""
+    """Return the batch size in the state of a data module that a checkpoint contains; None if the state has none."""
     size = state.get("batch_size", len(state.get("rows") or ()))
     return size if isinstance(size, int) and size > 0 else None
 
@@ -109,13 +111,13 @@ def process_share(trainer: Trainer | None) -> tuple[int, int]:
 
 
 class ResumableDataModule(LoggedApart, LightningDataModule):
-    """Base class of data modules whose loaders resume with the very next sample; a domain implements :meth:`source`.
+    """Base class of data modules whose loaders resume with the very next sample; subclasses implement :meth:`source`.
 
     Args:
         batch_size: number of samples in a batch over all processes together, so that training does not depend on the number of
-            processes; a multiple of this number.
+            processes; must be a multiple of the number of processes.
         num_workers: number of worker processes that read samples, for each training process.
-        seed: seed of the order and random numbers of the samples; null takes ``seed_everything``.
+        seed: seed of the order and random numbers of the samples; null for that of ``seed_everything``.
         shards: options for reading shards and keeping downloads.
     """
 
@@ -151,7 +153,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         raise NotImplementedError
 
     def train_dataloader(self) -> ResumableLoader:
-        """Create the loader of shuffled training batches, which resumes at the trainer's number of batches.
+        """Create the loader of shuffled training batches, which resumes after the batches that the trainer has processed.
 
         Raises:
             ValueError: if the order of samples differs from that of the checkpoint to resume from.
@@ -177,7 +179,9 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return self._loader("predict")
 
     def _progress(self) -> Progress:
-        """Return the position of the run, from which the training loader continues; epoch is 0 with ``overfit_batches``.
+        """Return the position of the run, from which the training loader continues.
+
+        With ``overfit_batches``, the epoch is always 0, so that every epoch has the same order.
 
         Raises:
             ValueError: if the epochs of the checkpoint had a different number of batches.

@@ -11,8 +11,9 @@ class ShardOptions:
 
     Args:
         max_skipped: number of broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: number of shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        shuffle_window: number of shards whose samples are shuffled together; null shuffles all samples together.
+        cache_dir: folder for downloaded shards, and for file tables of shards in read-only folders; null for the user's cache
+            folder.
         cache_bytes: maximum size in bytes of the downloaded shards in cache_dir; shards are prefetched, and removed after use.
             null downloads all shards before training and keeps them.
 

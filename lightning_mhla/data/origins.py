@@ -37,10 +37,10 @@ PACKED = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Source files of one sample, or one source file of many samples, with everything that the samples depend on.
+    """Source of one or more samples of a shard: files, and any other value that the samples depend on.
 
     Attributes:
-        name: name of the origin, unique among those of a command.
+        name: name of the origin, such as a relative path; unique among the origins of a command.
         files: files that the samples are read from.
         note: anything else that a sample depends on, such as its label or its caption.
     """
@@ -51,9 +51,9 @@ class Origin:
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
-    """Return the origins of samples that are read from other shards: one for each shard.
+    """Return one origin for each shard, for a command that makes new shards from existing ones.
 
-    If all file names differ, origins are named without their folder, so that the shards may be moved.
+    If all file names differ, an origin is named after the file without its folder, so that the shards may be moved.
     """
     unique = len({path.name for path in shards}) == len(shards)
     return [Origin(path.name if unique else str(path), (path,)) for path in shards]
@@ -78,7 +78,7 @@ class ShardSet:
 
     @property
     def origins(self) -> Path:
-        """Path of ``PREFIX-origins.jsonl.gz``, which contains the options and origins of the shards."""
+        """Path of ``PREFIX-origins.jsonl.gz``, which records the options and source files that the shards were made from."""
         return self.folder / f"{self.prefix}-origins.jsonl.gz"
 
     def finished(self) -> list[Path]:
@@ -87,7 +87,7 @@ class ShardSet:
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
     def delete(self) -> None:
-        """Delete the shards, their member tables, and the files of the options and origins.
+        """Delete the shards, the saved tables of their contents, and the two files that record options and origins.
 
         Raises:
             ValueError: if shards exist without a record of options and origins, so that the user may have made them.
@@ -107,20 +107,20 @@ class ShardSet:
 def resume_order(
     shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
 ) -> list[int | None]:
-    """Begin a set of shards, or check that an interrupted command may resume and add the missing shards.
+    """Record the options and origins of new shards, or check that an interrupted command may add the missing shards.
 
     Complete shards stay as they are, so the origins of their samples must not have changed. Origins of all other samples may
     have been repaired or removed.
 
     Args:
-        shards: set of shards to begin or complete.
+        shards: shards to write or complete.
         options: JSON values that the samples depend on.
         origins: origins of the samples, in the order in which they are written.
         per_shard: number of samples in a shard, one sample for each origin; None if the samples of a shard cannot be assigned
             to single origins, so that no origin may change.
 
     Returns:
-        Index into ``origins`` of each sample, in the order in which the shards were begun; None if the origin is missing now.
+        Index into ``origins`` of each sample, in the recorded order; None if the origin no longer exists.
 
     Raises:
         ValueError: if options or origins of complete shards have changed, or there is no record of them.
@@ -189,13 +189,13 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Sample in the record of earlier calls, compared with the present source files.
+    """Sample in the record of an earlier call, compared with its source files as they are now.
 
     Attributes:
         name: name of the sample's origin.
         place: :data:`OPEN`, :data:`USED` or :data:`SKIPPED`.
-        origin: index of the origin; None if it no longer exists.
-        changed: whether the origin has changed since.
+        origin: index of the origin in the list of this call; None if it no longer exists.
+        changed: whether the origin has changed since it was recorded.
     """
 
     name: str
@@ -233,11 +233,11 @@ def sample_key(number: int) -> str:
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe what has changed since shards were begun, for a message; empty if nothing has changed.
+    """Describe what has changed since the options and origins were recorded; an empty string if nothing has.
 
     Args:
-        begun_with: options that the shards were begun with.
-        options: present options.
+        begun_with: recorded options of the shards.
+        options: options of this call.
         changes: names of origins by the kind of change, such as ``"removed"``.
     """
     parts = [
@@ -285,7 +285,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the record of options and origins that later calls compare with theirs, and a readable copy of the options."""
+    """Write the record with which later calls compare their options and origins, and a readable copy of the options."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
@@ -307,10 +307,10 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that a gzip file does not expand by more than a record of origins can.
+    """Check that a compressed record of origins does not expand to an excessive size.
 
     Raises:
-        ValueError: if the compression ratio is above :data:`PACKED`.
+        ValueError: if it expands to more than 1 MiB and more than :data:`PACKED` times its compressed size.
     """
     most = max(PACKED * path.stat().st_size, 1 << 20)
     with gzip.open(path) as stream:
@@ -332,7 +332,7 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Return whether a record on disk has the options and the origins of this call, so that the shards are begun already."""
+    """Return whether the record on disk, if any, has the same options and names of origins as this call."""
     if written is None:
         return False
     return written[0] == options and {line["name"] for line in written[1]} == {origin.name for origin in origins}

@@ -21,7 +21,7 @@ class Packing:
         target: folder of the shards, created if missing.
         prefix: prefix of the shards' names.
         per_shard: number of samples in a shard.
-        seed: seed of the order of the samples.
+        seed: seed of the shuffled order of the samples.
         max_skipped: number of broken samples that are left out before the command stops.
         force: whether to delete the shards of an earlier call first.
     """
@@ -43,7 +43,7 @@ def pack_captioned(
         source: folder of the files.
         extensions: extensions of the files, without the dot.
         check: function of a file's content and name that raises BrokenSampleError if the file is broken.
-        caption_key: entry of a ``.json``, or of a line of ``metadata.jsonl``, that holds the caption.
+        caption_key: key of the caption, or list of captions, in a ``.json`` file or a line of ``metadata.jsonl``.
         packing: options of the shards.
 
     Returns:

@@ -104,7 +104,7 @@ def kept_at(url: str, folder: Path) -> Path:
 
 
 def is_kept_folder(name: str) -> bool:
-    """Return whether a name is that of a folder of downloaded shards, as :func:`kept_at` chooses them."""
+    """Return whether a folder name has the form that :func:`kept_at` gives to folders of downloaded shards."""
     return re.fullmatch(r"[0-9a-f]{16}", name) is not None
 
 
@@ -131,11 +131,11 @@ def remote_size(url: str) -> int:
 
 @dataclass(frozen=True)
 class Version:
-    """Version of a remote file, as the server identifies it, so that a download can resume safely.
+    """Version of a remote file as its server reports it; a download resumes only if the version is unchanged.
 
     Attributes:
         tag: HTTP entity tag (ETag); None if the server sends none.
-        written: time of the last change, in the server's notation; None if the server sends none.
+        written: time of the last change, as text in the server's format; None if the server sends none.
         size: size of the complete file in bytes; None if it is not known.
     """
 
@@ -144,12 +144,12 @@ class Version:
     size: int | None = None
 
     def differs(self, later: Version) -> bool:
-        """Return whether two versions differ in an attribute that both have."""
+        """Return whether two versions differ in an attribute that is known for both."""
         pairs = ((self.tag, later.tag), (self.written, later.written), (self.size, later.size))
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def condition(self) -> dict[str, str]:
-        """Return the HTTP header that makes a server send the rest of a file only if it is still this version.
+        """Return an HTTP header that makes a server send the rest of a file only if the file still has this version.
 
         The result is empty if the server sent neither a strong ETag nor a time of change.
         """
@@ -166,7 +166,8 @@ class Download:
         sink: seekable stream to write the file to, from the beginning.
         most: maximum size of the file in bytes.
         stop: event that cancels the download.
-        make_check: function that makes a check, which gets all bytes in order and may raise BrokenContentError.
+        make_check: function that creates a check for one pass over the file. The check is called with each piece in order, and
+            may raise BrokenContentError. None for no check.
     """
 
     def __init__(
@@ -187,13 +188,13 @@ class Download:
         self.version, self.check = Version(), self.make_check()
 
     def attempt(self) -> None:
-        """Fetch the missing bytes of the file in one attempt.
+        """Try once to download the rest of the file, from the end of the part that was already received.
 
         Raises:
             ShardUnavailableError: if the file is larger than allowed, or cannot be written to the sink.
             BrokenContentError: if the check rejects the content.
             DownloadStoppedError: if ``stop`` is set.
-            Exception: if the attempt fails; any error of the library for the URL's scheme.
+            Exception: if the attempt fails. The type depends on the network library for the URL's scheme.
         """
         system, path = _system(self.url)
         if url_scheme(self.url) in HTTP:
@@ -259,7 +260,7 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Read the headers of an HTTP response: the version of the file, and the position in it at which the response begins.
+    """Read from HTTP headers the version of the file, and the offset of the response's first byte in the file.
 
     Args:
         answer: response of aiohttp.
@@ -293,7 +294,7 @@ def download(
         most: maximum size of the file in bytes.
         stop: event that cancels the download.
         attempts: number of consecutive attempts with less than :data:`PROGRESS` bytes each before the download fails.
-        make_check: function that makes a check of the content, see :class:`Download`.
+        make_check: function that creates a check of the content, see :class:`Download`; None for no check.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -355,7 +356,7 @@ def _system(url: str) -> tuple[Any, str]:
 
 
 def _wait(url: str, error: Exception, failures: int, attempts: int, stop: threading.Event | None) -> None:
-    """Pause after a failed attempt to download a file, or raise an error with a readable message.
+    """Pause before the next attempt of a failed download, or raise an error if no attempt is left.
 
     Args:
         url: URL of the file.
@@ -422,7 +423,7 @@ def _is_lasting(error: Exception) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an error and its chain of causes, including those that libraries store in attributes of their own."""
+    """Iterate over an error and its chain of causes, including causes in arguments and attributes of network errors."""
     waiting, seen = [error], set[int]()
     while waiting:
         cause = waiting.pop()

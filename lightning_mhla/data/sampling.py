@@ -18,7 +18,7 @@ _ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # independent streams of random numbe
 
 
 class Ticket(NamedTuple):
-    """Request to read one sample at one place in the order of an epoch.
+    """Request to read one sample in an epoch.
 
     Attributes:
         epoch: number of the epoch, from 0; the random numbers of the sample depend on it.
@@ -40,8 +40,8 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
         shard_sizes: number of samples in each shard.
         seed: seed of the run.
         epoch: number of the epoch, from 0.
-        window: number of consecutive shards, in their shuffled order, whose samples are shuffled together, which keeps reads
-            close to each other; None shuffles all samples together.
+        window: number of shards whose samples are shuffled together. Shards are shuffled first and taken in groups of this
+            number, so that only a few are read at a time. None shuffles all samples together.
 
     Returns:
         Permutation of the samples, ``[sum(shard_sizes)]`` int64.
@@ -61,15 +61,15 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
 def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarray:
     """Reorder samples so that each batch is full and holds samples of one group only.
 
-    A batch takes the place of its last sample.
+    Batches are ordered by the position that their last sample has in ``order``.
 
     Args:
-        order: samples in their order, ``[n]`` int64.
-        groups: group of each sample, ``[samples]`` int64.
+        order: indices of samples in reading order, ``[n]`` int64.
+        groups: group number of each sample of the source, ``[samples]`` int64.
         batch: number of samples in a batch.
 
     Returns:
-        Samples in their new order, ``[m]`` int64 with ``m <= n``; samples that do not fill a batch of their group are left out.
+        Indices in the new order, ``[m]`` int64 with ``m <= n``; samples that do not fill a batch of their group are left out.
     """
     group_of_sample = groups[order]
     positions_by_group = [np.flatnonzero(group_of_sample == group) for group in np.unique(group_of_sample)]
@@ -83,17 +83,17 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
 def training_batches(
     order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
 ) -> Iterator[list[Ticket]]:
-    """Iterate over the training batches of an epoch, each as the tickets that this process reads.
+    """Iterate over the training batches of an epoch, and yield the tickets of each that this process reads.
 
     An incomplete last batch is left out.
 
     Args:
-        order: samples in their order, ``[n]`` int64.
-        epoch: number of the epoch.
+        order: indices of samples in reading order, ``[n]`` int64.
+        epoch: number of the epoch, from 0.
         batch: number of samples in a batch over all processes together.
         rank: rank of this process.
         world: number of processes.
-        copies: number of earlier occurrences of each sample, ``[n]`` int64; None for zeros.
+        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64; None for zeros.
     """
     share = batch // world
     numbers = np.zeros(len(order), np.int64) if copies is None else copies
@@ -109,18 +109,18 @@ def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
     ``n / repeats`` different ones, as in DeiT's code.
 
     Args:
-        order: samples in their order, ``[n]`` int64.
+        order: indices of samples in reading order, ``[n]`` int64.
         repeats: number of times that each sample occurs.
 
     Returns:
-        Samples in their new order, and the number of earlier occurrences of each, ``[n]`` int64 each.
+        Indices in the new order, and the number of earlier occurrences of each, ``[n]`` int64 each.
     """
     count = len(order)
     return np.repeat(order, repeats)[:count], np.tile(np.arange(repeats), -(-count // repeats))[:count]
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Iterate over the batches of an evaluation that reads every sample once, each as the tickets that this process reads.
+    """Iterate over batches that read every sample once, in order, and yield the tickets of each that this process reads.
 
     All processes get the same number of batches and of samples. Tickets that only fill up a batch are not ``valid``.
 
@@ -140,26 +140,39 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
 
 
 def seed_sample(seed: int, ticket: Ticket) -> None:
-    """Seed the global random generators of Python, NumPy and torch for reading one sample."""
+    """Seed the global random generators of Python, NumPy and torch's CPU before reading a sample.
+
+    Args:
+        seed: seed of the run.
+        ticket: sample to read; its epoch, index and copy select the random numbers.
+    """
     _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index, *([ticket.copy] if ticket.copy else [])])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all global random generators of this process for one training step, such as for dropout and mixup."""
+    """Seed the global random generators of Python, NumPy, torch's CPU and the current GPU before a training step.
+
+    Random operations of the step, such as dropout and mixup, then do not depend on earlier steps.
+
+    Args:
+        seed: seed of the run.
+        step: number of training batches before this one.
+        rank: rank of this process; each rank gets different random numbers.
+    """
     word = _seed_all([seed, _STEP, step, rank])
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(word)
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """Create a random generator for one sample, on the CPU, so that it draws the same numbers for every device."""
+    """Create a CPU generator whose random numbers depend only on the run's seed and the sample's index."""
     word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word)
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Context manager that restores the global random generators of Python, NumPy and torch's CPU at its end."""
+    """Context manager that restores the states of Python's, NumPy's and torch's global CPU generators at its end."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

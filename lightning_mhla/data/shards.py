@@ -42,13 +42,13 @@ OPEN_FILES = 64
 def find_shards(
     where: str | Sequence[str], cache: Path | None = None, streamed: ShardCache | None = None
 ) -> list[Path]:
-    """Find shards and return their local paths, after downloading remote ones.
+    """Return the local paths of shards, and download remote shards now or, with ``streamed``, when they are read.
 
     Args:
         where: folder of ``*.tar`` files, a path or URL with braces (``train-{0000..1023}.tar``), a path with wildcards, or a
             list of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
         cache: folder for downloads; None for :func:`default_cache`.
-        streamed: cache that fetches shards at URLs when they are read; None to download them now.
+        streamed: cache that downloads remote shards only when they are read; None to download them now.
 
     Raises:
         FileNotFoundError: if a folder, path or pattern matches no shard.
@@ -149,7 +149,7 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Return whether a folder contains shards instead of sample files."""
+    """Return whether a folder contains visible ``*.tar`` files, which are read as shards."""
     return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 
@@ -159,12 +159,14 @@ def beside_shard(shard: Path, name: str) -> Path:
 
 
 class ShardReader:
-    """Reader of WebDataset shards: it reads the files (members) of a sample by the index of the sample over all shards.
+    """Reader of the files (members) of single samples in WebDataset shards.
+
+    Samples are numbered from 0 over all shards. A shard is a tar file; members of one sample differ only in the extension.
 
     Args:
         shards: local paths of the shards, see :func:`find_shards`.
         cache: folder for member tables if the shards' own folder is read-only; None for :func:`default_cache`.
-        streamed: cache that fetches its shards when they are read; None if all shards are local files.
+        streamed: cache that downloads a remote shard when it is read; None if all shards are local files.
     """
 
     def __init__(self, shards: Sequence[Path], cache: Path | None = None, streamed: ShardCache | None = None) -> None:
@@ -235,7 +237,7 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Return the size in bytes of the member of a sample with an extension."""
+        """Return the size in bytes of a sample's member with the given extension."""
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])
@@ -251,7 +253,7 @@ class ShardReader:
 
         Raises:
             BrokenSampleError: if the shard is cut short, or the member is too large to be read at once.
-            ShardUnavailableError: if the shard was written again since its table was read.
+            ShardUnavailableError: if the shard file has changed since this reader was created.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
@@ -293,7 +295,7 @@ class ShardReader:
         return values
 
     def label(self, index: int, num_classes: int, labels: Sequence[int] | None = None) -> int:
-        """Read the class label in a sample's ``.cls``.
+        """Read the class label of a sample from its ``.cls`` member.
 
         Args:
             index: index of the sample.
@@ -336,5 +338,5 @@ class ShardReader:
         yield self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to send to a worker process, without open files."""
+        """Return the state for pickling to a worker process, without open files."""
         return {**self.__dict__, "_open": OrderedDict()}

@@ -38,10 +38,11 @@ class BrokenContentError(ValueError):
 
 
 class SampleSource(Protocol):
-    """Protocol of data sets: samples by index. Reading may use the global random generators, which are seeded for each sample.
+    """Protocol of data sets that return a sample by index.
 
-    A source whose samples have several shapes also has an attribute ``groups``, ``[samples]`` int64. Samples of one group have
-    the same shape, and each batch contains samples of one group.
+    Reading a sample may use the global random generators, which the loader seeds for each sample. A source whose samples have
+    several shapes also has an attribute ``groups``, ``[samples]`` int64, the group number of each sample. Samples of one group
+    have the same shape, and each batch contains samples of one group.
 
     Attributes:
         shard_sizes: number of samples in each shard, in order; a source without shards counts as one shard.

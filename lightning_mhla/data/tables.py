@@ -45,7 +45,7 @@ INDEX = ".index.npz"
 
 
 def default_cache() -> Path:
-    """Return the folder for downloaded shards and member tables: ``$XDG_CACHE_HOME/lightning-mhla``."""
+    """Return the folder for downloaded shards and member tables: ``lightning-mhla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-mhla"
 
 
@@ -98,7 +98,7 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of tar headers during a download, which stops the download of a file that is not a shard.
+    """Check of a file's tar headers while it is downloaded, which raises an error once it cannot be a shard.
 
     Args:
         name: name of the file, for error messages.
@@ -114,7 +114,7 @@ class TarCheck:
         """Check the next bytes of the file.
 
         Raises:
-            BrokenContentError: if the bytes do not continue a shard.
+            BrokenContentError: if the file cannot be a shard.
         """
         remaining = memoryview(data)
         while remaining:
@@ -159,14 +159,14 @@ class TarCheck:
 
 
 def scan_shard(path: Path, name: str | None = None) -> MemberTable:
-    """Make the member table of a shard by reading its tar headers.
+    """Make the table of the files in a shard by reading its tar headers.
 
     Args:
         path: path of the shard.
         name: address that the shard was downloaded from, for error messages; None for its path.
 
     Raises:
-        ValueError: if the file is not a tar file, is cut short, or is beyond the limits of a shard.
+        ValueError: if the file is not a tar file, is cut short, or exceeds a limit such as :data:`MOST_MEMBERS`.
     """
     samples: OrderedDict[str, dict[str, tuple[int, int]]] = OrderedDict()
     stat = path.stat()
@@ -214,13 +214,13 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
-    """Return the member table of a local shard, from a saved file if that matches the shard, otherwise by a scan.
+    """Return the table of the files in a local shard: read a saved table that matches the shard, or scan the shard.
 
     A new table is saved beside the shard or, if that folder is read-only, in the cache folder.
 
     Args:
         path: path of the shard.
-        cache: cache folder; None for :func:`default_cache`.
+        cache: cache folder for tables; None for :func:`default_cache`.
 
     Raises:
         ValueError: if the shard is broken.
@@ -259,7 +259,7 @@ def _is_own(file: Path) -> bool:
 
 
 def table_file(shard: Path) -> Path:
-    """Return the path of the saved member table beside a shard."""
+    """Return the path beside a shard at which the table of its files is saved."""
     return shard.with_name(shard.name + INDEX)
 
 

@@ -60,10 +60,10 @@ class Skipped:
 
 
 class Preparation:
-    """Context manager of a command that writes the shards of a prefix, in one process or in several.
+    """Context manager for a command that writes shards ``PREFIX-*.tar``, in one process or in several.
 
-    Entering it waits for other calls for the same prefix, and compares the options and origins with those that the shards
-    were begun with; see :func:`lightning_mhla.data.origins.resume_order` for the errors.
+    Entering it waits until earlier commands for the same prefix have ended, and then compares the options and origins with the
+    record of the existing shards; see :func:`lightning_mhla.data.origins.resume_order` for the errors.
 
     Args:
         folder: folder of the shards, created if missing.
@@ -130,7 +130,7 @@ class Preparation:
         Args:
             count: number of samples in all shards.
             per_shard: number of samples in a shard.
-            samples: function from a range of sample numbers to these samples.
+            samples: function that returns the samples with the numbers in a range.
             title: title of the progress bar.
             digits: number of digits in a shard's name.
 
@@ -151,13 +151,13 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Context manager that holds a lock on a file, and first waits, with a warning, while another process holds it.
+    """Context manager that locks a file; if another process holds the lock, it logs a warning and waits.
 
-    Some network file systems have no locks, or none between hosts; :func:`shard_writer` is safe without locks.
+    On a file system that does not support locks, nothing is locked; :func:`shard_writer` is safe even then.
 
     Args:
         file: path of the lock file, created if missing.
-        shared: whether to take a shared lock, as the processes of one call do.
+        shared: whether other processes may hold a shared lock at the same time, as the processes of one command do.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with file.open("a") as stream:
@@ -193,7 +193,7 @@ def write_shards(
 
     Args:
         items: samples to write; sample i gets the key ``i`` in eight digits.
-        encode: function from an item to its members, a dict from extension to bytes or a number; called in several threads.
+        encode: function from an item to the files of its sample, a dict from extension to bytes or a number; runs in threads.
         folder: folder of the shards, created if missing.
         prefix: prefix of the file names.
         per_shard: number of samples in a shard; the last shard, and shards with broken items, may contain fewer.
@@ -242,7 +242,7 @@ def write_shards(
 
 
 def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:
-    """Divide samples among shards.
+    """Divide consecutively numbered samples among shards.
 
     Args:
         folder: folder of the shards.
@@ -264,7 +264,7 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
 def fill_shards(
     shards: Iterable[tuple[Path, int, Iterable[dict[str, Any]]]], title: str, total: int | None, quiet: bool = False
 ) -> list[Path]:
-    """Write those of some shards that do not exist yet; each gets its final name when it is complete.
+    """Write each shard that does not exist yet; a shard gets its final name when it is complete.
 
     Args:
         shards: path, number of samples and samples of each shard; samples of an existing shard are not read.
@@ -294,16 +294,16 @@ def fill_shards(
 def readable(
     source: SampleSource, order: Sequence[int | None], here: Iterable[int], skipped: Skipped
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the readable samples among those requested, and count the broken ones.
+    """Iterate over the samples with the given numbers, leaving out missing and broken ones; count the broken ones.
 
     Args:
         source: source of the samples.
-        order: index in the source of the sample with each number; None if the sample no longer exists.
+        order: index into ``source`` of each sample number; None if the sample no longer exists.
         here: numbers of the samples to read.
         skipped: counter of broken samples.
 
     Yields:
-        Number and sample.
+        Number of a sample, and the sample.
 
     Raises:
         BrokenSampleError: if more samples are broken than the counter allows.
@@ -334,17 +334,17 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
-    """Context manager that writes a shard atomically, even if several processes write the same shard.
+    """Context manager that yields a writer for the samples of a shard, and gives the complete shard its final name.
 
-    Each process writes an unfinished file of its own beside the shard. At the end, it removes the unfinished files of other
-    processes that have not changed in the meantime, since their processes were killed. A process that is still writing, on
-    a host whose locks are not visible here, finds its file missing and the shard complete.
+    Several processes may write the same shard. Each writes a temporary file of its own beside it. At the end, other
+    temporary files that have not changed since this call began are removed, because their processes were probably killed. A
+    process that was only slow then finds its temporary file missing, and leaves the shard of the faster process in place.
 
     Args:
         path: path of the shard.
 
     Raises:
-        FileExistsError: if the unfinished file was removed, and the shard does not exist.
+        FileExistsError: if another process removed the temporary file, and the shard does not exist.
     """
     abandoned = {part: _stamp(part) for part in _unfinished(path)}
     aside = beside(path)
@@ -371,7 +371,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
 
 
 def _unfinished(path: Path) -> list[Path]:
-    """List the unfinished files of a shard, written by any process."""
+    """List the temporary files into which any process writes, or wrote until it was killed, a given shard."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
     return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 

@@ -40,9 +40,9 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Context manager for an atomic write: yields a temporary path, and at its end flushes the file and renames it to ``path``.
+    """Context manager for an atomic write: it yields a temporary path to write to, which is finally renamed to ``path``.
 
-    If the process stops or an error occurs before that, ``path`` stays unchanged.
+    The file is flushed to disk before it is renamed. If the process stops or an error occurs, ``path`` stays unchanged.
     """
     aside = beside(path)
     # Exclusive creation: another user of the folder cannot have placed a link there that redirects the write.
@@ -58,18 +58,19 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """Context manager that replaces a folder atomically: yields an empty folder to write to, which then replaces ``folder``.
+    """Context manager that replaces a folder atomically: it yields an empty folder to write to, which becomes ``folder``.
 
     If the process stops or an error occurs before that, ``folder`` stays unchanged. Files of ``folder`` that are not written
-    again, such as notes or a ``.git``, are carried over, except those for which ``replaced`` is true.
+    again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. A folder that cannot be
+    renamed, such as a mount point, gets its files replaced one by one.
 
     Args:
         folder: the folder to replace; created if missing.
-        replaced: whether a file of the previous folder, given by its path relative to it, is superseded by a new file with a
-            different name.
+        replaced: function that returns whether a new file with a different name supersedes an old file, which is given by its
+            path relative to the folder.
 
     Raises:
-        FileExistsError: if ``folder`` is a file, or a carried file and a new folder have the same name.
+        FileExistsError: if ``folder`` is a file, or a kept file and a new folder have the same name.
     """
     folder = folder.resolve()  # a link to the folder must keep pointing to it, so replace the folder and not the link
     _restore(folder)
@@ -117,12 +118,12 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Move or link the files and empty folders of one folder into another, except files that the other already has.
+    """Move or link the files of one folder into another, and create its empty folders there.
 
     Args:
         source: the previous folder.
         target: the new folder.
-        is_carried: function of a path relative to ``source`` that returns whether to carry it over.
+        is_carried: function of a path relative to ``source`` that returns whether to move or link it.
         move: function of the old and the new path that links or renames a file.
 
     Raises:
@@ -143,7 +144,7 @@ def _carry(
 
 
 def _restore(folder: Path) -> None:
-    """Restore a folder that has only its temporary name left, because a process was killed while it replaced the folder."""
+    """Rename a folder back from its temporary name if a process was killed while it replaced the folder."""
     if os.path.lexists(folder) or not folder.parent.is_dir():
         return
     with suppress(PermissionError):
@@ -162,12 +163,12 @@ def _files_below(folder: Path) -> list[Path]:
 def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
     """Rename a complete file or folder to ``path``, replacing any existing one.
 
-    A file replaces a file atomically. A folder that is replaced has a temporary name (:data:`REPLACED`) for a moment, from
-    which :class:`lightning_mhla.checkpoints.runs.RunFolder` restores it if the process dies there.
+    Replacing a file is atomic. A folder to replace is first renamed to a temporary name (:data:`REPLACED`). If the process dies
+    then, :class:`lightning_mhla.checkpoints.runs.RunFolder` gives the folder its name back.
 
     Args:
-        new: the new file or folder.
-        path: the name it receives.
+        new: complete file or folder.
+        path: new path of it, whose previous content is replaced.
         keep: whether a replaced folder is kept under its temporary name rather than removed.
 
     Returns:
@@ -198,8 +199,8 @@ def remove(path: Path) -> None:
 def give_second_name(path: Path, name: Path) -> None:
     """Give a file or a folder a second name, atomically.
 
-    The second name is a hard link, which costs neither time nor space. If the file system does not support hard links, or
-    ``name`` is on a different file system, it is a copy.
+    Files get hard links, which need no additional space; a folder becomes a new folder of hard links. Files are copied if the
+    file system does not support hard links, or if ``name`` is on a different file system.
 
     Args:
         path: existing file or folder.
@@ -227,7 +228,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush the contents of a file, or the names in a folder, to the disk."""
+    """Flush the contents of a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,7 @@ def keep_plain(module: Any) -> None:
     """Convert dataclasses among the saved hyperparameters to dicts, so that reading a checkpoint runs no code.
 
     Args:
-        module: a LightningModule or LightningDataModule, after its ``save_hyperparameters``.
+        module: LightningModule or LightningDataModule that has called ``save_hyperparameters``.
     """
     for saved in saved_hyperparameters(module):
         for key, value in saved.items():
@@ -43,17 +43,18 @@ def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class LoggedApart(HyperparametersMixin):
     """Mixin that logs hyperparameters without secrets, under separate prefixes for modules and data modules.
 
-    Lightning merges the hyperparameters of both for loggers, and fails if one name has two values: ``train`` is a part of the
-    network in a module and a folder in a data module. Checkpoints keep the names without a prefix.
+    Lightning merges the hyperparameters of module and data module for loggers, and fails if a name has two values. For example,
+    ``train`` is the part of the network to train in a module, and a folder in a data module. Names in checkpoints have no
+    prefix.
 
     Attributes:
-        logged_as: the prefix; loggers get ``PREFIX/NAME``.
+        logged_as: prefix, ``"model"`` or ``"data"``; loggers get ``PREFIX/NAME``.
     """
 
     logged_as: str
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers: with the prefix, without secrets and private names."""
+        """Hyperparameters for loggers: names get the prefix, secrets become ``***``, and private names are left out."""
         options = redacted(dict(super().hparams_initial))
         return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

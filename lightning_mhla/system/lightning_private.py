@@ -31,7 +31,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step number under which Lightning logs metrics."""
+    """Return the number of the step that Lightning attaches to the metrics it logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -43,7 +43,7 @@ def validates_after_this_batch(trainer: Trainer) -> bool:
 
 
 def accumulates_gradients(trainer: Trainer) -> bool:
-    """Return whether the last batch did not complete its optimizer step, since gradients are accumulated over more batches."""
+    """Return whether gradients are still being accumulated, so that the last batch did not complete an optimizer step."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -53,7 +53,7 @@ def batches_done(trainer: Trainer) -> int:
 
 
 def inside_accumulation(trainer: Trainer) -> bool:
-    """Return whether the loaded checkpoint was saved between two batches of one optimizer step.
+    """Return whether the checkpoint that a trainer resumes from was saved between two batches of one optimizer step.
 
     Call it at the start of training.
     """
@@ -67,14 +67,15 @@ def ends_epoch(trainer: Trainer) -> bool:
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:
-    """Return whether training stopped before the last batch of its epoch."""
+    """Return whether training stopped before the last batch of an epoch."""
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Correct the progress in a checkpoint of training that stopped inside an epoch, so that the epoch is not counted as done.
+    """Correct the progress in a checkpoint that was saved after training stopped inside an epoch.
 
-    Lightning counts it as done, and a longer run that resumes would start with the next epoch.
+    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. The correction lets it
+    resume after the last batch.
 
     Args:
         loops: entry ``loops`` of the checkpoint, changed in place.
@@ -87,7 +88,7 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 
 
 def start_next_epoch(trainer: Trainer) -> None:
-    """Move on to the next epoch after loading a checkpoint that was saved at the end of an epoch.
+    """Make a trainer begin the next epoch if it has loaded a checkpoint from the end of an epoch.
 
     Otherwise Lightning repeats the end of that epoch if ``max_steps`` limits the run, without the metrics that callbacks
     monitor.
@@ -107,16 +108,16 @@ def defer_saves(
     pending: Callable[[str], bool],
     outdated: Callable[[Trainer], bool],
 ) -> None:
-    """Make a ModelCheckpoint report the paths it would write and remove, instead of writing and removing them itself.
+    """Make a ModelCheckpoint report the paths that it would write and remove, instead of writing and removing them.
 
-    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It no longer writes
-    ``last.ckpt`` either.
+    The caller can then save after all callbacks have updated their states for the step. ``last.ckpt`` is neither written nor
+    reported.
 
     Args:
-        callback: the ModelCheckpoint, changed in place until :func:`stop_deferring`.
-        save: called with each path to which it would write the current state.
+        callback: ModelCheckpoint to change in place, until :func:`stop_deferring` is called for it.
+        save: called with each path to which the callback would write the current state.
         remove: called with the path of each checkpoint that is no longer among the best.
-        pending: function that returns whether a path was reported but is not written yet, so that it is not taken twice.
+        pending: function that returns whether a path was reported but is not written yet, so that its name is not reused.
         outdated: function that returns whether the monitored value at the end of an epoch belongs to earlier weights.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end
@@ -150,5 +151,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save by steps."""
+    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save at fixed steps."""
     return callback._every_n_train_steps

@@ -20,7 +20,7 @@ LONGEST_NAME = 250
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a text is a valid name of a visible file: one path component, not hidden, of a permitted length."""
+    """Return whether a string is a valid name of a visible file: one path component, not hidden, at most 250 bytes long."""
     try:
         length = len(os.fsencode(name))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -34,7 +34,7 @@ def is_visible(name: str) -> bool:
 
 
 def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
-    """List all visible files below a folder, sorted. Links are followed, except links to a folder above.
+    """List all visible files below a folder, sorted. Links are followed, except a link to a folder that contains the link.
 
     Args:
         folder: folder to search.
@@ -76,7 +76,7 @@ def visible_folders(folder: Path) -> list[Path]:
 
 
 def with_extension(paths: Sequence[Path], extensions: Collection[str]) -> list[Path]:
-    """Select the paths that end in one of the extensions (given in lower case without a dot), ignoring case."""
+    """Select the paths whose extension is in ``extensions`` (lower case, no dot); the case of a path does not matter."""
     return [path for path in paths if path.suffix.lower().lstrip(".") in extensions]
 
 

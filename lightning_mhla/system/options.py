@@ -16,12 +16,12 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
     Mappings in fields that take a dataclass are converted, too.
 
     Args:
-        kind: the dataclass.
+        kind: dataclass to create.
         value: mapping or instance.
-        name: name of the options in error messages; by default the name of the dataclass.
+        name: name of the options in error messages; empty for the name of the dataclass.
 
     Raises:
-        ValueError: if an option is unknown, or is a number, string or Boolean of the wrong type.
+        ValueError: if an option is unknown, or if a number, string or Boolean is expected and the value has a different type.
     """
     if isinstance(value, kind):
         return value
@@ -45,13 +45,13 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
-    """Convert a mapping in a field that takes a dataclass; return any other value unchanged."""
+    """Convert a mapping to a dataclass if the field's type ``kind`` is one; return any other value unchanged."""
     group = next((choice for choice in (get_args(kind) or (kind,)) if is_dataclass(choice)), None)
     return as_dataclass(cast(Any, group), value, name) if group is not None and isinstance(value, Mapping) else value
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a number, string or Boolean has the expected type; True for all other types, which are not checked."""
+    """Return whether a value has the expected type; always True for types other than number, string, Boolean and Literal."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)

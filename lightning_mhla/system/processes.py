@@ -43,10 +43,10 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes of a run, without synchronization with an accelerator.
+    """Votes among all processes of a run, which do not wait for pending work of the GPU.
 
     Creating an instance is collective: create it on every process, after the process group exists. With one process, the result
-    of a vote is the answer of the process itself.
+    of a vote is the answer of this process.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Agreement:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def any(self, *said: bool) -> tuple[bool, ...]:
-        """Return, for each of several questions, whether any process answers yes.
+        """Return, for each of several yes-or-no questions, whether any process answers yes.
 
         Collective: call it on every process with the same number of answers.
 

@@ -40,13 +40,13 @@ def redact(text: str) -> str:
     """Replace secrets in a text by ``***``: those in URLs, and values after the name of a secret (``api_key=...``).
 
     Args:
-        text: any text, such as an error message or an argument of the command line.
+        text: any text, such as an error message or a command-line argument.
     """
     return _NAMED.sub(lambda match: match["name"] + HIDDEN, _redact_urls(text))
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return nested options without secrets; unchanged parts are the same objects, not copies.
+    """Return nested options with secrets replaced by ``***``; unchanged parts are the same objects, not copies.
 
     Args:
         value: dicts, namespaces, lists, tuples and plain values; other objects are returned unchanged.
@@ -74,7 +74,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def published(value: Any, name: str = "") -> Any:
-    """Return nested options for a published file: without secrets, and local paths shortened to their last component.
+    """Return nested options for publication: secrets become ``***``, and local paths are cut to their last component.
 
     Args:
         value: dicts, lists, tuples, strings, paths and plain values; other objects are returned unchanged.
@@ -92,7 +92,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Check that a URL has not lost its secrets, which are replaced by ``***`` when a URL is written to a file.
+    """Check that a URL still has its secrets, and was not read from a file in which ``***`` replaces them.
 
     Args:
         url: URL or path.
@@ -110,11 +110,11 @@ def check_secrets(url: str, option: str | None = None) -> None:
 
 
 def hidden_options(value: Any, path: str = "") -> Iterator[str]:
-    """Iterate over the dotted names of options whose secrets were replaced when they were written to a file.
+    """Iterate over the dotted names of options in which ``***`` replaces a secret.
 
     Args:
         value: nested options.
-        path: dotted name of ``value`` itself.
+        path: dotted name of ``value``; empty for the outermost options.
     """
     if isinstance(value, str):
         if _HIDDEN_IN_URL.search(value) or (value == HIDDEN and _is_secret(path.rpartition(".")[2])):

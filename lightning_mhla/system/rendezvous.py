@@ -28,10 +28,10 @@ _stores: list[Store] = []
 def listen_on_one_interface(strategy: Strategy) -> None:
     """Open the rendezvous port of a run only on the network interface with the address of rank 0.
 
-    This requires an address that is the same for all processes: on one machine any address, on several machines an IP
-    address in MASTER_ADDR. A host name may resolve to different addresses on different machines, so torch then listens on all
-    interfaces. It also does so if the address does not belong to this machine, for example behind a load balancer. Under
-    torchrun nothing is done, because torchrun serves the rendezvous itself.
+    The processes of a run meet at this port. By default, torch opens it on all interfaces, and this function leaves that
+    unchanged in three cases: on several machines with a host name instead of an IP address in MASTER_ADDR, because the name may
+    resolve to different addresses; with an address that does not belong to this machine; and under torchrun, which opens the
+    port itself.
 
     Args:
         strategy: strategy of the trainer, before any method of the trainer is called. Nothing is done for a single process.
@@ -59,7 +59,7 @@ def _is_ip_address(text: str) -> bool:
 
 
 def _serve(address: str, port: int, world_size: int) -> Store:
-    """Create torch's ``TCPStore`` listening on one address only; by default it listens on all addresses."""
+    """Create a ``TCPStore`` of torch that listens on one address only, instead of on all addresses."""
     family, kind, protocol, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

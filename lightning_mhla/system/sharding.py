@@ -24,7 +24,7 @@ def is_shard(value: object) -> TypeGuard[DTensor]:
 
 
 def is_sharded_module(module: object) -> TypeGuard[FSDPModule]:
-    """Return whether a module is sharded by FSDP2, that is, was passed to ``fully_shard``."""
+    """Return whether a module is sharded with FSDP2, that is, was passed to ``fully_shard``."""
     return _is("torch.distributed.fsdp", "FSDPModule", module)
 
 
@@ -36,15 +36,15 @@ def _is(package: str, name: str, value: object) -> bool:
 def shard(
     network: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, gathered: torch.dtype, kept: Iterable[nn.Module]
 ) -> None:
-    """Shard the parameters of a network over processes by FSDP2, layer by layer, in place.
+    """Shard the parameters of a network over processes with FSDP2, layer by layer, in place.
 
     Args:
         network: network with float32 parameters; the optimizer updates them in float32.
         layers: layers of the network, whose parameters are gathered one layer at a time.
         mesh: one-dimensional mesh of the processes.
         gathered: dtype in which weights are gathered and used; gradients are reduced in float32.
-        kept: parts of the network that stay in float32, and whose parameters remain gathered after their forward pass, because
-            they are used again.
+        kept: parts of the network that stay in float32. Their parameters remain gathered after the forward pass, because they
+            are used again. No effect if ``gathered`` is float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Handlers for the signals that ask this process to stop, which only record the signal.
+    """Signal handlers that record a request to stop, so that the process can stop at a suitable time.
 
     A second Ctrl+C (SIGINT) raises KeyboardInterrupt.
 
@@ -21,7 +21,7 @@ class StopSignals:
 
     Attributes:
         numbers: numbers of the signals.
-        received: name of the latest signal received since :meth:`start`, or None.
+        received: name of the latest signal since :meth:`start`; None if there was none.
 
     Raises:
         ValueError: if a name is not that of a signal on this system.

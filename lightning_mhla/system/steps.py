@@ -19,8 +19,8 @@ def accumulation(trainer: Trainer, epoch: int) -> int:
 def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
     """Return the number of optimizer steps in the first ``epochs`` epochs of a run; infinite for data without a length.
 
-    The last batch of an epoch ends the accumulation even if it is incomplete. A fraction of an epoch counts as that fraction
-    of its steps.
+    The last batch of an epoch completes an optimizer step even if fewer batches were accumulated. A fraction of an epoch counts
+    as that fraction of its steps.
     """
     batches = trainer.num_training_batches if trainer.limit_train_batches else 0  # with a limit of 0 it is not set to 0
     if not math.isfinite(batches):

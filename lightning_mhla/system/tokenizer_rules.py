@@ -29,11 +29,11 @@ MOST_DEPTH = 8
 
 
 def check_tokenizer(tokenizer: Any, where: str) -> None:
-    """Check that the rules of a loaded transformers tokenizer are safe to apply.
+    """Check that no rule of a loaded transformers tokenizer can make a short text grow without bound.
 
     Args:
-        tokenizer: the tokenizer; a tokenizer written in Python has no rules and always passes.
-        where: its folder or name, for messages.
+        tokenizer: tokenizer of transformers; one written in Python has no rules and always passes.
+        where: folder or name of the tokenizer, for messages.
 
     Raises:
         ValueError: if a rule is unsafe, see :func:`check_rules`, or a template adds more than :data:`MOST_AROUND` tokens to a
@@ -50,9 +50,9 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the rules in a tokenizer's folder before the library loads it.
+    """Check the rules in a tokenizer's folder before transformers loads the tokenizer.
 
-    The library applies the rules during loading already, to the tokens that it adds.
+    A check after loading would be too late, because loading applies the rules to the added tokens.
 
     Raises:
         ValueError: if a rule is unsafe, see :func:`check_rules`, or ``tokenizer.json`` is larger than :data:`LARGEST_FILE`.
@@ -72,11 +72,12 @@ def check_rules(state: Any, where: str) -> None:
     """Check that no rule of a tokenizer makes a short text grow without bound.
 
     Args:
-        state: parsed content of its ``tokenizer.json``.
-        where: its folder, for messages.
+        state: parsed content of the tokenizer's ``tokenizer.json``.
+        where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if replacements expand each other, or texts are padded to more than :data:`MOST_PADDING` tokens.
+        ValueError: if replacements can make a text more than :data:`MOST_GROWTH` times longer, or padding extends a text to
+            more than :data:`MOST_PADDING` tokens.
     """
     if not isinstance(state, dict):
         return
@@ -96,8 +97,8 @@ def check_rules(state: Any, where: str) -> None:
 def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
     """Check that successive replacements of a tokenizer do not make a text many times longer.
 
-    A text that grows does so first at one of the replacements. The check therefore applies all later replacements to the output
-    of each one, so that the result does not depend on a choice of test texts.
+    The check takes the output of each replacement and applies all later replacements to it, so that the result does not depend
+    on a choice of test texts.
 
     Args:
         rules: replacements in the order in which they are applied.
@@ -105,7 +106,7 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
         where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if they do.
+        ValueError: if the text may become more than :data:`MOST_GROWTH` times longer, or a replacement is broken.
     """
     long = any(len(rule.content) > LONGEST_REPLACEMENT for rule in rules)
     # The product bounds the growth from above without running a rule, which is enough for almost all tokenizers.
@@ -139,7 +140,7 @@ class _Rule(NamedTuple):
     Attributes:
         pattern: the text that is replaced; None if ``content`` is inserted at the start of the text.
         is_regex: whether ``pattern`` is a regular expression.
-        content: the text that replaces the pattern.
+        content: text that replaces the pattern or is inserted.
     """
 
     pattern: str | None
@@ -168,7 +169,7 @@ def _rules(step: Any, depth: int) -> Iterator[_Rule]:
 
     Args:
         step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
-        depth: number of steps in which this one is nested.
+        depth: number of steps that contain this one.
     """
     if not isinstance(step, dict):
         return

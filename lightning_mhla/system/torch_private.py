@@ -18,7 +18,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
-    """Set the learning rates that a scheduler reports as its last ones until its next step."""
+    """Set the learning rates that ``schedule.get_last_lr()`` returns until the next step."""
     schedule._last_lr = list(rates)
 
 

@@ -6,14 +6,14 @@ import sys
 
 
 def publish(name: str, kind: type) -> None:
-    """Add a class to the module ``transformers``, in which its server and its pipelines look up classes by name.
+    """Add a class to the module ``transformers``, where the library's server and pipelines look up classes by name.
 
     transformers executes its own ``__init__`` a second time when its processors are imported. Code that imported it earlier,
     such as the server, therefore holds a different module object from the one in ``sys.modules``; the class is added to both.
 
     Args:
-        name: name of the attribute.
-        kind: the class.
+        name: name under which the class is looked up.
+        kind: class to add.
     """
     import transformers
 

@@ -78,13 +78,13 @@ def check_size(path: Path, most: int) -> None:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Context manager that limits the processor time of its block by a timer, whose signal raises an error in the block.
+    """Context manager that raises an error if its block takes too much processor time.
 
-    There is no limit outside the main thread, or if other code uses the timer already.
+    It uses the timer ``ITIMER_VIRTUAL``. There is no limit outside the main thread, or if other code uses this timer.
 
     Args:
         seconds: maximum processor time in seconds.
-        what: plural noun that is the subject of the error message.
+        what: plural noun for what takes the time, the subject of the error message.
 
     Raises:
         ValueError: if the block takes longer.
@@ -107,7 +107,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
+    """Read a JSON file that contains an object.
 
     Raises:
         ValueError: if the file does not contain a JSON object, or has more than :data:`LARGEST_JSON` bytes.
@@ -169,7 +169,7 @@ def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read the values in a YAML file.
+    """Read a YAML file, after a check that it is safe to parse.
 
     Raises:
         ValueError: if the file cannot be read, or if :func:`check_yaml` rejects it.
@@ -192,7 +192,7 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
             at most :data:`PACKED` times the size of the file.
 
     Returns:
-        Arrays by name; names that the file lacks are missing.
+        Arrays by name, without those that are not in the file.
 
     Raises:
         ValueError: if the file is damaged, an array is too large, or a header does not fit the size of its array.
@@ -224,10 +224,10 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
 
 
 def check_yaml(text: str) -> None:
-    """Check that a YAML text is safe to parse: neither too long nor nested too deeply, and without aliases that multiply.
+    """Check that a YAML text is safe to parse: limited in length, in nesting, and in values once aliases are expanded.
 
     Raises:
-        ValueError: if it is not; the message names the limit that is exceeded.
+        ValueError: if the text exceeds a limit, or an alias refers to itself or to an unknown anchor.
     """
     if len(text) > YAML_CHARACTERS:
         raise ValueError(f"{len(text)} characters are too many for a configuration (at most {YAML_CHARACTERS})")

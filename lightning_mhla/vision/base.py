@@ -40,7 +40,7 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
 class ImageCheck(nn.Module):
     """Layer that checks the size of images and returns them unchanged.
 
-    It is a module that torch.fx does not trace, so that the check is not part of a traced graph.
+    The check is a module because torch.fx does not trace into it, so that traced graphs do not contain the check.
 
     Args:
         check: function of height and width that raises ValueError for a size that the model does not support.
@@ -111,7 +111,7 @@ class VisionModel(nn.Module):
             top: number of classes to return; None for all.
 
         Returns:
-            Probabilities by class name, the most probable first.
+            Probabilities by class name, or by class number as a string if names are unknown; the most probable comes first.
 
         Raises:
             BrokenSampleError: if a file is not an image.
@@ -139,7 +139,7 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the features that :meth:`forward_head` takes from images ``[B, channels, H, W]``."""
+        """Compute features of images ``[B, channels, H, W]``, the input of :meth:`forward_head`."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -161,7 +161,7 @@ class VisionModel(nn.Module):
         Args:
             images: images, ``[B, channels, H, W]``.
             taken: indices of the feature maps, from 0.
-            stop_early: whether to skip layers after the last of these maps.
+            stop_early: whether to skip layers after the last requested map.
             norm: whether to apply the final norm of the tokens to the maps, if there is one.
 
         Returns:
@@ -184,7 +184,7 @@ class VisionModel(nn.Module):
             x: images, ``[B, channels, H, W]``.
             indices: indices of entries of ``feature_info``; a single number n for the last n entries; None for all.
             norm: whether to apply the final norm of the tokens to the maps, if there is one.
-            stop_early: whether to skip layers after the last requested map. The features are then not those of the head.
+            stop_early: whether to skip layers after the last requested map. The features are then not the input of the head.
             output_fmt: ``"NCHW"``, or ``"NLC"`` for maps ``[B, H * W, C]``.
             intermediates_only: whether to return the maps alone.
 
@@ -207,11 +207,11 @@ class VisionModel(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classification head by a new, randomly initialized one.
+        """Replace the classification head with a new, randomly initialized one.
 
         Args:
             num_classes: number of classes; 0 for no head.
-            global_pool: new kind of pooling; empty for no pooling, None to keep the present one.
+            global_pool: new kind of pooling; an empty string for no pooling, None to keep the current one.
 
         Raises:
             ValueError: if there are classes but no pooling.
@@ -236,5 +236,5 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters without weight decay: position embeddings and mixing coefficients."""
+        """Return the names of parameters to exclude from weight decay: position embeddings and mixing coefficients."""
         return {name for name, _ in self.named_parameters() if name == "position" or ".mixing." in name}

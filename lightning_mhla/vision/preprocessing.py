@@ -17,7 +17,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Deterministic transform of an image to the input of a classifier, for validation and prediction.
+    """Deterministic transform from an image to the input of a classifier, for validation and prediction.
 
     Args:
         image_size: side of the square result, in pixels.

@@ -31,13 +31,13 @@ LINEAR = re.compile(r"(\.attn\.(qkv|gate|proj)|\.mlp\.fc[12]|^head)\.weight$")
 
 
 def read_ravlt(path: str | Path) -> Pretrained | None:
-    """Read a file of RAVLT's published weights, and convert them to the names of a VLT.
+    """Read published weights of RAVLT (arXiv 2411.07635), and convert them for a :class:`lightning_mhla.vision.VLT`.
 
     Args:
         path: file that RAVLT's training script or ``torch.save(model.state_dict(), ...)`` wrote.
 
     Returns:
-        The weights under the names of a VLT; None for a file that does not end in .pth or .pt.
+        Weights by parameter names of a VLT; None for a file that does not end in .pth or .pt.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -67,7 +67,7 @@ def from_ravlt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights: weights by RAVLT's names.
 
     Returns:
-        Weights by the names of a VLT.
+        Weights by parameter names of a VLT.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in weights.items():

@@ -49,9 +49,9 @@ class StageConfig:
         dims: width of each stage; only without ``size``.
         depths: number of blocks of each stage; only without ``size``.
         heads: number of attention heads of each stage; only without ``size``.
-        layer_scale: initial factor of the residual branches in each stage; null for that of ``size``, or 1.
+        layer_scale: initial factor of the residual branches in each stage; null for the values of ``size``, or 1 without it.
         linear_stages: number of stages, counted from the first, that use ``attention.kind``; the others use softmax attention.
-        block_grids: blocks along each axis of the tokens, one pair for each linear stage, for mhla; null for 7 x 7 and 4 x 4.
+        block_grids: number of attention blocks along both axes in each linear stage, for mhla; null for 7 x 7 and 4 x 4.
         patch_size: side of a token of the first stage in pixels: 4, 2 or 1.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
         head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT.
@@ -99,10 +99,10 @@ class StageConfig:
             raise ValueError(f"patch_size={self.patch_size} must be 4, 2 or 1")
 
     def of(self, name: str) -> list[Any]:
-        """Return the value of an option in each stage, from the option itself or from the published size.
+        """Return the values of an option, one for each stage: those that were given, or those of the published ``size``.
 
         Args:
-            name: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``.
+            name: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``, which is 1 if neither it nor ``size`` is given.
         """
         if (explicit := getattr(self, name)) is not None:
             return list(explicit)
@@ -111,13 +111,13 @@ class StageConfig:
         return [1.0] * len(self.dims or [])
 
     def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the number of tokens along both axes in each stage.
+        """Return rows and columns of the token grid of each stage.
 
         Args:
             image_size: height and width of the image, in pixels.
 
         Raises:
-            ValueError: if the image cannot be divided into the tokens of a stage.
+            ValueError: if a side of the image is not a multiple of the side of a token in some stage.
         """
         stages = len(self.of("dims"))
         multiple = self.patch_size * 2 ** (stages - 1)
@@ -134,14 +134,14 @@ class StageConfig:
         ]
 
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
-        """Return the configuration of the attention in one stage.
+        """Return the attention configuration of one stage, with softmax attention after the linear stages.
 
         Args:
-            config: attention of the linear stages.
+            config: attention configuration of the linear stages, without blocks; those come from ``block_grids``.
             stage: number of the stage, from 0.
 
         Raises:
-            ValueError: if ``config`` sets blocks itself, or if a linear stage has no entry in ``block_grids``.
+            ValueError: if ``config`` sets ``block_grid`` or ``block_size``, or a linear stage has no entry in ``block_grids``.
         """
         if stage >= self.linear_stages:
             return replace(config.with_kind("softmax"), block_grid=None, block_size=None)

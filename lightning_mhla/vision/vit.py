@@ -56,7 +56,7 @@ class VisionTransformer(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Vision transformer for classification, without a class token: the head takes the mean of all tokens, as in the paper.
+    """Vision transformer for classification whose head takes the mean of all tokens, without a class token.
 
     ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and
     ``VisionTransformer.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
@@ -65,19 +65,19 @@ class VisionTransformer(
         image_size: side of the square image, in pixels.
         num_classes: number of class scores.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
-        size: published size tiny, small or base of DeiT; sets dim, depth and heads.
+        size: one of the published sizes of DeiT, tiny, small or base; sets dim, depth and heads.
         dim: width of the tokens; only without ``size``.
-        depth: number of blocks; only without ``size``.
+        depth: number of transformer blocks; only without ``size``.
         heads: number of attention heads; only without ``size``.
         patch_size: side of a patch, in pixels.
         channels: number of channels of the image.
         stem: ``"patch"`` (one convolution of the size of a patch) or ``"conv"`` (:class:`ConvStem`).
-        pad_to: side in pixels to which images are padded with zeros; None for no padding. The paper pads 224 to 256, so that
-            14 x 14 tokens become 16 x 16 and all blocks are equal.
+        pad_to: side in pixels to which images are padded with zeros; None for no padding. The MHLA paper (arXiv 2601.07832)
+            pads 224 to 256, so that 14 x 14 tokens become 16 x 16 and all attention blocks have equal size.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
         drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
-        global_pool: ``"avg"`` for the mean of the tokens, or empty to keep all tokens.
+        global_pool: ``"avg"`` for the mean of the tokens, or an empty string to keep all tokens.
         class_names: names of the classes, for :meth:`predict`; exports contain them.
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
@@ -167,7 +167,7 @@ class VisionTransformer(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the final tokens, and the feature maps after some blocks, without the tokens that ``pad_to`` adds.
+        """Compute the final tokens, and feature maps after some blocks; the maps leave out the tokens that ``pad_to`` adds.
 
         Args:
             images: images, ``[B, channels, image_size, image_size]``.
@@ -195,7 +195,7 @@ class VisionTransformer(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last one that ``indices`` names, and optionally the final norm and the head.
+        """Remove the blocks after the last one in ``indices``, and optionally the final norm and the head.
 
         Args:
             indices: see :meth:`forward_intermediates`.
@@ -203,7 +203,7 @@ class VisionTransformer(
             prune_head: whether to remove pooling and head.
 
         Returns:
-            Indices of the named blocks, counted from 0.
+            Indices of the requested blocks, all counted from 0.
         """
         taken = taken_indices(indices, len(self.layers))
         self.backbone.blocks = self.backbone.blocks[: max(taken) + 1]

@@ -28,12 +28,13 @@ EPS = 1e-6
 class MapAttention(nn.Module):
     """Attention over the positions of a feature map of any size.
 
-    The number of blocks is the same for every size. Blocks are uneven if they do not divide the map.
+    The map is divided into the blocks of ``config.block_grid``, whose number is the same for every size of the map. Blocks have
+    different sizes if the map cannot be divided evenly.
 
     Args:
         dim: channels of the map.
         heads: number of attention heads.
-        grid: rows and columns of the initial maps; the layer adapts to maps of a different size.
+        grid: rows and columns that the layer is built for; it adapts when it gets a map of a different size.
         config: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
     """
 
@@ -74,7 +75,7 @@ class ConvMlp(nn.Module):
 class VLTBlock(nn.Module):
     """Block of a VLT: positional convolution, attention and MLP, each with a residual connection.
 
-    Attention and MLP come after a norm, and their outputs are multiplied by a learned factor for each channel.
+    A layer norm precedes attention and MLP, and each of their outputs is multiplied by a learned factor for each channel.
 
     Args:
         dim: channels of the map.
@@ -112,12 +113,12 @@ class VLTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage of a VLT: blocks at one resolution, after a convolution that halves height and width in all but the first stage.
+    """Stage of a VLT: blocks at one resolution. In all but the first, a convolution before them halves height and width.
 
     Args:
         before: channels of the input; None for the first stage, which has no convolution.
         dim: channels of the blocks.
-        blocks: the blocks.
+        blocks: blocks of the stage, in order.
     """
 
     def __init__(self, before: int | None, dim: int, blocks: Sequence[VLTBlock]) -> None:
@@ -149,17 +150,17 @@ class VLT(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT with kind mhla.
+    """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT if the attention kind is mhla.
 
     The model has a stem of four convolutions, then stages of falling resolution, then a projection, mean pooling and the
-    head. A block has a positional convolution, attention and a convolutional MLP. The paper does not say which parts of RALA
-    MHLA-VLT keeps, so each is an option of ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with
-    ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation: identity``, ``feature_map: elu``, and
-    ``key_weighting: true``.
+    head. A block has a positional convolution, attention and a convolutional MLP. MHLA-VLT (arXiv 2601.07832) is RAVLT with
+    MHLA in place of RALA, RAVLT's attention. Its paper does not say which parts of RALA it keeps, so each part is an option of
+    ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with ``normalize_before_rotary: true``, ``gate: true`` with
+    ``gate_activation: identity``, ``feature_map: elu``, and ``key_weighting: true``.
 
-    Images may have any size that the stages can halve. Mixing coefficients belong to blocks, whose number does not change.
-    ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and ``VLT.from_pretrained(folder)`` loads
-    it. The model also has the methods of timm's models.
+    Images may have any size that the stages can halve. The number of attention blocks, and with it the shape of the mixing
+    coefficients, does not depend on this size. ``save_pretrained(folder)`` writes the model as safetensors and
+    ``config.json``, and ``VLT.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
 
     Args:
         image_size: side of the square image, or height and width, in pixels.
@@ -170,7 +171,8 @@ class VLT(
         channels: number of channels of the image.
         drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
-        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; empty for no pooling, only without classes.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; an empty string for no pooling, which needs
+            ``num_classes=0``.
         class_names: names of the classes, for :meth:`predict`; exports contain them.
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
@@ -245,11 +247,11 @@ class VLT(
         Args:
             images: images, ``[B, channels, H, W]``.
             taken: indices of the stages, from 0.
-            stop_early: whether to skip the stages after the last of these. The features are then its map.
+            stop_early: whether to skip the stages after the last of these. The features are then the map of that stage.
             norm: has no effect here, since stages have no norm after them.
 
         Returns:
-            The map of the last stage that ran, and the maps of the stages, ``[B, C, H, W]`` each.
+            The map of the last stage that ran, and the requested maps, ``[B, C, H, W]`` each.
         """
         x, maps = self.stem(images), []
         for index, stage in enumerate(self.stages):
@@ -263,7 +265,7 @@ class VLT(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last one that ``indices`` names, and optionally the head.
+        """Remove the stages after the last one in ``indices``, and optionally the head.
 
         Args:
             indices: see :meth:`forward_intermediates`.
@@ -271,7 +273,7 @@ class VLT(
             prune_head: whether to remove projection, pooling and head.
 
         Returns:
-            Indices of the named stages, counted from 0.
+            Indices of the requested stages, all counted from 0.
         """
         taken = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(taken) + 1]
@@ -317,7 +319,7 @@ def _stem(channels: int, dim: int, patch_size: int) -> list[nn.Module]:
 
 
 def _convolved(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """Apply a convolution to feature maps ``[B, H, W, C]``; return the same order of axes."""
+    """Apply a convolution to feature maps in channels-last order, ``[B, H, W, C]``, and return them in this order."""
     return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
