@@ -49,7 +49,9 @@ if not torch.cuda.is_available() and find_spec("triton"):
     interpreter.InterpretedFunction.__call__ = call_helper
 
 
-STARTS_PROCESSES = {"subprocess", "run_cli", "fork_server", "server", "num_workers", "kill_at", "cluster"}
+STARTS_PROCESSES = {
+    "subprocess", "run_cli", "run_in_turn", "fork_server", "server", "num_workers", "kill_at", "cluster",
+}  # fmt: skip
 """Names by which a test starts processes; ``make check`` leaves out tests that use one, directly or by a function."""
 
 SLOW = (
