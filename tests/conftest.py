@@ -52,7 +52,9 @@ if not torch.cuda.is_available() and find_spec("triton"):
     interpreter.InterpretedFunction.__call__ = call_helper
 
 
-STARTS_PROCESSES = {"subprocess", "run_cli", "fork_server", "server", "num_workers", "kill_at", "cluster"}
+STARTS_PROCESSES = {
+    "subprocess", "run_cli", "run_in_turn", "fork_server", "server", "num_workers", "kill_at", "cluster",
+}  # fmt: skip
 """Names whose use means that a test starts processes, directly or in a function. ``make check`` omits such tests."""
 
 SLOW = (

@@ -54,11 +54,12 @@ class _SeededSamples(Dataset):
     def __init__(self, source: SampleSource, seed: int, skip_broken: bool) -> None:
         self.source, self.seed, self.skip_broken = source, seed, skip_broken
 
-    def __getitem__(self, ticket: Ticket) -> dict[str, Any]:
-        if get_worker_info() is not None:
-            return self._read(ticket)
-        with kept_random_state():  # without workers, samples must not reseed the generators of the training step
-            return self._read(ticket)
+    def __getitems__(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
+        """Read the samples of a batch, which the loader asks for at once."""
+        # Without workers, samples must not reseed the generators of the training step; saving and restoring them takes as
+        # long as reading a small image, so it happens once per batch.
+        with kept_random_state() if get_worker_info() is None else nullcontext():
+            return [self._read(ticket) for ticket in tickets]
 
     def _read(self, ticket: Ticket) -> dict[str, Any]:
         index = ticket.index

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -45,3 +47,46 @@ def run_cli(*arguments: str, folder: Path | None = None, launch: bool = False) -
         status, text = fork_server().run(*arguments, folder=folder, processes=int(devices[-1]) if devices else 1)
     assert status == 0, text[-6000:]
     return text
+
+
+APART = """
+import os
+os.dup2(os.open("standard-error.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+from mhla_tasks.commandline.main import main
+main()
+"""
+
+
+def run_apart(server: ForkServer, *arguments: str, folder: Path) -> tuple[int, str, str]:
+    """Exit status of ``lightning`` with these arguments, and what it printed on standard output and on standard error."""
+    status, text = server.program(APART, *arguments, folder=folder)
+    return status, text, (folder / "standard-error.txt").read_text()
+
+
+END = "\x1e"
+IN_TURN = f"""
+import json, sys
+from mhla_tasks.commandline.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    status = 0
+    try:
+        main()
+    except SystemExit as stop:
+        status = stop.code or 0
+    sys.stdout.flush()
+    sys.stderr.write(f"{END}{{status}}{END}")
+    sys.stderr.flush()
+"""
+"""Runs command lines one after another; the exit status of each follows what it printed."""
+
+
+def run_in_turn(*calls: Sequence[str], folder: Path, **environment: str) -> list[tuple[int, str]]:
+    """Exit status and output of each of several command lines, all in one process.
+
+    A command on a small model spends most of its time on the imports of its process.
+    """
+    status, text = fork_server().program(IN_TURN, json.dumps(calls), folder=folder, **environment)
+    assert status == 0, text[-6000:]
+    parts = text.split(END)
+    return [(int(status), said) for said, status in zip(parts[:-1:2], parts[1::2], strict=True)]

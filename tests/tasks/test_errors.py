@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -18,7 +19,7 @@ from fork_server import ForkServer
 from mhla_tasks.commandline.errors import INTERRUPTED, READER_GONE, explain, reported
 from mhla_tasks.commandline.failures import explain_failure
 from mhla_tasks.commandline.parser import main
-from processes import run_cli
+from processes import END, IN_TURN, run_apart, run_cli, run_in_turn
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from lightning_mhla.checkpoints.io import check_checkpoint
@@ -67,9 +68,18 @@ def only_error(status: int, text: str) -> str:
     return lines[0]
 
 
-def fit(server: ForkServer, small: Path, *words: str, prelude: str = "", folder: Path | None = None) -> str:
+def fit(server: ForkServer, small: Path, *words: str, prelude: str = "") -> str:
+    """The error of a fit in a process of its own, to which ``prelude`` does what this one must not suffer."""
     code = f"{prelude}\n{TOOL}"
-    return only_error(*server.program(code, "fit", "--config", DIGITS, "--config", str(small), *words, folder=folder))
+    return only_error(*server.program(code, "fit", "--config", DIGITS, "--config", str(small), *words))
+
+
+def fit_here(capsys: pytest.CaptureFixture[str], small: Path, *words: str) -> str:
+    """The error of a fit in this process."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", DIGITS, "--config", str(small), *words])
+    assert isinstance(stop.value.code, int)
+    return only_error(stop.value.code, "".join(capsys.readouterr()))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +102,9 @@ def fit(server: ForkServer, small: Path, *words: str, prelude: str = "", folder:
     ids=lambda value: value[-1].removeprefix("--trainer.") if isinstance(value, list) else "",
 )  # fmt: skip
 def test_lightnings_own_errors_are_a_line(
-    server: ForkServer, small: Path, tmp_path: Path, words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    assert message in fit(server, small, f"--run_dir={tmp_path / 'run'}", *words, folder=tmp_path)
+    assert message in fit_here(capsys, small, f"--run_dir={tmp_path / 'run'}", *words)
 
 
 LIMIT = "import resource, signal; resource.setrlimit(resource.RLIMIT_{name}, ({limit}, {limit}))"
@@ -126,10 +136,16 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoints(server: ForkServer,
     ids=["below a file", "a file", "long", "proc"],
 )
 def test_a_run_folder_that_cannot_be_made(
-    server: ForkServer, small: Path, tmp_path: Path, path: str, message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    small: Path,
+    tmp_path: Path,
+    path: str,
+    message: str,
 ) -> None:
     (tmp_path / "file").write_text("x")
-    assert message in fit(server, small, f"--run_dir={path}", folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert message in fit_here(capsys, small, f"--run_dir={path}")
 
 
 @pytest.mark.parametrize("logger", ["CSVLogger", "TensorBoardLogger"])
@@ -161,31 +177,39 @@ def test_too_few_open_files(server: ForkServer, small: Path, tmp_path: Path) -> 
     check_open_files(0)
 
 
+WRONG_CALLS = [
+    (["export", "RUN", "file"], "file: a file of this name exists already"),
+    (["export", "RUN", "file/model"], "a part of this path is a file"),
+    (["export", "absent", "model"], "checkpoint absent does not exist"),
+    (["consolidate", "RUN", "file/x.ckpt"], "could not be written"),
+    (["compare", "RUN", "--picture", "file/x.png"], "contains no run.json"),
+    (["prepare", "images", "absent", "shards"], "absent"),
+    (["arrange", "absent", "target", "--layout", "geneval", "--prompts", "absent.jsonl"], "absent"),
+    (["score", "absent", "file"], "absent"),
+    (["layers", "absent"], "absent"),
+    (["generate", "absent.ckpt", "x"], "absent.ckpt does not exist"),
+    (["evaluate", "--model_args", "pretrained=absent.ckpt", "--tasks", "nothing"], "Tasks not found: nothing"),
+    (["timm", "absent.py"], "absent.py: there is no such script"),
+]
+"""Arguments of tools, and what the error says; ``RUN`` is a trained one."""
+
+
+@pytest.fixture(scope="module")
+def reports(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit status and text of each wrong call, by its arguments."""
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "file").write_text("x")
+    calls = [[str(trained) if word == "RUN" else word for word in words] for words, _ in WRONG_CALLS]
+    names = [" ".join(words) for words, _ in WRONG_CALLS]
+    return dict(zip(names, run_in_turn(*calls, folder=folder), strict=True))
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["export", "RUN", "file"], "file: a file of this name exists already"),
-        (["export", "RUN", "file/model"], "a part of this path is a file"),
-        (["export", "absent", "model"], "checkpoint absent does not exist"),
-        (["consolidate", "RUN", "file/x.ckpt"], "could not be written"),
-        (["compare", "RUN", "--picture", "file/x.png"], "contains no run.json"),
-        (["prepare", "images", "absent", "shards"], "absent"),
-        (["arrange", "absent", "target", "--layout", "geneval", "--prompts", "absent.jsonl"], "absent"),
-        (["score", "absent", "file"], "absent"),
-        (["layers", "absent"], "absent"),
-        (["generate", "absent.ckpt", "x"], "absent.ckpt does not exist"),
-        (["evaluate", "--model_args", "pretrained=absent.ckpt", "--tasks", "nothing"], "Tasks not found: nothing"),
-        (["timm", "absent.py"], "absent.py: there is no such script"),
-    ],
-    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+    ("words", "message"), WRONG_CALLS, ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else ""
 )
-def test_tools_report_in_the_same_way(
-    server: ForkServer, trained: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
-    (tmp_path / "file").write_text("x")
-    words = [str(trained) if word == "RUN" else word for word in words]
-    status, text = server.program(TOOL, *words, folder=tmp_path)
-    assert status not in (0, None)
+def test_tools_report_in_the_same_way(reports: dict[str, tuple[int, str]], words: list[str], message: str) -> None:
+    status, text = reports[" ".join(words)]
+    assert status != 0
     assert "Traceback" not in text, text
     assert message in text
     assert "error" in text.lower()
@@ -336,29 +360,25 @@ def test_names_that_are_not_unicode_are_printed(tmp_path: Path, encoding: str) -
     name = os.fsdecode(b"caf\xe9")
     (tmp_path / name).mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": encoding}
-    for words in (["compare", name], ["export", name, "x"], ["validate", f"--run_dir=no-{name}"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "mhla_tasks", *words],
-            capture_output=True,
-            cwd=tmp_path,
-            env=environment,
-            timeout=240,
-        )
-        assert done.returncode in (1, 2)
-        assert b"Traceback" not in done.stderr
-        assert rb"caf\udce9" in done.stderr
+    calls = json.dumps([["compare", name], ["export", name, "x"], ["validate", f"--run_dir=no-{name}"]])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, calls], capture_output=True, cwd=tmp_path, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    parts = done.stderr.split(END.encode())
+    assert len(parts) == 7
+    for said, status in zip(parts[:-1:2], parts[1::2], strict=True):
+        assert status in (b"1", b"2")
+        assert rb"caf\udce9" in said
 
 
 def test_tools_say_which_checkpoint_they_use(server: ForkServer, trained: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "mhla_tasks", "export", str(trained), "model"],
-        capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "using checkpoint " in done.stderr
-    assert "epoch 0, step 4" in done.stderr
-    assert "using checkpoint" not in done.stdout
+    status, said, errors = run_apart(server, "export", str(trained), "model", folder=tmp_path)
+    assert status == 0, errors
+    assert "using checkpoint " in errors
+    assert "epoch 0, step 4" in errors
+    assert "using checkpoint" not in said
 
 
 CONFIGS = {

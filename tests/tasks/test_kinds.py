@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import fork_server
+from processes import fork_server, run_in_turn
 
 from lightning_mhla.attention import BlockLayout, build_attention
 from lightning_mhla.attention.config import KINDS, AttentionConfig
@@ -29,10 +29,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.commandline.parser") -> str:
-    found, said = fork_server().run(*words, module=module, folder=folder)
-    assert found == status, said[-4000:]
-    return said
+def run(folder: Path, *words: str) -> None:
+    status, said = fork_server().run(*words, folder=folder)
+    assert status == 0, said[-4000:]
 
 
 @pytest.fixture(scope="module", params=SMALL)
@@ -51,15 +50,24 @@ def start(domain: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"--model.pretrained={next(folder.rglob('*.ckpt'))}"]
 
 
-@pytest.mark.parametrize("kind", NEW)
-def test_one_command_trains(kind: str, domain: str, start: list[str], tmp_path: Path, cache_dir: Path) -> None:
-    options = [*SMALL[domain], *SHORT, *start, f"--model.attention.kind={kind}"]
+@pytest.fixture(scope="module")
+def runs(domain: str, start: list[str], tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Path:
+    """A folder with a run of each kind, by its name."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = ["--config", str(ROOT / f"configs/{domain}.yaml"), *SMALL[domain], *SHORT, *start]
     if domain == "language/stdlib":
         options.append(f"--data.cache_dir={cache_dir}")
     if domain == "diffusion/digits":
         options.append("--trainer.callbacks=[]")  # FID of digits has a test of its own
-    run(tmp_path, "fit", "--config", str(ROOT / f"configs/{domain}.yaml"), *options)
-    checkpoint = sorted(tmp_path.rglob("*.ckpt"))[-1]
+    calls = [["fit", *options, f"--model.attention.kind={kind}", f"--run_dir={kind}"] for kind in NEW]
+    for status, said in run_in_turn(*calls, folder=folder):
+        assert status == 0, said[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_one_command_trains(kind: str, runs: Path) -> None:
+    checkpoint = sorted((runs / kind).rglob("*.ckpt"))[-1]
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]
     marks = {
         "retention": "norm.weight",
@@ -73,18 +81,24 @@ def test_one_command_trains(kind: str, domain: str, start: list[str], tmp_path: 
 
 @pytest.mark.parametrize("kind", FOR_IMAGES)
 def test_kinds_for_images_train_there_and_are_refused_for_text(kind: str, tmp_path: Path, cache_dir: Path) -> None:
-    for name in ("classification/digits", "diffusion/digits"):
-        options = [*SMALL[name], *SHORT, "--trainer.callbacks=[]", f"--model.attention.kind={kind}"]
-        run(tmp_path, "fit", "--config", str(ROOT / f"configs/{name}.yaml"), *options)
-    assert len(list(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt"))) == 2
-    name = "language/stdlib"
-    options = [
-        *SMALL[name],
-        *SHORT,
-        f"--model.attention.kind={kind}",
-        f"--data.cache_dir={cache_dir}",
+    options = {name: ["--trainer.callbacks=[]"] for name in ("classification/digits", "diffusion/digits")}
+    options["language/stdlib"] = [f"--data.cache_dir={cache_dir}"]
+    calls = [
+        [
+            "fit",
+            "--config",
+            str(ROOT / f"configs/{name}.yaml"),
+            *SMALL[name],
+            *SHORT,
+            *more,
+            f"--model.attention.kind={kind}",
+        ]
+        for name, more in options.items()
     ]
-    said = run(tmp_path, "fit", "--config", str(ROOT / f"configs/{name}.yaml"), *options, status=1)
+    *trained, (status, said) = run_in_turn(*calls, folder=tmp_path)
+    assert [status for status, _ in trained] == [0, 0], trained
+    assert len(list(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt"))) == 2
+    assert status == 1, said
     assert f"attention kind {kind!r} sees every token; choose another" in said.strip().splitlines()[-1]
 
 
@@ -95,10 +109,11 @@ def test_trained_on_packed_documents_it_writes_exports_and_is_scored(
     config = str(ROOT / "configs/language/stdlib.yaml")
     options = [*SMALL["language/stdlib"], *SHORT, f"--model.attention.kind={kind}",
                f"--data.cache_dir={cache_dir}", "--data.separate_documents=true"]  # fmt: skip
-    run(tmp_path, "fit", "--config", config, *options)
-    checkpoint = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
-    run(tmp_path, "generate", checkpoint, "import", "--max_new_tokens=4", module="mhla_tasks")
-    run(tmp_path, "export", checkpoint, "exported", module="mhla_tasks")
+    checkpoint = "runs/stdlib/version_0/checkpoints/last.ckpt"
+    calls = [["fit", "--config", config, *options], ["generate", checkpoint, "import", "--max_new_tokens=4"],
+             ["export", checkpoint, "exported"]]  # fmt: skip
+    for status, said in run_in_turn(*calls, folder=tmp_path):
+        assert status == 0, said[-4000:]
     status, said = fork_server().program(
         "import torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -145,13 +160,14 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line_before_training(tmp_path: 
         ),
         ((digits, *SHORT, *plain), "'plain' is causal only"),
     ]
-    for (config, *options), message in cases:
-        said = run(tmp_path, "fit", "--config", config, *options, status=1)
+    calls = [["fit", "--config", *options] for options, _ in cases]
+    for (status, said), (_, message) in zip(run_in_turn(*calls, folder=tmp_path), cases, strict=True):
+        assert status == 1, said
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, said
         assert message in errors[0]
         assert "Traceback" not in said
-        assert not list(tmp_path.rglob("*.ckpt"))
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_recurrences_do_not_share_sequences() -> None:

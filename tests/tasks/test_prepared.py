@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 from mhla_tasks.commandline import registry
 from PIL import Image
+from processes import fork_server
 from shipped_small import save_clips, save_images, save_models, save_texts
 
 from lightning_mhla.data.write import Preparation
@@ -285,9 +284,9 @@ class Writer:
 
     def __init__(self, folder: Path, prefix: str = "train", program: str = WRITER) -> None:
         self.folder, self.prefix, self.go = folder, prefix, folder.parent / "go"
-        words = [sys.executable, "-c", program, str(folder), prefix, str(self.go)]
         self.errors = folder.parent / f"errors-{time.monotonic_ns()}"
-        self.process = subprocess.Popen(words, stderr=self.errors.open("w"), stdout=subprocess.DEVNULL)
+        words = (program, str(folder), prefix, str(self.go))
+        self.process = fork_server().start(*words, module="-c", output=self.errors)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 180

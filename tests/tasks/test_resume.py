@@ -17,7 +17,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.options import TrainingOptions
 
-STEPS = 5  # an epoch of 1,437 digits in batches of 256
+STEPS = 5  # of an epoch, in batches of 32 digits
 EPOCHS = 3
 
 
@@ -65,6 +65,8 @@ def fit(folder: Path, workers: int, record: Record, resume: Path | None = None) 
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
+        limit_train_batches=STEPS,
+        limit_val_batches=2,
         callbacks=[record, keep, ends],
         logger=False,
         enable_progress_bar=False,
@@ -74,7 +76,7 @@ def fit(folder: Path, workers: int, record: Record, resume: Path | None = None) 
     )
     model = small_classifier()
     os.environ["PL_GLOBAL_SEED"] = "3"  # the same run, whatever the weights that it was made with before the resume
-    trainer.fit(model, datamodule=Digits(batch_size=256, num_workers=workers), ckpt_path=resume, weights_only=True)
+    trainer.fit(model, datamodule=Digits(batch_size=32, num_workers=workers), ckpt_path=resume, weights_only=True)
 
 
 def same_tensors(a: Any, b: Any, path: str = "") -> list[str]:

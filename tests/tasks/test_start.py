@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import END, IN_TURN
 
 ROOT = Path(__file__).parents[2]
 HEAVY = (
@@ -40,19 +42,19 @@ def test_help_and_versions_need_no_torch() -> None:
     assert not {"torch", "lightning", "numpy"} & modules
 
 
-@pytest.mark.parametrize(
-    ("config", "mistake"),
-    [
-        ("classification/digits", "--model.nope=1"),
-        ("classification/digits", "--trainer.max_epochs=many"),
-        ("classification/digits", "--config=missing.yaml"),
-        ("classification/mnist", "--data.nope=1"),
-    ],
-)
-def test_a_mistake_is_told_without_what_a_run_would_need(config: str, mistake: str) -> None:
-    status, modules, said = modules_after(MAIN, "fit", "--config", f"configs/{config}.yaml", mistake)
-    assert status == 2
-    assert said.startswith("error: ")
+def test_a_mistake_is_told_without_what_a_run_would_need() -> None:
+    mistakes = [
+        ["--config=configs/classification/digits.yaml", "--model.nope=1"],
+        ["--config=configs/classification/digits.yaml", "--trainer.max_epochs=many"],
+        ["--config=configs/classification/digits.yaml", "--config=missing.yaml"],
+        ["--config=configs/classification/mnist.yaml", "--data.nope=1"],
+    ]
+    status, modules, text = modules_after(IN_TURN, json.dumps([["fit", *mistake] for mistake in mistakes]))
+    assert status == 0, text
+    parts = text.split(END)
+    for mistake, said, code in zip(mistakes, parts[:-1:2], parts[1::2], strict=True):
+        assert code == "2", (mistake, said)
+        assert said.startswith("error: "), (mistake, said)
     assert not modules.intersection(HEAVY)
 
 

@@ -21,7 +21,7 @@ from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.hub import StreamedDataSet
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.shuffle import shuffled
-from processes import fork_server
+from processes import fork_server, run_in_turn
 
 FILLER = "x" * 2000
 ENOUGH = 12_000
@@ -382,11 +382,18 @@ def test_the_command_says_what_it_leaves_out(tokenizer_folder: str, tmp_path: Pa
     (tmp_path / "repo" / "package.json").write_text('{"name": "x"}')
     (tmp_path / "repo" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n")
 
-    def prepare(*arguments: str) -> tuple[int, str]:
-        return fork_server().run("prepare", *arguments, module="mhla_tasks", folder=tmp_path)
-
-    for command in (("tokenizer", "out", "repo", "--vocab_size=300"), ("text", "shards", "repo", "--tokenizer=out")):
-        status, said = prepare(*command)
+    write_lines(tmp_path / "rows.jsonl", {"text": "one"}, {"text": {"a": 1}})
+    good = [["tokenizer", "out", "repo", "--vocab_size=300"], ["text", "shards", "repo", "--tokenizer=out"]]
+    messages = {
+        "rows.jsonl": "error: rows.jsonl: line 2: \"{'a': 1}\" is dict, not text",
+        "repo/package.json": "error: repo/package.json: line 1 has no column 'text', only ['name']; choose one with --column",
+        "repo/logo.png": "error: repo/logo.png is not text but a PNG image",
+    }
+    texts = [["text", "others", name, f"--tokenizer={tokenizer_folder}"] for name in messages]
+    tokenizers = [["tokenizer", "others", name] for name in messages]
+    calls = [*good, *texts, *tokenizers, [*texts[0], "--limit=1"]]
+    *results, limited = run_in_turn(*(["prepare", *call] for call in calls), folder=tmp_path)
+    for status, said in results[:2]:
         assert status == 0, said
         lines = [line for line in said.splitlines() if "left out" in line]
         assert len(lines) == 1, said
@@ -396,25 +403,11 @@ def test_the_command_says_what_it_leaves_out(tokenizer_folder: str, tmp_path: Pa
             "1 binary files (repo/logo.png)",
         ):
             assert part in lines[0]
-    write_lines(tmp_path / "rows.jsonl", {"text": "one"}, {"text": {"a": 1}})
-    for name, message in (
-        ("rows.jsonl", "error: rows.jsonl: line 2: \"{'a': 1}\" is dict, not text"),
-        (
-            "repo/package.json",
-            "error: repo/package.json: line 1 has no column 'text', only ['name']; choose one with --column",
-        ),
-        ("repo/logo.png", "error: repo/logo.png is not text but a PNG image"),
-    ):
-        status, said = prepare("text", "others", name, f"--tokenizer={tokenizer_folder}")
+    for (status, said), message in zip(results[2:], 2 * list(messages.values()), strict=True):
         assert status == 1
         assert message in said
         assert "Traceback" not in said
-        status, said = prepare("tokenizer", "others", name)
-        assert status == 1
-        assert message in said
-        assert "Traceback" not in said
-    status, said = prepare("text", "others", "rows.jsonl", f"--tokenizer={tokenizer_folder}", "--limit=1")
-    assert status == 0, said
+    assert limited[0] == 0, limited[1]
 
 
 def test_an_error_of_the_reading_process_is_one_line(tokenizer_folder: str, tmp_path: Path) -> None:

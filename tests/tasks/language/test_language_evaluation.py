@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import ForkServer
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -22,6 +23,7 @@ from mhla_tasks.language.evaluation.lm import MHLALM, cut_middle
 from mhla_tasks.language.evaluation.script import main
 from mhla_tasks.language.evaluation.tasks import local_data
 from mhla_tasks.language.export import export, load_checkpoint, load_model
+from processes import run_apart
 from small import SENTENCES, small_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
@@ -105,32 +107,19 @@ def test_three_ways_to_the_same_numbers(
 
 @pytest.mark.parametrize("tool", ["evaluate", "generate"])
 def test_tools_say_which_checkpoint_they_use(
-    trained: SimpleNamespace, task_data: Path, tmp_path: Path, tool: str
+    trained: SimpleNamespace, task_data: Path, server: ForkServer, tmp_path: Path, tool: str
 ) -> None:
     """On standard error: standard output is for results."""
+    checkpoint = str(trained.checkpoint)
     words = {
-        "evaluate": [
-            "--model_args",
-            f"pretrained={trained.checkpoint}",
-            "--tasks",
-            TASKS[0],
-            "--data_dir",
-            str(task_data),
-        ],
-        "generate": [str(trained.checkpoint), "a", "--max_new_tokens", "2", "--device", "cpu"],
+        "evaluate": ["--model_args", f"pretrained={checkpoint}", "--tasks", TASKS[0], "--data_dir", str(task_data)],
+        "generate": [checkpoint, "a", "--max_new_tokens", "2", "--device", "cpu"],
     }[tool]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", "mhla_tasks", tool, *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"using checkpoint {trained.checkpoint}: epoch " in done.stderr
-    assert f"step {STEPS}" in done.stderr
-    assert "using checkpoint" not in done.stdout
+    status, said, errors = run_apart(server, tool, *words, folder=tmp_path)
+    assert status == 0, errors[-3000:]
+    assert f"using checkpoint {checkpoint}: epoch " in errors
+    assert f"step {STEPS}" in errors
+    assert "using checkpoint" not in said
 
 
 def test_callback_logs_every_metric_at_every_step(trained: SimpleNamespace) -> None:

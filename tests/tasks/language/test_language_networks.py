@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from mhla_tasks.language.networks import build_network, examine, network_loss
-from processes import fork_server
+from processes import fork_server, run_in_turn
 from torch.nn import functional as F
 
 from lightning_mhla.training.optim import OptimizerConfig, parameter_groups
@@ -60,17 +60,18 @@ def test_trained_resumed_continued_and_exported(path: str, tmp_path: Path, cache
     said = run(tmp_path, *fit)
     assert "val/bits_per_byte" in said
     checkpoint = next(tmp_path.glob("runs/*/version_0/checkpoints/step000002*.ckpt"))
-    run(tmp_path, *fit, "--ckpt_path", str(checkpoint))
+    last = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
+    write = ("import", "--max_new_tokens=4")
+    calls = ([*fit, "--ckpt_path", str(checkpoint)], ["generate", last, *write], ["export", last, "exported"],
+             ["generate", "exported", *write])  # fmt: skip
+    for status, said in run_in_turn(*calls, folder=tmp_path):
+        assert status == 0, said[-4000:]
     whole, resumed = (
         torch.load(next(tmp_path.glob(f"runs/*/version_{n}/checkpoints/last.ckpt")), weights_only=True)["state_dict"]
         for n in (0, 1)
     )
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
-    last = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
-    run(tmp_path, "generate", last, "import", "--max_new_tokens=4", module="mhla_tasks")
-    run(tmp_path, "export", last, "exported", module="mhla_tasks")
-    run(tmp_path, "generate", "exported", "import", "--max_new_tokens=4", module="mhla_tasks")
     status, said = fork_server().program(
         "import torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

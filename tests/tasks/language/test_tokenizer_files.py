@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -41,7 +39,7 @@ TEMPLATES = {
 }
 ASK = """
 import json, sys
-chat, texts = json.load(sys.stdin)
+chat, texts = json.loads(sys.argv[3])
 from mhla_tasks.language.export import load_checkpoint
 from transformers import AutoTokenizer
 for tokenizer in (load_checkpoint(sys.argv[1]).tokenizer, AutoTokenizer.from_pretrained(sys.argv[2], trust_remote_code=False)):
@@ -66,12 +64,9 @@ def answers(tokenizer: Any, texts: list[str]) -> list[Any]:
 
 def answers_elsewhere(texts: list[str], checkpoint: Path, exported: Path) -> list[Any]:
     """Return the results of the tokenizers in a checkpoint and in an export, computed by a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, str(checkpoint), str(exported)],
-        input=json.dumps([CHAT, texts]), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+    status, said = fork_server().program(ASK, checkpoint, exported, json.dumps([CHAT, texts]))
+    assert status == 0, said[-3000:]
+    return [json.loads(line) for line in said.splitlines()[-2:]]
 
 
 def templated(kind: str) -> Any:

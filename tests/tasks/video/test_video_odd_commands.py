@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.data import VideoLatentShards, VideoShards
 from mhla_tasks.video.sources import ClipFolder, ShardClips
 from odd_videos import MATRICES, encode, moving, picture, with_cover, with_matrix
+from processes import run_in_turn
 from wan import make_shard
 
 from lightning_mhla.data import BrokenSampleError, ShardOptions, ShardReader
@@ -96,11 +95,6 @@ def test_training_skips_and_names_them_validation_stops(
         list(data.val_dataloader())
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mhla_tasks", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def in_a_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -108,9 +102,11 @@ def in_a_line(text: str) -> str:
 def test_prepare_clips_copies_the_good_and_names_the_bad(folder: Path, tmp_path: Path) -> None:
     (folder / "phone.mov").write_bytes(b"left out")
     (folder / ".hidden.mov").write_bytes(b"not mentioned")
-    done = run("prepare", "clips", str(folder), str(tmp_path / "shards"))
-    said = in_a_line(done.stdout + done.stderr)
-    assert done.returncode == 0, said
+    calls = [["prepare", "clips", str(folder), str(tmp_path / "shards")],
+             ["prepare", "clips", str(folder), str(tmp_path / "few"), "--max_skipped", "3"]]  # fmt: skip
+    (status, text), (few_status, few) = run_in_turn(*calls, folder=tmp_path)
+    said = in_a_line(text)
+    assert status == 0, said
     assert "Traceback" not in said
     assert "5 videos in 1 shards" in said
     assert "4 videos skipped" in said
@@ -121,10 +117,9 @@ def test_prepare_clips_copies_the_good_and_names_the_bad(folder: Path, tmp_path:
     shards = ShardClips(ShardReader([tmp_path / "shards/train-0000.tar"]), **SIZE)
     written = {shards.files.caption(index): shards.files.member(index, ("mp4",))[1] for index in range(len(shards))}
     assert written == good_videos(), "byte for byte"
-    few = run("prepare", "clips", str(folder), str(tmp_path / "few"), "--max_skipped", "3")
-    assert few.returncode
-    assert "error: broken samples: 4, more than --max_skipped 3" in in_a_line(few.stderr)
-    assert "Traceback" not in few.stderr
+    assert few_status
+    assert "error: broken samples: 4, more than --max_skipped 3" in in_a_line(few)
+    assert "Traceback" not in few
 
 
 def test_prepare_clip_latents_encodes_the_good_and_names_the_bad(
