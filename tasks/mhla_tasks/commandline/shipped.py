@@ -11,7 +11,7 @@ PREFIX = "mhla://"
 
 
 def folder() -> Path:
-    """Return the folder of the shipped configurations: in the installed package, or in the checkout it was installed from."""
+    """Return the folder of the shipped configurations, in the installed package or in its source checkout."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 

@@ -52,7 +52,7 @@ class TokenThroughput(Callback):
         self.restart(trainer)
 
     def restart(self, trainer: Trainer) -> None:
-        """Restart the timer, after work that must not count as training time."""
+        """Restart the timer, so that work such as validation does not count as training time."""
         device = trainer.strategy.root_device
         if device.type == "cuda":  # kernels run asynchronously: time only finished work
             torch.cuda.synchronize(device)

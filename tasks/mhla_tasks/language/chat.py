@@ -147,7 +147,10 @@ class Chat:
 
 
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine sampling options into arguments of ``generate``: requested ones, else the model's own, else our defaults."""
+    """Return the sampling arguments for ``generate``.
+
+    An option is taken from ``requested``, else from the model's generation settings, else from :class:`GenerationOptions`.
+    """
     model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
     saved = {name: getattr(model_settings, name, None) for name in names} if model_settings.do_sample else {}
@@ -184,7 +187,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a remark on standard error; standard output is for the conversation alone."""
+    """Print a remark on standard error, because standard output is only for the conversation."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(harmless(text), markup=False)

@@ -36,11 +36,11 @@ LONGEST_LIST = 300
 
 
 class MissingColumnError(ValueError):
-    """Error for a row or a table without the requested column; the message names its location and the columns that exist."""
+    """Error for a row or a table without the requested column, with a message that names the existing columns."""
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Iterate over the rows of a table, as a location and a text each. The table is read lazily; blank lines are skipped.
+    """Yield the location and the text of each row of a table. The table is read lazily; blank lines are skipped.
 
     Args:
         source: path or URL of the table.
