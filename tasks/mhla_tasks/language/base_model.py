@@ -119,7 +119,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
 
 
 class EmbeddedBackbone(MHLAPreTrainedModel):
-    """Base class of the MHLA language models that consist of a token embedding, a backbone and, in some, a head.
+    """Base class with a token embedding and a backbone, for the MHLA language models with and without a head.
 
     Args:
         config: sizes and attention options.

@@ -217,9 +217,10 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of training on one token: those of the forward pass times 3, for the backward pass too.
+        """Floating-point operations of training on one token: three times those of the forward pass.
 
-        The count follows arXiv 2204.02311, appendix B. For models of transformers, only the weight matrices are counted.
+        The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only the
+        weight matrices are counted.
         """
         if not isinstance(self.network, MHLAForCausalLM):
             return training_flops(self.network)

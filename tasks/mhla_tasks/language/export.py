@@ -39,7 +39,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Return Python code that loads the export of ``model``, the same for all language models."""
+    """Return example Python code that loads an exported language model; the code is the same for every ``model``."""
     return LOADING
 
 
@@ -106,7 +106,7 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
 
 
 def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
-    """Export a model with the options of the command line.
+    """Export a model, optionally with a different tokenizer or extended to a longer context.
 
     Args:
         model: trained model.

@@ -47,7 +47,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Iterate over the rows, as a location and a text each; the text is None for a null.
+        """Yield the location and the text of each row; the text is None for a null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -65,7 +65,7 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
         data_set: ``path`` (one of :data:`KINDS`), ``data_files`` and ``split``.
 
     Returns:
-        Path or URL, and kind, of each file.
+        For each file, its path or URL, and the kind of its table for :func:`read_column`.
 
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.
@@ -89,7 +89,12 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
 
 def _kind(name: str, file: str) -> str:
-    """Return the kind of a file from its format in ``datasets``, where json includes JSON lines and csv includes TSV."""
+    """Return the kind of table in a file, for :func:`read_column`.
+
+    Args:
+        name: format in ``datasets``: ``json``, which includes JSON lines; ``csv``, which includes TSV; ``parquet``; ``text``.
+        file: path or URL of the file, whose suffix is compared with the format.
+    """
     by_suffix = table_kind(file)
     return by_suffix if by_suffix and (name, by_suffix) in {("json", "jsonl"), ("csv", "tsv")} else KINDS[name]
 
@@ -134,7 +139,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
-    """Iterate over the rows of a data set through the readers of ``datasets``."""
+    """Yield the location and the text of each row of a data set, read by the library ``datasets``."""
     from datasets import load_dataset
 
     name, number = f"the data set {data_set['path']}", 0

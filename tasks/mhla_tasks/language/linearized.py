@@ -119,7 +119,7 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Check that layers can be matched, and load the teacher, as :meth:`Linearization.start` does."""
+        """Prepare training of the replaced layers: check that they can be matched, and load the teacher model."""
         self.linearization.start(self, read_source)
 
     @override
@@ -148,7 +148,7 @@ def read_source(path: str) -> PreTrainedModel:
     """Load the original model from a path or a name on the hub, in float32.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such model.
         ValueError: as for :func:`source_network` and :func:`load_source`.
     """
     if is_swapped(path):
@@ -219,9 +219,9 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
 
 
 def read_generation(pretrained: str) -> dict[str, Any]:
-    """Read the generation settings of a model, such as more end tokens and sampling; empty if it has none.
+    """Read the generation settings of a model, such as end tokens and sampling options; empty if it has none.
 
-    Published settings often have ``temperature`` without ``do_sample``. transformers does not save such settings, so that
+    Published settings often have ``temperature`` without ``do_sample``. transformers does not save such settings, so
     ``do_sample`` is set for them.
 
     Raises:
@@ -244,10 +244,12 @@ def read_generation(pretrained: str) -> dict[str, Any]:
 
 
 def load_source(network: PreTrainedModel, pretrained: str) -> None:
-    """Load weights into a swapped network; parameters that the swap added keep their initial values if the weights lack them.
+    """Load weights into a network whose attention was replaced.
+
+    Parameters that the replacement added keep their initial values if the weights lack them.
 
     Args:
-        network: the swapped network.
+        network: network with replaced attention.
         pretrained: checkpoint, run, folder or name on the hub.
 
     Raises:

@@ -61,7 +61,7 @@ def known_options(kind: type[PreTrainedConfig]) -> set[str]:
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of a model, first to last.
+    """Return the layers of a transformers model, from the first to the last.
 
     Raises:
         ValueError: if the model has no list of ``num_hidden_layers`` modules.
@@ -87,7 +87,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
         Whether the logits are the plain product; False for a model on the meta device.
 
     Raises:
-        ValueError: if tokens attend to later ones, the model takes fewer than ``context`` tokens, or its configuration asks
+        ValueError: if tokens attend to later tokens, the model takes fewer than ``context`` tokens, or its configuration asks
             for a router loss.
     """
     config, name = network.config, type(network).__name__

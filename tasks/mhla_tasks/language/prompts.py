@@ -104,11 +104,11 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Store the continuations of this process."""
+        """Store the continuations of a batch until the end of the run."""
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the continuations of all processes and write them on the first."""
+        """Gather the continuations of all processes, and write them to the file on the first process."""
         rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "continuations.jsonl"
         self._rows = []
         if not trainer.is_global_zero:

@@ -86,7 +86,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class _Letters:
-    """Rules by which the letters of a tokenizer's tokens represent bytes of text."""
+    """Rules of a tokenizer for the number of bytes of text that the letters of a token represent."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -118,7 +118,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Iterate over the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
+    """Yield the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):
@@ -127,7 +127,10 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the index of a padding token. Any token is suitable, because the model never attends to padding."""
+    """Return the index of the token for padding: the padding token, else the end token, else 0.
+
+    Any token is suitable, because the model never attends to padding.
+    """
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(index for index in candidates if index is not None)
 

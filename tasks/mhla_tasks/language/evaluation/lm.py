@@ -86,7 +86,7 @@ class MHLALM(HFLM):
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather a tensor from all processes and concatenate the parts; scalars are stacked."""
+        """Gather a tensor from all processes and concatenate the results along the first dimension; scalars are stacked."""
         if self.world_size <= 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -129,7 +129,9 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Encode texts as a padded batch; texts of more than ``left_truncate_len`` tokens are cut as ``cut`` says.
+        """Encode texts as a padded batch, after shortening texts of more than ``left_truncate_len`` tokens.
+
+        The attribute ``cut`` determines whether the middle or the left part of these texts is removed.
 
         Returns:
             Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
@@ -172,7 +174,10 @@ class MHLALM(HFLM):
         return answers
 
     def cut_shares(self) -> dict[str, float]:
-        """Return the share of each task's prompts that were cut, over all processes. Call it on every process."""
+        """Return, by task, the fraction of prompts on all processes that were cut to fit the model.
+
+        This is a collective operation, so call it on every process.
+        """
         counts = [(dict(self.prompts), dict(self.prompts_cut))]
         if self.world_size > 1:
             gathered: list[Any] = [None] * self.world_size
@@ -186,7 +191,7 @@ class MHLALM(HFLM):
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the description of the model that lm-eval writes to its results, and the share of cut prompts of each task."""
+        """Return lm-eval's description of the model for its results file, and the fraction of cut prompts of each task."""
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
@@ -198,7 +203,12 @@ class MHLALM(HFLM):
 
 
 def _device(requested: str | None) -> str:
-    """Return the name of the device to use: this process's GPU, the CPU without one, or ``wanted`` if it is not a GPU."""
+    """Return the name of the device for the model.
+
+    Args:
+        requested: name of a device. None or a name that starts with ``cuda`` selects the GPU of this process, or the CPU if
+            there is no GPU.
+    """
     if requested is not None and not requested.startswith("cuda"):
         return requested
     if not torch.cuda.is_available():

@@ -77,7 +77,7 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that all tasks of lm-eval exist.
+    """Check that lm-eval has all named tasks.
 
     Args:
         names: names of tasks, or paths of task files.
