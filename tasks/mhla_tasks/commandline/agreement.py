@@ -22,7 +22,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
     Args:
         options: parsed options of the command, changed in place.
-        sources: sources of the user's options, the weakest first; all options on the command line are equally strong.
+        sources: configuration files and command-line options, the weakest first; all command-line options are equally strong.
 
     Raises:
         ValueError: if sources of equal strength give contradicting values.
@@ -51,12 +51,12 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Return the strength of the strongest source that sets an option of the model or of the data module.
+    """Return the rank of the strongest source (file or command line) that sets an option of the model or the data module.
 
     Args:
         part: ``model`` or ``data``.
         name: name of the option.
-        sources: sources of the user's options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
 
     Returns:
         Index of that source among the configuration files; the number of files if the source is on the command line; -1 if
@@ -79,7 +79,7 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
     Args:
         options: parsed options of the command.
         parts: arguments of ``model`` and of ``data``, changed in place.
-        sources: sources of the user's options.
+        sources: configuration files and command-line options, which error messages name.
 
     Raises:
         ValueError: if an option of the model sets a different number.

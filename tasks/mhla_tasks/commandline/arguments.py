@@ -67,7 +67,7 @@ class CommandLine:
         return any(option.name == name for option in self.options)
 
     def without(self, *names: str) -> CommandLine:
-        """Return a copy of the command line without the options that are called one of ``names``."""
+        """Return a copy of the command line without the options whose names are in ``names``."""
         return replace(self, options=tuple(option for option in self.options if option.name not in names))
 
     @property

@@ -127,7 +127,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Make an error message safe to print: remove secrets, escape control characters, and cut it to 2000 characters."""
+    """Make an error message safe to print: remove secrets, escape control characters, and keep at most 2000 characters."""
     return harmless(text)[:2000]
 
 

@@ -34,7 +34,8 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     """Merge the options of all sources into one nested mapping, where stronger sources override weaker ones.
 
     Args:
-        sources: sources, the weakest first, after :func:`mhla_tasks.commandline.trust.allow_classes` imported their classes.
+        sources: configuration files and command-line options, the weakest first. Their classes must be imported already, by
+            :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
     for source in sources:

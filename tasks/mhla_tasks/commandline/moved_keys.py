@@ -37,7 +37,7 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
     source of higher priority.
 
     Args:
-        sources: sources of options, in ascending order of priority.
+        sources: configuration files and command-line options, in ascending order of priority.
 
     Returns:
         The sources with present names only, and the options that had former names.
@@ -145,7 +145,7 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
     """Return a source whose values, line numbers and command-line option have present names in place of former ones.
 
     Args:
-        source: source of options.
+        source: configuration file or command-line option.
         root: key below which the options are set, such as ``data``.
         names: present names by former name.
     """

@@ -54,7 +54,7 @@ def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source
     Args:
         options: parsed options of the command, changed in place.
         command: ``validate``, ``test`` or ``predict``.
-        sources: sources of the user's options.
+        sources: configuration files and command-line options.
     """
     trainer_options = {name for source in sources for name in mapping(source.values.get("trainer"))}
     checkpoint = options.get("ckpt_path")

@@ -44,7 +44,7 @@ class Plan:
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         configuration: merged nested options of all sources, in the form that LightningCLI takes.
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
         replaced: configurations that contain the overridden values of each file; they serve only to check the types of these
@@ -69,7 +69,9 @@ def method_options(command: str) -> list[str]:
 
 
 def make_plan(line: CommandLine) -> Plan:
-    """Read and check the sources of a command line, and merge them into one configuration.
+    """Read the options of a command from all sources, check them, and merge them into one configuration.
+
+    Sources are the checkpoint, configuration files and the command line.
 
     Args:
         line: the parsed command line.
@@ -115,8 +117,8 @@ def _replaced(
     overridden class.
 
     Args:
-        remembered: sources from a checkpoint.
-        sources: the user's sources, the weakest first.
+        remembered: options stored in a checkpoint, as sources that are weaker than all others.
+        sources: configuration files and command-line options, the weakest first.
         configuration: merged options of all sources.
     """
     for index, source in enumerate(sources):
@@ -182,7 +184,7 @@ def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | N
     A value in the run folder's ``config.yaml`` is ignored, since only an earlier version of this program saved it there.
 
     Args:
-        sources: sources of the user's options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         run: folder of the run; None without ``--run_dir``.
     """
     run_configuration = str(Path(run or "") / "config.yaml")

@@ -34,7 +34,7 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
     """Find the first key in a configuration that is not the name of an option.
 
     Args:
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         roots: names of the command's options: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
         trainer: names of the trainer's options.
 
@@ -69,7 +69,7 @@ def _line_named_by(problem: str, source: Source) -> str:
 
     Args:
         problem: error message such as ``run.yaml: model.dept is not an option of LanguageModel``.
-        source: source of the key.
+        source: configuration file or command-line option that holds the key.
 
     Returns:
         Text such as `` (line 12)``; empty if the message has a different form or the source is not a file.
@@ -100,7 +100,7 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
     """Return an error message for the first file with options of a different command; None if there is none.
 
     Args:
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         command: command that is run.
         commands: names of all commands.
     """
@@ -158,7 +158,7 @@ def _check_class(
     """Check that a value of a configuration names a known class, and that the class has the given options.
 
     Args:
-        source: source of the value.
+        source: configuration file or command-line option that holds the value.
         path: key of the value, for messages.
         value: class path, mapping with ``class_path`` and ``init_args``, or options of a class that a weaker source names.
         classes: classes that weaker sources name, by key; updated in place.
@@ -228,7 +228,7 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
     Args:
         message: error message of jsonargparse, which has many lines.
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
     """
     lines = [line.strip() for line in message.splitlines()]
     relevant = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]

@@ -44,7 +44,7 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+01234567
 
 @dataclass(frozen=True)
 class Source:
-    """Source of options: a file, or an option on the command line.
+    """Source of options: a configuration file, or an option on the command line.
 
     Attributes:
         origin: file name or typed option, for messages.
@@ -64,8 +64,9 @@ class Source:
 
 
 def read_sources(line: CommandLine) -> list[Source]:
-    """Read the sources of a command line, the weakest first: files in order, then the options in order.
+    """Read all sources of options for a command: first the configuration files, then the command-line options.
 
+    The sources are returned in ascending priority, so later ones override earlier ones.
     A file is weaker than the files that it names, but stronger than its base, which its key ``config`` names. Without
     ``--config``, the first file is the configuration with which the run in ``--run_dir`` was started.
     """

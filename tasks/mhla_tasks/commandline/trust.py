@@ -72,7 +72,7 @@ def allow_imports(sources: Sequence[Source]) -> None:
 
 
 def allow_classes(sources: Sequence[Source]) -> None:
-    """Permit the parser to import the classes that sources name for parameters that accept them.
+    """Permit the parser to import the classes that options name, if their parameters accept them.
 
     Args:
         sources: options from a checkpoint, from files and from the command line.

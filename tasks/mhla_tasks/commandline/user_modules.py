@@ -14,7 +14,7 @@ allowed: list[str] = []
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--allow`` to a parser, which imports the user's modules, such as those that define attention kinds."""
+    """Add the option ``--allow``, which imports modules of the user, such as those with attention kinds, to a parser."""
     parser.add_argument(
         "--allow",
         action=_Import,

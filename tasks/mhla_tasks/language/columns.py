@@ -60,7 +60,7 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """Return the kind of a table from its suffix, ignoring a compression suffix; None if the file is not a table."""
+    """Return the kind of a table (``jsonl``, ``csv``, ...) from its suffix before any compression suffix; None for others."""
     return SUFFIXES.get(plain_suffix(source))
 
 

@@ -20,7 +20,7 @@ see the messages, so control tokens that a message spells out remain distinguish
 
 
 class Conversation:
-    """Messages of a conversation and their tokens.
+    """Conversation between a user and a model, kept as messages and as tokens.
 
     Each turn is encoded once, and its tokens follow those of earlier turns, so a model that keeps its state reads only the
     new tokens. The letters of a control token in a message, such as ``<|im_end|>``, remain text. Without a chat template,

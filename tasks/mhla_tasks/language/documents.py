@@ -35,7 +35,7 @@ def encode_documents(
     Args:
         texts: texts of the documents.
         tokenizer: tokenizer with a token that begins or ends texts.
-        read_control_tokens: whether the letters of a control token in a text become that token.
+        read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Tokens of all documents, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.

@@ -40,7 +40,7 @@ def encode_texts(
     Args:
         tokenizer: any tokenizer.
         texts: texts to encode.
-        read_control_tokens: whether the letters of a control token in a text become that token.
+        read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Token indices of each text.
@@ -93,7 +93,7 @@ def encode_prompts(
     Args:
         tokenizer: any tokenizer.
         texts: prompts to encode.
-        read_control_tokens: whether the letters of a control token in a prompt become that token.
+        read_control_tokens: whether the spelling of a control token in a prompt, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Token indices of each prompt.

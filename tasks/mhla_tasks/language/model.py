@@ -88,11 +88,11 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return self
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
+        """Return the output layer, which maps hidden states to logits."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
+        """Replace the output layer, which maps hidden states to logits."""
         assert isinstance(new_embeddings, nn.Linear)
         self.head = new_embeddings
 

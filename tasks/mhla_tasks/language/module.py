@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Shape of the MHLA language model.
+    """Sizes of the MHLA language model.
 
     Args:
         dim: width of the model.

@@ -146,7 +146,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens in a sequence that a model accepts; None for no limit."""
+    """Return the maximum sequence length of an MHLA model in tokens; None without a limit, and for all other models."""
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 

@@ -64,7 +64,7 @@ def write_token_shards(
         runs_per_shard: number of samples in a shard.
         skip: number of documents to leave out at the start.
         limit: maximum number of documents; None for all.
-        control_tokens: whether the letters of a control token in a document become that token.
+        control_tokens: whether the spelling of a control token in a document, such as ``<|endoftext|>``, becomes that token.
         force: whether to delete the shards of an earlier call first.
 
     Returns:

@@ -81,7 +81,7 @@ class PromptFile:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``prompt`` and ``index`` of one sample."""
+        """Return a prompt as a dict with its text, ``prompt``, and its position in the file, ``index``."""
         return {"prompt": self.prompts[index], "index": index}
 
 

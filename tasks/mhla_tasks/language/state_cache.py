@@ -97,7 +97,7 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Reject caches that are not a state of the model.
+    """Raise ValueError if a cache is not a generation state, such as a key-value cache of a different model.
 
     Args:
         cache: value of ``past_key_values``; None is accepted.

@@ -51,7 +51,7 @@ class PackedRows(IterableDataset):
         token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``.
         separate_documents: whether samples mark where documents begin.
         missing: function that takes the text and the tokens of a document, and returns the bytes of the text minus the bytes
-            of the tokens (see ``text_bytes.MissingBytes``); None if the difference is always 0.
+            that the tokens stand for (see ``text_bytes.MissingBytes``); None if the difference is always 0.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PackedRows(IterableDataset):
 class _Window(NamedTuple):
     """Sample of one row: tokens, mask of tokens that begin a document, position after the sample, and missing bytes.
 
-    Missing bytes are the bytes of the text minus the bytes of its tokens; see ``text_bytes.MissingBytes``.
+    Missing bytes are the bytes of the text minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
     """
 
     tokens: np.ndarray
@@ -135,7 +135,7 @@ class _Window(NamedTuple):
 class _Part(NamedTuple):
     """Document in a row: index in the stream, number of tokens that samples have used, all tokens, and missing bytes.
 
-    Missing bytes are the bytes of the text minus the bytes of its tokens; see ``text_bytes.MissingBytes``.
+    Missing bytes are the bytes of the text minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
     """
 
     document: int
@@ -163,7 +163,7 @@ class _Pack:
         Args:
             document: index of the document in the stream.
             tokens: all tokens of the document, ``[n]``.
-            missing: bytes of the document's text minus the bytes of its tokens.
+            missing: bytes of the document's text minus the bytes that its tokens stand for.
         """
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))

@@ -37,7 +37,7 @@ class Answers(Metric):
             self.add_state(name, torch.zeros(MOST, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, right: Tensor, groups: Tensor) -> None:
-        """Count answers.
+        """Add a batch of answers to the counts.
 
         Args:
             right: whether each answer is correct, ``[n]`` bool.

@@ -29,7 +29,7 @@ SAMPLES = (
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Test on sample texts whether the bytes of a text's tokens add up to the bytes of the text."""
+    """Return whether the bytes that tokens stand for add up to the bytes of their text, as tested on sample texts."""
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -39,8 +39,9 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class MissingBytes:
-    """Callable that computes the missing bytes of documents: the bytes of a document's text minus the bytes of its tokens.
+    """Callable that computes how many bytes of a document's text its tokens do not account for, the missing bytes.
 
+    Missing bytes are the bytes of the text minus the bytes that its tokens stand for.
     The difference is not 0 if the tokenizer changes a text before splitting it. It may be negative. A control token inside a
     document counts as many bytes as its letters, so it adds nothing to the difference.
 
@@ -86,7 +87,7 @@ def spread(missing: int, count: int, position: int) -> int:
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return the missing bytes (bytes of text minus bytes of tokens) for the tokens ``first`` to ``stop - 1`` of a text.
+    """Return the missing bytes, as :class:`MissingBytes` defines them, of the tokens ``first`` to ``stop - 1`` of a text.
 
     Args:
         first: index of the first token.

@@ -50,7 +50,7 @@ class ShardRuns:
         return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read part of a run; see ``sources.TokenRuns.read``."""
+        """Read consecutive tokens of a run, and where documents begin among them; see ``sources.TokenRuns.read``."""
         offset, dtype = self._heads[run]
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
         tokens = np.frombuffer(data, dtype)
@@ -84,7 +84,7 @@ class ShardRuns:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus the bytes of tokens for a part of a run; see ``sources.TokenRuns.missing_bytes``."""
+        """Return the bytes of a text part minus the bytes its tokens stand for; see ``sources.TokenRuns.missing_bytes``."""
         if not self.has_missing(run):
             return 0
         starts = self._document_starts(run)

@@ -143,7 +143,7 @@ def left_padded(
     Args:
         tokenizer: any tokenizer.
         texts: prompts to encode.
-        read_control_tokens: whether the letters of a control token in a prompt become that token.
+        read_control_tokens: whether the spelling of a control token in a prompt, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
