@@ -32,7 +32,7 @@ def chat(
     """Chat with a model in the terminal until the input ends.
 
     Args:
-        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the hub.
+        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
         sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.

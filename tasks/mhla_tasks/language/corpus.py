@@ -84,18 +84,18 @@ class Remarks:
 
 
 def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Iterate over the documents of all sources in order, without empty ones.
+    """Yield the documents of all files, folders and data sets in order, without empty ones.
 
     A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
     row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a
     table, rows with a null or an empty text are left out. One log line counts by reason what was left out.
 
     Args:
-        sources: paths of files and folders, or data sets of the hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
+        sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
         column: name of the column that holds the text of tables.
 
     Raises:
-        FileNotFoundError: if a source does not exist.
+        FileNotFoundError: if a file, folder or data set does not exist.
         ValueError: if a table has no such column or is broken, if a file in ``sources`` is not text, or if there are no
             documents; the message names the file and the line.
     """
@@ -136,7 +136,7 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
 
 
 def source_files(path: Path, remarks: Remarks) -> list[Path]:
-    """List the files of a source: the file itself, or all visible files of a folder, sorted.
+    """List the files at a path: the file itself, or all visible files of a folder, sorted.
 
     Args:
         path: path of the file or folder.

@@ -142,7 +142,7 @@ class DocumentLoader(StreamLoader):
 
 
 class HubText(TextData):
-    """Text of a data set on the hub or of local files, tokenized while it is streamed.
+    """Text of a data set on the Hugging Face Hub or of local files, tokenized while it is streamed.
 
     Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
     after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows with a
@@ -298,7 +298,8 @@ class TokenShards(TextData):
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
         val: shards to validate and test on, in the same forms.
-        tokenizer: folder of the tokenizer, or a model on the hub; null for the folder tokenizer/ beside the shards.
+        tokenizer: folder of the tokenizer, or a model on the Hugging Face Hub; null for the folder tokenizer/ beside the
+            shards.
         batch_size: samples of a batch over all processes together.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend to their own document only.

@@ -65,8 +65,8 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """Load a causal language model and its tokenizer.
 
     Args:
-        path: path of a training checkpoint or of an exported folder, or name on the hub.
-        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+        path: path of a training checkpoint or of an exported folder, or name on the Hugging Face Hub.
+        tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
 
     Returns:
         The model, in evaluation mode, and the tokenizer.
@@ -111,7 +111,7 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
     Args:
         model: trained model.
         folder: path of the folder to write to.
-        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+        tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
         context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:

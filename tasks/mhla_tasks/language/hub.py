@@ -29,11 +29,11 @@ Files = list[tuple[str, str]]
 
 
 class StreamedDataSet:
-    """Data set whose rows are streamed; each iteration starts with the first row.
+    """Text data set on the Hugging Face Hub or in files, whose rows are streamed; each iteration starts with the first row.
 
     Args:
-        data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the hub, or one of :data:`KINDS`), ``name``
-            (configuration), ``split`` and ``data_files``.
+        data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the Hugging Face Hub, or one of
+            :data:`KINDS`), ``name`` (configuration), ``split`` and ``data_files``.
         column: name of the column that holds the text.
 
     Raises:
@@ -113,7 +113,7 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 
 
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
-    """List the files of a data set on the hub; None if only ``datasets`` can read them."""
+    """List the files of a data set on the Hugging Face Hub with their kinds; None if only ``datasets`` can read them."""
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"

@@ -145,7 +145,7 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 
 def read_source(path: str) -> PreTrainedModel:
-    """Load the original model from a path or a name on the hub, in float32.
+    """Load the original model in float32, from a path or by its name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -164,7 +164,7 @@ def source_network(pretrained: str) -> dict[str, Any]:
     """Read the configuration of a model in the form that :func:`build_network` takes.
 
     Args:
-        pretrained: checkpoint, run, folder or name on the hub.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -203,7 +203,7 @@ def source_network(pretrained: str) -> dict[str, Any]:
 
 
 def read_configuration(pretrained: str) -> PreTrainedConfig:
-    """Load the configuration of a folder or a name on the hub, without running any code that comes with it.
+    """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
 
     Raises:
         FileNotFoundError: if there is no configuration.
@@ -250,7 +250,7 @@ def load_source(network: PreTrainedModel, pretrained: str) -> None:
 
     Args:
         network: network with replaced attention.
-        pretrained: checkpoint, run, folder or name on the hub.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there are no weights.

@@ -102,7 +102,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the files and the data sets on the hub that documents come from, so that a later call can detect changes."""
+    """List the files and Hugging Face data sets that documents come from, so that a later call can detect changes."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())

@@ -27,7 +27,7 @@ MOST_DEPTH = 8
 
 
 def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or of a model on the hub, without running code that comes with it.
+    """Load a tokenizer from a folder or from a model on the Hugging Face Hub, without running code that comes with it.
 
     Args:
         where: path of the folder, or name of the model.

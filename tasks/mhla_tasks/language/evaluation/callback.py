@@ -43,7 +43,7 @@ class LMEval(PeriodicEvaluation):
         batch_size: batch size of each process.
         max_length: maximum number of tokens in prompt and answer together; null for the model's context.
         cut: part to remove from prompts that are too long: middle or left.
-        data_dir: folder with local copies of the tasks' data; null for the hub.
+        data_dir: folder with local copies of the tasks' data; null for the Hugging Face Hub.
         include_path: folder with additional tasks.
     """
 

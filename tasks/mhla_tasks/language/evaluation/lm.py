@@ -32,7 +32,7 @@ class MHLALM(HFLM):
     Under ``torch.distributed`` each process answers a share of the requests.
 
     Args:
-        pretrained: path of a training checkpoint or of an exported folder, name on the hub, or model.
+        pretrained: path of a training checkpoint or of an exported folder, name on the Hugging Face Hub, or model.
         tokenizer: path of a tokenizer's folder, name on the hub, or tokenizer; None for the model's own.
         device: device of a model that is loaded; None for the GPU if there is one.
         dtype: dtype of the weights of a model that is loaded.
