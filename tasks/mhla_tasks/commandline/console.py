@@ -52,7 +52,7 @@ def prepare_streams() -> None:
 def harmless(text: str) -> str:
     r"""Make a text safe to print: remove secrets, and escape control characters, which a terminal would execute.
 
-    Secrets are those that :mod:`lightning_mhla.system.redaction` finds.
+    Secrets, such as passwords in URLs, are found by :mod:`lightning_mhla.system.redaction`.
 
     Args:
         text: any text. Line feeds and tabs stay; other control characters become escapes such as ``\x1b``.

@@ -302,7 +302,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def build(plan: Plan) -> SuiteCLI:
-    """Build the model, the data and the trainer for a prepared command.
+    """Build the model, the data and the trainer from the merged configuration of a command.
 
     Raises:
         ValueError: if a value does not fit the type of its option. The message names the source of the value.

@@ -22,7 +22,7 @@ def names() -> list[str]:
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """Replace names of shipped configurations (``mhla://NAME``) in a command line by their paths.
+    """Replace ``mhla://NAME``, the name of a shipped configuration, in command-line arguments by the path of its file.
 
     Args:
         words: arguments after the name of the program. ``mhla://`` without a name lists all configurations and exits.

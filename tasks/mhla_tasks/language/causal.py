@@ -116,7 +116,7 @@ class CausalLanguageModel(TrainingModule):
             raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[unsupported[0]]}")
 
     def on_predict_start(self) -> None:
-        """Use the data's tokenizer if no checkpoint has supplied one.
+        """Take the tokenizer from the data module if no checkpoint has supplied one.
 
         Raises:
             ValueError: if the run uses sequence parallelism, which predict does not support.
@@ -274,7 +274,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
-        """Return this process's part of the sequences under sequence parallelism; None without it."""
+        """Return the part of each sequence that this process computes under sequence parallelism; None without it."""
         group = self.sequence_group
         if group is None:
             return None

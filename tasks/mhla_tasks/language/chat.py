@@ -86,7 +86,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation and the model's state."""
+        """Start a new conversation, and clear the state of the model."""
         self.conversation = Conversation(self.tokenizer, self.system)
         self.cache: Any = None
         self._seen: list[int] = []

@@ -66,7 +66,7 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts in front of every text.
 
     Raises:
-        ValueError: if the tokenizer fails on one of several short test texts, or has no tokens for all of them.
+        ValueError: if the tokenizer fails on a short test text, or gives no tokens for any of several such texts.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         row = list(tokenizer.build_inputs_with_special_tokens([-1]))  # no token has this index
@@ -110,7 +110,7 @@ def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str],
     """Encode a text with a copy of the tokenizer whose vocabulary lacks the control tokens.
 
     Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so they find them in a text
-    even if the tokenizer is told not to look for control tokens.
+    even if the tokenizer is told to ignore control tokens.
 
     Raises:
         ValueError: if the result still has control tokens, or the tokenizer fails on the text.

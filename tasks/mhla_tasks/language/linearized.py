@@ -47,7 +47,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(CausalLanguageModel):
-    """A causal language model of transformers whose attention is replaced and which is trained to restore its quality.
+    """Causal language model of transformers whose attention is replaced, and which is then trained to restore its quality.
 
     Args:
         pretrained: model to start from: a folder of transformers, a name on the hub, or a checkpoint or run of this class or
@@ -55,10 +55,11 @@ class LinearizedModel(CausalLanguageModel):
         attention: replacement of the attention; rotary embeddings and the norms of queries and keys remain those of the model.
         layer_kinds: kinds of the layers, repeated to the depth: keep leaves a layer unchanged, replace uses attention.kind;
             null replaces all.
-        train: parameters that are trained after the layer steps: all; attention, the replaced layers with their projections;
-            new, only the parameters that the replacement added; lora, these and adapters of the projections.
+        train: parameters that are trained after the layer-matching stage: all; attention, the replaced attention layers with
+            their projections; new, only the parameters that the replacement added; lora, these and LoRA adapters of the
+            projections.
         lora: rank and alpha of the adapters.
-        distillation: options of the two stages; see TransferOptions.
+        distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
         generation: options of predict for continuations.
         network: configuration of the model, which is read from pretrained; do not set it.
@@ -97,7 +98,7 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer. Special tokens that the original model's settings name are not changed."""
+        """Set the model's tokenizer, but keep the special tokens that the settings of the original model name."""
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)

@@ -127,7 +127,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
         network: causal language model of transformers.
         inputs: input tokens, ``[B, N]`` int64.
         targets: next token of each input, ``[B, N]`` int64; -100 is ignored.
-        mean: whether to return the mean.
+        mean: whether to return the mean over the targets instead of the loss of each token.
         plain: result of :func:`examine`; if True, the logits of all tokens are never stored at once.
 
     Returns:

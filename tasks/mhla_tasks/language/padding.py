@@ -38,7 +38,7 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    """Raise ValueError if the number of rows differs from that of the cache, or a row has no tokens.
+    """Raise ValueError if the number of rows differs from that of the cache, or a row has neither new nor cached tokens.
 
     Args:
         cache: state to continue from, if any.

@@ -76,7 +76,7 @@ class StateCache(GenerationCache, Cache):
             raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
-        """Reject the recording of earlier states, which assisted decoding needs.
+        """Reject the recording of earlier states, which assisted decoding needs and this cache does not support.
 
         Raises:
             ValueError: always.

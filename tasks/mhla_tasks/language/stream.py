@@ -240,7 +240,10 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of all rows after the last batch that was trained. Call it on every process."""
+        """Return the stream positions of all rows of the global batch after the last trained batch.
+
+        This is a collective operation, so call it on every process.
+        """
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
         own_positions = self._after.get(trained, [list(self.start[row]) for row in self.rows])
@@ -257,7 +260,7 @@ class StreamLoader:
             self.start_at(state)
 
     def start_at(self, state: dict[str, Any]) -> None:
-        """Resume from positions in the form that :meth:`state_dict` returns.
+        """Set the row positions that loading starts from, in the form that :meth:`state_dict` returns.
 
         Raises:
             ValueError: if the batch size has changed.

@@ -40,7 +40,7 @@ class TextPrinter(BaseStreamer):
         self._prompt_comes = True
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt ``[1, N]`` first, then one new token ``[1]`` at a time."""
+        """Receive token indices from ``generate``: first the prompt ``[1, N]``, then one new token ``[1]`` at a time."""
         new = value.flatten().tolist()
         self._window += new
         if self._prompt_comes:

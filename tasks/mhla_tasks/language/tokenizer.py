@@ -71,8 +71,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     The numbers add up to the bytes of any text for byte-level vocabularies (GPT-2, Llama 3), for vocabularies with byte
     fallback whose tokenizer puts no space in front (Gemma), and for vocabularies of bytes (ByT5). Other tokenizers change a
     text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT), compose characters (NFKC)
-    or replace unknown ones. Their tokens count the bytes of their letters, and
-    :class:`mhla_tasks.language.text_bytes.MissingBytes` counts the difference to the bytes of a text.
+    or replace unknown ones. For their tokens, the bytes of the letters are counted, and
+    :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the bytes of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())

@@ -99,11 +99,11 @@ class MHLALM(HFLM):
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, and count the prompts that were cut."""
+        """Score continuations as lm-eval does, and count the prompts that were cut to fit the model."""
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers as lm-eval does, and count the prompts that were cut."""
+        """Generate answers as lm-eval does, and count the prompts that were cut to fit the model."""
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
     def tok_encode(
@@ -113,9 +113,9 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Encode one text as lm-eval does, without the tokens that the tokenizer appends.
+        """Encode one text as lm-eval does, but without the special tokens that the tokenizer appends.
 
-        Appended tokens would stand between a context and its continuation.
+        Appended tokens, such as an end token, would stand between a context and its continuation.
         """
         begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
         encode = encode_texts if begin is False else encode_prompts
