@@ -142,8 +142,8 @@ def _class_of(value: Any) -> Any:
 def check_same(plan: Plan) -> None:
     """Check that all processes of a run have read the same configuration.
 
-    If a configuration file changed while the processes start, they would train different models. The first process stores a
-    digest of its configuration in an environment variable, which the processes that Lightning starts inherit.
+    Without the check, processes would train different models if a configuration file changed while they start. The first
+    process stores a digest of its configuration in an environment variable, which the processes that Lightning starts inherit.
 
     Raises:
         UsageError: if the configuration of this process differs from that of the process that started it.

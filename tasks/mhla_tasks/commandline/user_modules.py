@@ -14,7 +14,7 @@ allowed: list[str] = []
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--allow``, which imports modules of the user, such as those with attention kinds, to a parser."""
+    """Add the option ``--allow`` to a parser; it imports modules of the user, such as those that define attention kinds."""
     parser.add_argument(
         "--allow",
         action=_Import,
