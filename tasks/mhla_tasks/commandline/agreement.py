@@ -15,11 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def agree(options: Any, sources: Sequence[Source]) -> None:
-    """Make the options that model and data share equal; the value from the stronger source wins.
+    """Give model and data the same value for each option that both have.
+
+    A source of options is a configuration file or an option on the command line. If the values differ, the one from the
+    stronger source is used for both.
 
     Args:
-        options: options of the command, changed in place.
-        sources: sources of the user's options, the weakest first; all options on the command line are equally strong.
+        options: parsed options of the command, changed in place.
+        sources: configuration files and command-line options, the weakest first; all command-line options are equally strong.
 
     Raises:
         ValueError: if sources of equal strength give contradicting values.
@@ -48,16 +51,16 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Return how strong the strongest source is that sets an option of the model or the data.
+    """Return the rank of the strongest source (file or command line) that sets an option of the model or the data module.
 
     Args:
         part: ``model`` or ``data``.
         name: name of the option.
-        sources: sources of the user's options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
 
     Returns:
-        Position of the file among the files, or the number of files for an option on the command line; -1 if no source sets
-        the option.
+        Index of that source among the configuration files; the number of files if the source is on the command line; -1 if
+        no source sets the option.
     """
     files = [source for source in sources if not source.typed]
     ranks = [
@@ -69,7 +72,14 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Set the model's number of classes to the number in the data, if the data module counts its classes itself.
+    """Set ``num_classes`` of model and data to the number of classes that the data module counts in the training data.
+
+    Nothing changes if ``num_classes`` of the data module is set, or if the data module cannot count classes.
+
+    Args:
+        options: parsed options of the command.
+        parts: arguments of ``model`` and of ``data``, changed in place.
+        sources: configuration files and command-line options, which error messages name.
 
     Raises:
         ValueError: if an option of the model sets a different number.
@@ -94,6 +104,9 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments of a class in options, with or without ``init_args`` (as by ``--data.batch_size=8``)."""
+    """Return the arguments of a class from its options.
+
+    Arguments are below ``init_args``, or directly among the options if they were given as in ``--data.batch_size=8``.
+    """
     options = mapping(value)
     return {**options, **mapping(options.get("init_args"))}

@@ -19,17 +19,17 @@ HELP = ".help"
 
 
 class UsageError(ValueError):
-    """Error for a wrong command line. Its text is shown to the user."""
+    """Error for an invalid command line, with a message for the user."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Option as it was given on a command line.
+    """Option as typed on the command line, before its value is interpreted.
 
     Attributes:
         name: name without dashes: ``config``, ``trainer.max_epochs``, ``trainer.callbacks+``.
         value: text after the equals sign, or the next argument; None if there is neither.
-        words: the one or two arguments that the option was read from.
+        words: the one or two command-line arguments that spell the option and its value.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Option:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Command of Lightning and its options, as parsed from the command line.
+    """Lightning command, such as ``fit``, and its options, as parsed from the command line.
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
@@ -55,38 +55,38 @@ class CommandLine:
     options: tuple[Option, ...] = ()
 
     def values(self, name: str) -> list[str]:
-        """Return the values of all occurrences of an option, in the order of the command line."""
+        """Return the values of all occurrences of the option ``name``, in the order of the command line."""
         return [option.value for option in self.options if option.name == name and option.value is not None]
 
     def last(self, name: str) -> str | None:
-        """Return the last value of an option, which overrides earlier ones; None if the option is absent."""
+        """Return the last value of the option ``name``, which overrides earlier ones; None if it has no value."""
         return next(reversed(self.values(name)), None)
 
     def asks_for(self, name: str) -> bool:
-        """Return whether an option is present, with or without a value."""
+        """Return whether the option ``name`` is on the command line, with or without a value."""
         return any(option.name == name for option in self.options)
 
     def without(self, *names: str) -> CommandLine:
-        """Return a copy of the command line without the options that have one of the names."""
+        """Return a copy of the command line without the options whose names are in ``names``."""
         return replace(self, options=tuple(option for option in self.options if option.name not in names))
 
     @property
     def words(self) -> list[str]:
-        """Arguments that follow the name of the command."""
+        """Command-line arguments that spell all options, without the name of the command."""
         return [word for option in self.options for word in option.words]
 
 
 def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
-    """Parse the arguments of a command. Every argument is the command, an option, or the value of an option.
+    """Parse command-line arguments into a command and its options.
 
-    An option's value follows an equals sign, or is the next argument unless that is an option.
+    The value of an option follows an equals sign, or is the next argument unless that is itself an option.
 
     Args:
         words: arguments after the name of the program.
-        commands: names of the commands.
+        commands: names of all commands.
 
     Raises:
-        UsageError: if there is no command, an option lacks its value, or an argument is unexpected.
+        UsageError: if there is no command, an option lacks its value, or an argument is not the command, an option or a value.
     """
     command: str | None = None
     options: list[Option] = []
@@ -108,7 +108,12 @@ def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
 
 
 def _read_option(word: str, remaining: list[str]) -> Option:
-    """Parse one option, and remove its value from ``remaining`` if it is the next argument."""
+    """Parse one option.
+
+    Args:
+        word: argument that holds the option, with or without its value.
+        remaining: arguments after ``word``. The first one is removed if it is the value of the option.
+    """
     name, equals, value = word.partition("=")
     name = name.lstrip("-")
     name = ABBREVIATIONS.get(name, name)
@@ -121,7 +126,7 @@ def _read_option(word: str, remaining: list[str]) -> Option:
 
 
 def _is_option(word: str) -> bool:
-    """Return whether an argument is an option. ``-1`` and ``-`` are values."""
+    """Return whether an argument is an option rather than a value such as ``-1`` or ``-``."""
     return (word.startswith("--") and word != "--") or word.partition("=")[0] in ("-c", "-h")
 
 

@@ -28,10 +28,12 @@ OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
 
 
 def answer(breaks: str, line: str) -> list[str]:
-    """Return the candidates that complete a command line, without the part of the last argument that the shell keeps.
+    """Answer a completion request of the shell: return the possible texts of the word before the cursor.
+
+    The shell replaces only the text after the last word-break character. The answers therefore omit the text before it.
 
     Args:
-        breaks: characters at which the shell breaks words. It replaces only what follows the last of them.
+        breaks: word-break characters of the shell (``COMP_WORDBREAKS``).
         line: command line up to the cursor.
     """
     words = line.split(" ")[1:]

@@ -36,7 +36,7 @@ def prepare_streams() -> None:
     """Make standard output and standard error accept any text, and remove secrets from messages.
 
     File names that are not UTF-8 and characters that the terminal's encoding lacks are printed as escapes. A closed stream is
-    replaced by the null device. Log messages, warnings and tracebacks pass through :func:`harmless`.
+    replaced by the null device. :func:`harmless` removes secrets from log messages, warnings and tracebacks.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -52,7 +52,7 @@ def prepare_streams() -> None:
 def harmless(text: str) -> str:
     r"""Make a text safe to print: remove secrets, and escape control characters, which a terminal would execute.
 
-    Secrets are those that :mod:`lightning_mhla.system.redaction` finds.
+    Secrets, such as passwords in URLs, are found by :mod:`lightning_mhla.system.redaction`.
 
     Args:
         text: any text. Line feeds and tabs stay; other control characters become escapes such as ``\x1b``.
@@ -69,12 +69,15 @@ def harmless(text: str) -> str:
 
 
 def _is_raw(sign: str) -> bool:
-    """Return whether a character represents an undecodable byte of a file name, which the stream prints as an escape."""
+    """Return whether a character is a surrogate, which stands for an undecodable byte and which the stream escapes."""
     return "\ud800" <= sign <= "\udfff"
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """Create a log record with a message that is safe to print (:func:`harmless`). Arguments are those of ``LogRecord``."""
+    """Create a log record whose message is safe to print; see :func:`harmless`.
+
+    The function is a factory for ``logging.setLogRecordFactory`` and takes the arguments of ``LogRecord``.
+    """
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()
@@ -96,25 +99,28 @@ def _format_warning(
 
 
 def ignore_noise() -> None:
-    """Suppress the warnings that match :data:`NOISE`."""
+    """Suppress the library warnings that do not help the user, listed in :data:`NOISE`."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
 
 
 def show_log(stream: TextIO) -> None:
-    """Print log messages to a stream: of the suite from level INFO, of other packages from level WARNING."""
+    """Print log messages to a stream: from level INFO for the packages in :data:`LOGGERS`, from WARNING for all others."""
     logging.basicConfig(level=logging.WARNING, handlers=[log_handler(stream)])
     set_levels()
 
 
 def set_levels() -> None:
-    """Set the log level of the suite's packages to INFO."""
+    """Set the log level of the packages in :data:`LOGGERS` to INFO."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Log handler that raises errors of its stream. They end the command, where Python would print and ignore them."""
+    """Log handler that raises errors in writing to its stream, so that they end the command.
+
+    Python's handlers print such errors and continue.
+    """
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
@@ -124,7 +130,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def log_handler(stream: TextIO) -> logging.Handler:
-    """Create the handler for log messages: colored for a terminal, plain lines for other streams."""
+    """Create a handler that writes log messages in color to a terminal, and as plain lines to other streams."""
     if stream.isatty():
         from rich.console import Console
         from rich.logging import RichHandler

@@ -57,11 +57,11 @@ HINTS = (
 
 
 class CommandFailed(SystemExit):
-    """Exit of a command after its error was printed.
+    """Exception that ends the command after its error message was printed.
 
     Args:
-        text: the error message.
-        status: the exit status.
+        text: the printed message; empty if nothing was printed.
+        status: exit status of the process.
     """
 
     def __init__(self, text: str, status: int) -> None:
@@ -69,13 +69,13 @@ class CommandFailed(SystemExit):
         self.text = text
 
     def __str__(self) -> str:
-        """Return the error message."""
+        """Return the printed message."""
         return self.text
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Run a command in a ``with`` block and report its errors.
+    """Context manager that reports errors of the command that runs in its ``with`` block.
 
     Errors that the user can fix are printed in one or two lines and end the command with status 1. Other errors are raised.
     Ctrl+C and a closed pipe on standard output (``| head``) end the command silently. Blocks may be nested.
@@ -107,10 +107,10 @@ def reported() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the user can fix; None for an error that is a bug of the suite.
+    """Return the message for an error that the user can fix; None for an error that is a bug in this project.
 
     Args:
-        error: error with its traceback, which shows whether a check raised it.
+        error: error with its traceback, which shows which package raised it and whether deliberately.
     """
     if _is_ours(error):
         text = name_the_extra(str(error))
@@ -127,16 +127,16 @@ def explain(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Make an error message safe to print: remove secrets, escape control characters, and cut it to 2000 characters."""
+    """Make an error message safe to print: remove secrets, escape control characters, and keep at most 2000 characters."""
     return harmless(text)[:2000]
 
 
 def _report(error: Exception) -> None:
-    """Print an error and end the command.
+    """Print the message of an error that the user can fix, and end the command.
 
     Raises:
         SystemExit: with status 1, or with status 141 if the program that reads the output has ended.
-        Exception: the error itself, if the user cannot fix it or asks for tracebacks.
+        Exception: the error itself, if the user cannot fix it or the environment requests tracebacks.
     """
     if any(isinstance(link, BrokenPipeError) for link in chain(error)) and _reader_is_gone():
         _leave("", READER_GONE)
@@ -150,9 +150,9 @@ def _report(error: Exception) -> None:
 
 
 def _report_thread(thrown: threading.ExceptHookArgs) -> None:
-    """Print an error that ended a thread, in one line if it is a failure of the machine. A hook for ``threading``.
+    """Print an error that ended a thread; a hook for ``threading.excepthook``.
 
-    An example is a full disk in the thread that writes TensorBoard's events.
+    A failure of the machine, such as a full disk, is printed in one line. Other errors are printed with a traceback.
     """
     text = None if thrown.exc_value is None or os.environ.get(TRACEBACK) else explain_failure(thrown.exc_value)
     if text is None:
@@ -164,10 +164,10 @@ def _report_thread(thrown: threading.ExceptHookArgs) -> None:
 
 
 def _flush() -> None:
-    """Flush standard output.
+    """Flush standard output, and end the command if this fails.
 
     Raises:
-        SystemExit: if this fails, since the command would otherwise exit with status 0 although its result is incomplete.
+        SystemExit: if flushing fails. Otherwise the command would exit with status 0 although its output is incomplete.
     """
     try:
         sys.stdout.flush()
@@ -191,7 +191,7 @@ def _leave(text: str, status: int) -> NoReturn:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether the program that reads standard output or standard error has ended."""
+    """Return whether standard output or standard error is a pipe whose reading program has ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             poll = select.poll()
@@ -202,7 +202,7 @@ def _reader_is_gone() -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether a check of the suite raised an error, so that its message suffices without a traceback."""
+    """Return whether a package in :data:`OWN` raised an error deliberately, so that its message needs no traceback."""
     if (
         type(error).__module__.partition(".")[0] in OWN
     ):  # DataLoader re-raises errors of worker processes in its own code
@@ -214,7 +214,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _is_for_the_user(error: BaseException) -> bool:
-    """Return whether an error of a library is due to user input, files or the network rather than to a bug."""
+    """Return whether an error from a library is caused by user input, files or the network rather than by a bug."""
     root, by_statement = _raised_in(error)
     if isinstance(error, OSError | UnicodeError) or type(error).__module__.partition(".")[0] in SERVICES:
         return True
@@ -227,9 +227,9 @@ def _is_for_the_user(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> tuple[str, bool]:
-    """Return the top-level package of the code that raised an error, and whether a ``raise`` statement raised it.
+    """Return the top-level package that raised an error, and whether a ``raise`` statement raised it.
 
-    The interpreter itself raises errors for bugs in the code, such as the sum of a number and None.
+    An error without a ``raise`` statement comes from the interpreter and points to a bug, such as adding a number and None.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
@@ -246,12 +246,12 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
 
 
 def _from_worker(error: BaseException) -> str | None:
-    """Extract the message of an error that a check of the suite raised in a worker process.
+    """Extract the message of an error that a package in :data:`OWN` raised in a DataLoader worker process.
 
-    PyTorch passes on the traceback of a worker process as text only.
+    PyTorch passes on the traceback of a worker process only as the text of a new error.
 
     Returns:
-        The last line of the traceback without the name of the error; None if the error has a different origin.
+        Last line of the traceback without the name of the exception class; None if the error has a different origin.
     """
     text = str(error)
     if "Traceback (most recent call last)" not in text:

@@ -16,7 +16,7 @@ def name_the_extra(message: str) -> str:
     """Append the command that installs the missing package to the message of a ``ModuleNotFoundError``.
 
     Args:
-        message: any message; returned unchanged if it does not name a package of :data:`EXTRAS`.
+        message: any error message; returned unchanged if it does not name a package in :data:`EXTRAS`.
     """
     match = re.search(r"No module named '(\w+)", message)
     if match is None or match[1] not in EXTRAS:

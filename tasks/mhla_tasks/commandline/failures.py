@@ -86,13 +86,13 @@ TEXTS: tuple[tuple[str, str | int], ...] = (
 
 
 def explain_failure(error: BaseException) -> str | None:
-    """Describe a failure of the machine in one line: the path, the cause and the remedy.
+    """Describe a failure of the machine, such as a full disk, in one line: the path, the cause and the remedy.
 
     Args:
-        error: any error; the errors that led to it are considered if their number is in :data:`OF_THE_MACHINE`.
+        error: any error. System errors that led to it are considered too if their ``errno`` is in :data:`OF_THE_MACHINE`.
 
     Returns:
-        The line; None for errors that are not failures of the machine.
+        The description; None if the error is not a failure of the machine.
     """
     if isinstance(error, OSError) and error.errno in MEANINGS:
         return _line(error.errno, _path_of(error))
@@ -110,13 +110,16 @@ def explain_failure(error: BaseException) -> str | None:
 
 
 def _receives_tensors(error: BaseException) -> bool:
-    """Return whether an error occurred while receiving a tensor from a worker process that could not open a file for it."""
+    """Return whether an error was raised while this process received a tensor from a worker process.
+
+    An ``EOFError`` there means that the worker could not open a file to pass the tensor.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.multiprocessing.reductions" for frame in frames)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that led to it, the latest first."""
+    """Yield an error and the chain of errors that led to it, the latest first."""
     passed: set[int] = set()  # a chain of errors may contain a cycle
     link: BaseException | None = error
     while link is not None and id(link) not in passed:
@@ -126,14 +129,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explain_text(text: str, numbers: Container[int]) -> str | None:
-    """Describe a failure of the machine that an error mentions only in its text.
+    """Describe a failure of the machine that is known only from the text of an error message.
 
     Args:
         text: the error message.
-        numbers: error numbers to recognize in forms such as ``[Errno 28]``.
+        numbers: values of ``errno`` to recognize in the text, in forms such as ``[Errno 28]``.
 
     Returns:
-        One line with cause and remedy; None if the text does not mention a known failure.
+        Cause and remedy in one line; None if the text does not mention a known failure.
     """
     for pattern, line in TEXTS:
         if re.search(pattern, text):
@@ -159,15 +162,15 @@ def _line(number: int, path: str | None) -> str:
 
 
 def _path_of(error: OSError) -> str | None:
-    """Return the path that an error names; for a copy or a renaming, that of the target. None if it names none."""
+    """Return the path in an ``OSError``, which for a copy or rename is the target; None if the error has no path."""
     name = error.filename2 or error.filename
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
 
 
 def full_places(free: int = 1 << 20) -> list[str]:
-    """Find paths on full disks: on the command line, the working folder and the temporary folder.
+    """Find paths on full disks among the command-line arguments, the working folder and the temporary folder.
 
-    The error of a failed write to an open file does not name the file.
+    The error of a failed write to an open file does not name the file, so the disks are checked.
 
     Args:
         free: number of free bytes below which a disk counts as full.

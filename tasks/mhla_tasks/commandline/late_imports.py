@@ -45,7 +45,7 @@ FIRST = "torchmetrics.utilities"
 
 
 class LatePackage(ModuleType):
-    """Package whose code is executed on the first access to a name that is not listed in :data:`LATE`."""
+    """Module object of a package whose code runs on the first access to a name that :data:`LATE` does not list."""
 
     __spec__: ModuleSpec
 
@@ -66,7 +66,7 @@ class LatePackage(ModuleType):
 
 
 def _plot(*arguments: Any, **options: Any) -> Any:
-    """Stand in for ``plot_single_or_multi_val`` of torchmetrics: import its module on the first call, and call it."""
+    """Call ``plot_single_or_multi_val`` of torchmetrics, whose module is imported on the first call."""
     module = sys.modules[PLOT]
     if module.__dict__["plot_single_or_multi_val"] is _plot:
         del module.__dict__["plot_single_or_multi_val"]
@@ -80,7 +80,10 @@ def _import_first(package: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection in a ``with`` block that imports modules, which create many objects and little garbage."""
+    """Context manager that disables garbage collection, to speed up the imports in its ``with`` block.
+
+    Importing modules creates many objects and little garbage.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,12 +16,14 @@ MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")
 
 
 def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """Read the options of model and data that a checkpoint stores, unless a source names a different class for them.
+    """Read the options of model and data that are stored in a checkpoint.
+
+    The stored options of the model or of the data are ignored if a source names a different class.
 
     Args:
-        checkpoint: path of a file, of a sharded checkpoint's folder or of a run's folder, or a keyword of Lightning such as
-            ``last``.
-        sources: sources of all other options.
+        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder; or a keyword of
+            Lightning such as ``last``.
+        sources: sources of all other options: configuration files and the command line, the weakest first.
 
     Returns:
         ``class_path`` and ``init_args`` under the keys ``model`` and ``data``. Empty for a keyword of Lightning, a URL, and a
@@ -60,7 +62,7 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """Return the transformers configuration stored in a checkpoint, from which its model was built; None if it has none."""
+    """Return the transformers configuration from which a checkpoint's model was built; None if it stores none."""
     path = Path(checkpoint)
     memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
     return memory.get("network")

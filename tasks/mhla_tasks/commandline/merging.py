@@ -31,10 +31,11 @@ ROOTS: Mapping[str, Classes] = {
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the options of all sources into one nested mapping.
+    """Merge the options of all sources into one nested mapping, where stronger sources override weaker ones.
 
     Args:
-        sources: sources, the weakest first, after :func:`mhla_tasks.commandline.trust.allow_classes` imported their classes.
+        sources: configuration files and command-line options, the weakest first. Their classes must be imported already, by
+            :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
     for source in sources:
@@ -51,7 +52,7 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert all typed texts in a nested value to plain strings."""
+    """Convert all :class:`_Typed` strings in nested dicts and lists to plain strings."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -60,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Typed(str):
-    """Value of an option from the command line, as text and parsed as YAML.
+    """String subclass for the value of a command-line option, which also holds the value parsed as YAML.
 
     Parameters that take classes or their options use the parsed value. Other parameters use the text, which the parser
     interprets by the parameter's type.
@@ -72,10 +73,10 @@ class _Typed(str):
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """Return the form of the value that a parameter uses: parsed YAML or the text.
+        """Return the value as a parameter needs it: parsed from YAML, or as text.
 
         Args:
-            classes: classes whose options the parameter accepts; empty for a parameter that uses the text.
+            classes: classes that the parameter takes; empty for a parameter that takes plain values and so needs the text.
         """
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
             # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
@@ -85,14 +86,14 @@ class _Typed(str):
 
 
 def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
-    """Return the value of an option on the command line as text and parsed YAML.
+    """Return the value of a command-line option, as text and as parsed YAML.
 
     Args:
-        source: source with the option.
-        path: keys of the option in the source.
+        source: source that holds the option.
+        path: keys that lead to the option in the nested values of the source.
 
     Returns:
-        The value; None if it was a file, whose options are a separate source.
+        The value; None if it named a configuration file, whose options are a separate source.
     """
     value: Any = source.values
     for key in path:
@@ -108,14 +109,14 @@ def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
 def _put_argument(
     arguments: dict[str, Any], key: str, path: Sequence[str], value: Any, classes: Mapping[str, Classes]
 ) -> None:
-    """Set an argument of a class, or an option below it.
+    """Set an argument of a class, or an option nested below the argument.
 
     Args:
         arguments: arguments of the class, changed in place.
-        key: name of the argument; a plus sign at its end appends to the argument's list.
-        path: keys below the argument; empty to set the argument itself.
+        key: name of the argument. A plus sign at its end appends the value to the argument's list.
+        path: keys from the argument to the option to set; empty to set the argument itself.
         value: the new value.
-        classes: classes whose options may appear below an argument, by the name of the argument.
+        classes: for each argument by name, the classes whose options may be nested below it.
     """
     name = key.removesuffix("+")
     below = classes.get(name, ())
@@ -140,9 +141,9 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
     Args:
         old: merged value of the weaker sources; None if they set nothing.
-        path: keys from the argument to the option that is set; empty for the argument itself.
+        path: keys from the argument to the option to set; empty to set the argument itself.
         value: value from the stronger source.
-        classes: classes whose options the argument may hold; empty for plain values and mappings with free keys.
+        classes: classes that the argument takes; empty if it takes plain values or a mapping with arbitrary keys.
 
     Returns:
         The new value of the argument.
@@ -179,12 +180,12 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """Merge a stronger source's value for an argument itself, not for an option below it.
+    """Merge a value that a stronger source gives for a complete argument, not just for an option nested below it.
 
     Args:
         old: merged value of the weaker sources; None if they set nothing.
         value: value from the stronger source.
-        classes: classes whose options the argument may hold; empty for plain values and mappings with free keys.
+        classes: classes that the argument takes; empty if it takes plain values or a mapping with arbitrary keys.
 
     Returns:
         The new value of the argument.
@@ -205,18 +206,19 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
 def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     """Sort the options of one source into the order in which they are merged.
 
-    The class comes first, since it determines the other options. Items to append to lists come last.
+    ``class_path`` comes first, since the class determines which other options exist. Options with a plus sign, which append
+    to lists, come last.
     """
     keyed = [(str(key), value) for key, value in values.items()]
     return sorted(keyed, key=lambda item: (item[0] != "class_path", item[0].endswith("+")))
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
-    """Convert the value of an object to a mapping with ``class_path`` and ``init_args``.
+    """Convert the value of an argument that takes an object to a mapping of options such as ``class_path``.
 
     Args:
-        value: mapping of options, or the name of a class.
-        classes: base classes of the object.
+        value: mapping of options, or the name of a class. Any other value gives an empty mapping.
+        classes: base classes that the object may have.
     """
     value = value.meaning if isinstance(value, _Typed) and isinstance(value.meaning, dict) else value
     if isinstance(value, dict):
@@ -225,12 +227,12 @@ def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:
-    """Set ``class_path`` of an object's options, and keep the arguments that both classes declare with the same type.
+    """Change the class in an object's options, and keep the arguments that both classes declare with the same type.
 
     Args:
         options: options of the object with its previous class.
         class_path: name of the new class.
-        classes: base classes of the object.
+        classes: base classes that the object may have.
     """
     arguments = {**(options.get("init_args") or {}), **{k: v for k, v in options.items() if k not in CLASS_OPTIONS}}
     new, old = (subclass_named(name, classes) for name in (class_path, options.get("class_path")))
@@ -247,11 +249,14 @@ def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> d
 
 
 def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
-    """Return the classes whose options may appear below each argument of a class, by the name of the argument.
+    """Return, for each argument of an object's class, the classes whose options may be nested below the argument.
 
     Args:
-        options: options of an object; their ``class_path`` names the class.
-        classes: base classes of the object.
+        options: options of the object; their ``class_path`` names its class.
+        classes: base classes that the object may have, whose arguments are used if ``options`` name no class.
+
+    Returns:
+        Classes by the name of the argument.
     """
     named_class = subclass_named(options["class_path"], classes) if "class_path" in options else None
     kinds = (named_class,) if named_class is not None else classes if "class_path" not in options else ()

@@ -16,7 +16,7 @@ from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
 
 @dataclass(frozen=True)
 class Move:
-    """An option that a source sets by its former name.
+    """Renamed option that a configuration file or the command line sets by its former name.
 
     Attributes:
         old: former name, such as ``data.cache_dir``.
@@ -30,19 +30,20 @@ class Move:
 
 
 def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
-    """Replace former names of options by the present ones.
+    """Replace the former names of renamed options by their present names.
 
-    Whether an option was renamed depends on the class that it belongs to: the class that its source names, else the last one
-    that a source of lower priority names, else the first one that a source of higher priority names.
+    A source is a configuration file or an option on the command line. Whether an option was renamed depends on the class that
+    it belongs to. That class is named by the same source, else by the nearest source of lower priority, else by the first
+    source of higher priority.
 
     Args:
-        sources: sources of options, in ascending order of priority.
+        sources: configuration files and command-line options, in ascending order of priority.
 
     Returns:
-        The sources with present names only, and the options that were renamed.
+        The sources with present names only, and the options that had former names.
 
     Raises:
-        UsageError: if one file, or the command line, sets an option by both names.
+        UsageError: if one file, or the command line, sets an option by both its former and its present name.
     """
     moves: list[Move] = []
     renamed = list(sources)
@@ -65,14 +66,17 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
 
 
 def notice(moves: Sequence[Move]) -> str:
-    """Write one message for all options that were set by former names."""
+    """Return one warning for all options that were set by former names, with the present names and the files."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"
 
 
 def present_word(word: str) -> str:
-    """Return an argument of a command line with the present name of its option, whatever class takes it, for comparisons."""
+    """Replace the former name of an option in a command-line argument, so that two command lines can be compared.
+
+    The name is replaced no matter which class takes the option. Other arguments are returned unchanged.
+    """
     name, sign, value = word.partition("=")
     path: tuple[str | int, ...] = tuple(name.removeprefix("--").split("."))
     for root, names in MOVED.items():
@@ -81,24 +85,28 @@ def present_word(word: str) -> str:
 
 
 def _giver(source: Source) -> str:
-    """Return the origin of a source. All options typed on the command line have the same origin."""
+    """Return where a source comes from, for messages: the name of a file, or ``the command line``."""
     return "the command line" if source.typed else source.origin
 
 
 def _arguments(source: Source, root: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the arguments that a source sets for the class of a root: directly below the root, and in ``init_args``."""
+    """Yield the two mappings of class arguments in a source: the values below the key ``root``, and their ``init_args``."""
     options = mapping(source.values.get(root))
     yield options
     yield mapping(options.get("init_args"))
 
 
 def _former_names(source: Source, root: str) -> dict[str, str]:
-    """Return the former names that a source uses, each with the present name."""
+    """Return the former names of options that a source sets below the key ``root``, mapped to the present names."""
     return {old: new for old, new in MOVED[root].items() if any(old in each for each in _arguments(source, root))}
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:
-    """Yield the present names of renamed options that a source sets; all of a group whose value is not a mapping."""
+    """Yield the renamed options that a source sets below the key ``root`` by their present names.
+
+    A present name has a group and a name within it. If a source sets the group to a value that is not a mapping, all options
+    of the group count as set.
+    """
     for arguments in _arguments(source, root):
         for new in MOVED[root].values():
             group, name = new.split(".")
@@ -107,7 +115,11 @@ def _present_names(source: Source, root: str) -> Iterator[str]:
 
 
 def _kinds(sources: Sequence[Source], root: str) -> list[type | None]:
-    """Return the class that the options of each source belong to; None if no source names one that can be imported."""
+    """Return, for each source, the class that its options below the key ``root`` belong to.
+
+    Returns:
+        Classes in the order of the sources; all None if no source names a class that can be imported.
+    """
     named = [_named_class(source, root) for source in sources]
     current = next((kind for kind in named if kind is not None), None)
     kinds = []
@@ -130,7 +142,13 @@ def _named_class(source: Source, root: str) -> type | None:
 
 
 def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
-    """Replace former names in the values, line numbers and typed option of a source; ``names`` maps former to present."""
+    """Return a source whose values, line numbers and command-line option have present names in place of former ones.
+
+    Args:
+        source: configuration file or command-line option.
+        root: key below which the options are set, such as ``data``.
+        names: present names by former name.
+    """
     if not names:
         return source
     options = in_groups(source.values[root], names)
@@ -145,7 +163,7 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
 
 
 def _new_path(path: tuple[str | int, ...], root: str, names: Mapping[str, str]) -> tuple[str | int, ...]:
-    """Return the path of an option with its present name in place of the former one."""
+    """Return the keys that lead to an option, with its present name in place of the former one."""
     at = 2 if path[1:2] == ("init_args",) else 1
     if path[0] != root or len(path) <= at or path[at] not in names:
         return path

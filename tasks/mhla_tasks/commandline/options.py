@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def use_run_folder(options: Any) -> RunFolder:
-    """Direct the output of a fit to the folder of its run, and lock this folder.
+    """Make ``fit`` write logs and checkpoints to the folder that ``--run_dir`` names, and lock the folder.
 
     Args:
-        options: options of the command, changed in place.
+        options: parsed options of the command, changed in place.
 
     Returns:
-        The locked folder.
+        The folder, locked so that no other run uses it.
     """
     path = Path(options.run_dir)
     folder = RunFolder(path)
@@ -47,14 +47,14 @@ def use_run_folder(options: Any) -> RunFolder:
 
 
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
-    """Direct the output of a command to the run folder of its checkpoint; for ``predict``, to a new ``predict-N`` in it.
+    """Make a command write to the run folder of its checkpoint; ``predict`` writes to a new subfolder of it.
 
-    Nothing changes without a checkpoint, or if a source sets the logger or the folder.
+    Nothing changes without a checkpoint, or if a source sets ``trainer.logger`` or ``trainer.default_root_dir``.
 
     Args:
-        options: options of the command, changed in place.
+        options: parsed options of the command, changed in place.
         command: ``validate``, ``test`` or ``predict``.
-        sources: sources of the user's options.
+        sources: configuration files and command-line options.
     """
     trainer_options = {name for source in sources for name in mapping(source.values.get("trainer"))}
     checkpoint = options.get("ckpt_path")
@@ -72,7 +72,7 @@ def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source
 
 
 def check_trainer(trainer: Any) -> None:
-    """Reject intervals below 1, by which Lightning would divide.
+    """Reject Trainer intervals below 1, such as ``accumulate_grad_batches=0``, since Lightning divides by them.
 
     Args:
         trainer: options of the trainer.
@@ -87,7 +87,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def leave_out_monitors(trainer: Any, command: str) -> None:
-    """Remove every LearningRateMonitor from a trainer's options if it has no logger, since Lightning rejects the combination.
+    """Remove every ``LearningRateMonitor`` from the options of a trainer without a logger, as Lightning requires.
 
     Args:
         trainer: options of the trainer, changed in place.

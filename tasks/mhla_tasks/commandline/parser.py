@@ -52,7 +52,7 @@ class SaveConfig(SaveConfigCallback):
     data that loggers and checkpoints receive.
 
     Raises:
-        ValueError: if the configuration comes from a file without its secrets, and they were not given again.
+        ValueError: if the configuration comes from a file whose secrets were removed, and they were not given again.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
@@ -80,11 +80,11 @@ class SaveConfig(SaveConfigCallback):
 
 
 class ShortErrorParser(LightningArgumentParser):
-    """Parser that reports errors in one or two lines without a page of usage.
+    """Parser that reports errors in one or two lines, without printing the usage.
 
     Attributes:
-        sources: sources of the options, which error messages name. An attribute of the class, so that the further parsers
-            that jsonargparse creates for the options of classes have it too.
+        sources: configuration files and command-line options, which error messages name. This is a class attribute, so that
+            the parsers that jsonargparse creates for the options of classes have it too.
         program: name of the command, for the line that refers to its help.
     """
 
@@ -107,7 +107,7 @@ def leave(text: str, program: str) -> NoReturn:
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI that builds model, data and trainer from a prepared configuration.
+    """LightningCLI that builds model, data and trainer from a merged configuration, not from command-line arguments.
 
     Args:
         plan: the command, its configuration and the sources of its options.
@@ -135,7 +135,7 @@ class SuiteCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the suite's own options, such as ``--run_dir``, to those of model, data and trainer."""
+        """Add ``--run_dir``, ``--allow`` and the options of the Trainer's method to those of model, data and trainer."""
         command = self.plan.command
         parser.add_argument(
             "--run_dir",
@@ -178,7 +178,10 @@ class SuiteCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Make shared options equal, set the output folder, and ignore ``pretrained`` if a checkpoint supplies the weights.
+        """Adjust the parsed options before model, data and trainer are built.
+
+        Options that model and data share get the same value. The output folder is set. ``pretrained`` is ignored if a
+        checkpoint supplies the weights.
 
         Raises:
             ValueError: if ``predict`` has no weights, or if options of model, data and trainer contradict each other.
@@ -212,7 +215,7 @@ class SuiteCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [EpochBar()]
 
     def run(self) -> None:
-        """Call the Trainer's method for the command. Remove the log folder of a fit that fails before its first step."""
+        """Call the Trainer's method for the command, and remove the log folder of a fit that fails before its first step."""
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
@@ -233,7 +236,7 @@ class SuiteCLI(LightningCLI):
 
 
 def _has_progress_bar(trainer: Namespace) -> bool:
-    """Return whether the options of a trainer name a progress bar or disable it, so that no default is needed."""
+    """Return whether the options of a trainer choose or disable a progress bar, so that no default one is added."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
     names = [callback.class_path for callback in callbacks if callback is not None]
     return (
@@ -265,7 +268,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run ``fit``, ``validate``, ``test`` or ``predict``, and report its errors.
 
     Args:
-        args: arguments after the name of the program; None for those of this process.
+        args: arguments after the name of the program; None for those in ``sys.argv``.
     """
     prepare_streams()
     show_log(sys.stdout)
@@ -299,7 +302,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def build(plan: Plan) -> SuiteCLI:
-    """Build the model, the data and the trainer for a prepared command.
+    """Build the model, the data and the trainer from the merged configuration of a command.
 
     Raises:
         ValueError: if a value does not fit the type of its option. The message names the source of the value.

@@ -44,13 +44,13 @@ class Plan:
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
-        sources: sources of the options, the weakest first.
-        configuration: merged nested options of all sources, in the form of LightningCLI.
+        sources: configuration files and command-line options, the weakest first.
+        configuration: merged nested options of all sources, in the form that LightningCLI takes.
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
-        replaced: configurations with the values of each file that stronger sources override, so that their types can be
-            checked too.
-        request: argument that prints help or the configuration instead of running the command; None to run.
-        moves: options given under former names; in ``sources`` they have their present names.
+        replaced: configurations that contain the overridden values of each file; they serve only to check the types of these
+            values.
+        request: parser argument that prints help or the configuration instead of running the command; None to run it.
+        moves: renamed options that were given by their former names; ``sources`` have the present names.
     """
 
     command: str
@@ -69,7 +69,9 @@ def method_options(command: str) -> list[str]:
 
 
 def make_plan(line: CommandLine) -> Plan:
-    """Read and check the sources of a command line, and merge them into one configuration.
+    """Read the options of a command from all sources, check them, and merge them into one configuration.
+
+    Sources are the checkpoint, configuration files and the command line.
 
     Args:
         line: the parsed command line.
@@ -109,14 +111,14 @@ def make_plan(line: CommandLine) -> Plan:
 def _replaced(
     remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a configuration with the overridden values of each file, so that their types can be checked too.
+    """Yield, for each file with overridden values, a configuration that contains them, so that their types can be checked.
 
     Options of a model or data module are omitted if a stronger source names a different class, because they belong to the
     overridden class.
 
     Args:
-        remembered: sources from a checkpoint.
-        sources: the user's sources, the weakest first.
+        remembered: options stored in a checkpoint, as sources that are weaker than all others.
+        sources: configuration files and command-line options, the weakest first.
         configuration: merged options of all sources.
     """
     for index, source in enumerate(sources):
@@ -140,8 +142,8 @@ def _class_of(value: Any) -> Any:
 def check_same(plan: Plan) -> None:
     """Check that all processes of a run have read the same configuration.
 
-    If a file changes while the processes start, they would train different models. The first process stores a digest of its
-    configuration in an environment variable, which the processes that Lightning starts inherit.
+    Without the check, processes would train different models if a configuration file changed while they start. The first
+    process stores a digest of its configuration in an environment variable, which the processes that Lightning starts inherit.
 
     Raises:
         UsageError: if the configuration of this process differs from that of the process that started it.
@@ -177,12 +179,12 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
 
 
 def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | None:
-    """Return the checkpoint that ``ckpt_path`` names; None without one.
+    """Return the value of the option ``ckpt_path``; None if no source sets it.
 
-    A value in the run's own configuration is ignored, since only an earlier version of the suite saved it there.
+    A value in the run folder's ``config.yaml`` is ignored, since only an earlier version of this program saved it there.
 
     Args:
-        sources: sources of the user's options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         run: folder of the run; None without ``--run_dir``.
     """
     run_configuration = str(Path(run or "") / "config.yaml")
@@ -190,13 +192,16 @@ def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | N
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return an option's value from the strongest source that sets it to a text; None if no source does."""
+    """Return the value of an option in the strongest source that sets it to a string; None if no source does."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Complete the trainer's strategy and loggers: Lightning requires ``class_path``, and a folder for loggers of files."""
+    """Complete the trainer's options in place: ``class_path`` for a strategy, and a folder for loggers that write files.
+
+    Lightning requires both.
+    """
     trainer = mapping(configuration.get("trainer"))
     strategy, loggers = trainer.get("strategy"), trainer.get("logger")
     if subclass_named(strategy, (Strategy,)) is not None:
@@ -209,7 +214,7 @@ def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_folder(logger: Any) -> Any:
-    """Add a folder to the options of a logger that requires one; return all other loggers unchanged."""
+    """Add the default folder ``runs`` to a logger that requires a folder; return all other loggers unchanged."""
     options = {"class_path": logger} if isinstance(logger, str) else mapping(logger)
     if not str(options.get("class_path")).endswith(("CSVLogger", "TensorBoardLogger")):
         return logger
@@ -217,7 +222,7 @@ def _with_folder(logger: Any) -> Any:
 
 
 def _request(line: CommandLine, configuration: dict[str, Any]) -> str | None:
-    """Return the parser's argument that prints help or the configuration; None if the command line asks for neither.
+    """Return the argument that makes the parser print help or the configuration; None if the user asks for neither.
 
     Args:
         line: the parsed command line.

@@ -34,7 +34,7 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
     """Find the first key in a configuration that is not the name of an option.
 
     Args:
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         roots: names of the command's options: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
         trainer: names of the trainer's options.
 
@@ -65,21 +65,21 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
 
 
 def _line_named_by(problem: str, source: Source) -> str:
-    """Return the line number of the key that an error message starts with, as a suffix for the source's name.
+    """Return the line number of the key that an error message reports, as a suffix for the message.
 
     Args:
-        problem: error message that starts with a key.
-        source: source of the key.
+        problem: error message such as ``run.yaml: model.dept is not an option of LanguageModel``.
+        source: configuration file or command-line option that holds the key.
 
     Returns:
-        Text such as ``:12``; empty if the source is not a file.
+        Text such as `` (line 12)``; empty if the message has a different form or the source is not a file.
     """
     line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
     return f" (line {line})" if line else ""
 
 
 def find_repeated_option(line: CommandLine) -> str | None:
-    """Return an error message for the first data option that is given several times; None if there is none.
+    """Return an error message for the first data option that is given several different values; None if there is none.
 
     A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` passes the option three times. Only the last
     value would be used, and two thirds of the data would be lost.
@@ -100,7 +100,7 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
     """Return an error message for the first file with options of a different command; None if there is none.
 
     Args:
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
         command: command that is run.
         commands: names of all commands.
     """
@@ -115,7 +115,15 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
 
 
 def _message(origin: str, path: str, valid: Collection[str], owner: str, inner: Mapping[str, str] | None = None) -> str:
-    """Return the message for an unknown option; ``inner`` maps names of options in the owner's groups to their paths."""
+    """Return the error message for an unknown option, with a similar name or the list of valid names.
+
+    Args:
+        origin: name of the source, for the message.
+        path: key of the unknown option.
+        valid: names of the valid options.
+        owner: name of the class that the options belong to; empty for options of the command.
+        inner: full names of the options that are nested in groups, by their last parts.
+    """
     leaf = path.rsplit(".", 1)[-1]
     close = get_close_matches(leaf, sorted(valid), 1, 0.5)
     close = close or [inner[name] for name in get_close_matches(leaf, sorted(inner or {}), 1, 0.75) if inner]
@@ -150,11 +158,11 @@ def _check_class(
     """Check that a value of a configuration names a known class, and that the class has the given options.
 
     Args:
-        source: source of the value.
+        source: configuration file or command-line option that holds the value.
         path: key of the value, for messages.
         value: class path, mapping with ``class_path`` and ``init_args``, or options of a class that a weaker source names.
-        classes: classes of weaker sources by key; updated in place.
-        module: module of classes that may be named without one; None if there is none.
+        classes: classes that weaker sources name, by key; updated in place.
+        module: module of the classes that may be named without their module; None if there are no such classes.
 
     Returns:
         An error message; None if there is no problem.
@@ -188,7 +196,7 @@ def _check_class(
 
 
 def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
-    """Yield error messages for options that a class does not accept, including options of its dataclass parameters.
+    """Yield error messages for options that a class, or a dataclass among its parameters, does not accept.
 
     Args:
         origin: name of the source, for messages.
@@ -216,11 +224,11 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """Reduce an error message of jsonargparse to the key, the problem, and the source and line of the value.
+    """Shorten an error message of jsonargparse to the key, the problem, and the source and line of the value.
 
     Args:
         message: error message of jsonargparse, which has many lines.
-        sources: sources of the options, the weakest first.
+        sources: configuration files and command-line options, the weakest first.
     """
     lines = [line.strip() for line in message.splitlines()]
     relevant = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
@@ -260,12 +268,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths in nested options and lists that end in given keys.
+    """Yield the paths of all values in nested options and lists whose last keys are ``tail``.
 
     Args:
         values: nested options and lists.
-        tail: last keys of the paths.
-        path: path of ``values`` itself.
+        tail: last keys of the paths to yield.
+        path: path of ``values`` itself, which the yielded paths start with.
     """
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):
@@ -286,7 +294,7 @@ def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the forms in which an error message may quote a value."""
+    """Return the texts by which an error message may quote a value: ``str``, ``repr``, and lower case."""
     return str(value), repr(value), str(value).lower()
 
 

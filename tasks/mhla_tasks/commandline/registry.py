@@ -66,7 +66,7 @@ TOOLS: dict[str, dict[str, str]] = {
 
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
-    """Mark a tool that has its own parser and receives its arguments unparsed. A decorator."""
+    """Decorator that marks a tool with its own argument parser, so that the tool receives its arguments unparsed."""
     function.passes_on = True  # type: ignore[attr-defined]
     return function
 
@@ -93,18 +93,18 @@ def _with_underscores(word: str) -> str:
 
 
 def tool_named(words: Sequence[str]) -> str | None:
-    """Return the name of the tool in the first one or two arguments; None if they do not name a tool."""
+    """Return the tool that the first one or two arguments name; None if they do not name a tool."""
     names = {name for tools in TOOLS.values() for name in tools}
     return next((name for count in (2, 1) if (name := " ".join(words[:count])) in names), None)
 
 
 def families() -> set[str]:
-    """Return the first words of all tools with names of two words, such as ``prepare`` of ``prepare images``."""
+    """Return the first word of each two-word tool name, such as ``prepare`` for ``prepare images``."""
     return {name.partition(" ")[0] for tools in TOOLS.values() for name in tools if " " in name}
 
 
 def function_of(name: str) -> Callable[..., object]:
-    """Import and return the function of a tool."""
+    """Import and return the function that implements a tool."""
     (location,) = (tools[name] for tools in TOOLS.values() if name in tools)
     module, _, function = location.partition(":")
     return getattr(import_module(f"mhla_tasks.tools.{module}"), function)
@@ -127,11 +127,11 @@ def parser_of(name: str) -> tuple[Parser, Run]:
 
 
 def run(name: str, words: Sequence[str]) -> int | None:
-    """Run a tool of the command line.
+    """Run a command-line tool.
 
     Args:
         name: name of the tool.
-        words: arguments after its name.
+        words: arguments after the name of the tool.
 
     Returns:
         The exit status; None for success.
@@ -150,10 +150,10 @@ def run(name: str, words: Sequence[str]) -> int | None:
 
 
 def listing(start: str = "") -> str:
-    """Format the list of all commands and tools by group.
+    """Format a list of commands and tools by group, each with its summary.
 
     Args:
-        start: beginning of the names of the tools to list; empty for all commands and tools.
+        start: beginning of the names of the tools to list, without commands; empty for all commands and tools.
     """
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():
@@ -168,13 +168,13 @@ def listing(start: str = "") -> str:
 
 
 def nearest(word: str) -> str:
-    """Return a suggestion for a mistyped command, as the end of an error message; empty if no command is similar."""
+    """Return the end of an error message that suggests a command similar to ``word``; empty if there is none."""
     names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
     matches = difflib.get_close_matches(word, names, 1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def help_text(function: Callable[..., object]) -> str:
-    """Format the docstring of a tool for a terminal."""
+    """Return the docstring of a tool's function, formatted for a terminal."""
     lines = (function.__doc__ or "").strip().split("\n")
     return "\n".join(line.removeprefix("    ") for line in lines).replace("``", "`")

@@ -11,7 +11,7 @@ PREFIX = "mhla://"
 
 
 def folder() -> Path:
-    """Return the folder of the shipped configurations: in the installed package, or in the checkout it was installed from."""
+    """Return the folder of the shipped configurations, in the installed package or in its source checkout."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
@@ -22,7 +22,7 @@ def names() -> list[str]:
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """Replace names of shipped configurations (``mhla://NAME``) in a command line by their paths.
+    """Replace ``mhla://NAME``, the name of a shipped configuration, in command-line arguments by the path of its file.
 
     Args:
         words: arguments after the name of the program. ``mhla://`` without a name lists all configurations and exits.

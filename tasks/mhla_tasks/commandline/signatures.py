@@ -18,7 +18,7 @@ PLAIN = ("builtins", "pathlib", "datetime", "os")
 
 @cache
 def parameter_hints(kind: type) -> dict[str, Any]:
-    """Return the type hints of a class's parameters by name.
+    """Return the type hints of a class's constructor parameters by name.
 
     If a constructor has ``**kwargs``, the parameters of its base classes are included.
     """
@@ -46,22 +46,22 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return the classes whose instances each parameter of a class accepts, directly or in a container, by parameter name."""
+    """Return, for each parameter of a class by name, the classes whose instances it accepts, directly or in a container."""
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return the classes whose options may be nested below each parameter of a class, by parameter name.
+    """Return, for each parameter of a class by name, the classes whose options a configuration may nest below it.
 
-    These include classes of list items.
+    Classes of list items are included. Classes of mapping values are not, because the keys of a mapping are arbitrary.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_names(kind: type) -> frozenset[str] | None:
-    """Return the names of a class's parameters; None if it accepts any name (``**kwargs``)."""
+    """Return the names of a class's constructor parameters; None if it accepts any name (``**kwargs``)."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
@@ -69,7 +69,7 @@ def option_names(kind: type) -> frozenset[str] | None:
 
 
 def option_dataclasses(kind: type, name: str) -> list[type]:
-    """Return the dataclasses whose options may be nested below a parameter.
+    """Return the dataclasses whose options a configuration may nest below a parameter.
 
     Args:
         kind: class with the parameter.
@@ -81,7 +81,7 @@ def option_dataclasses(kind: type, name: str) -> list[type]:
 
 
 def takes_options_alone(kind: type, name: str) -> bool:
-    """Return whether a parameter accepts only dataclasses and None, and no plain values.
+    """Return whether a parameter accepts only dataclasses or None, so that a plain value is an error.
 
     Args:
         kind: class with the parameter.
@@ -96,7 +96,9 @@ def takes_options_alone(kind: type, name: str) -> bool:
 
 
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
-    """Yield the classes in a type hint, including those in unions and containers, without plain types and functions.
+    """Yield the classes in a type hint, including those in unions and containers.
+
+    Callables and classes of the modules in :data:`PLAIN` are left out.
 
     Args:
         hint: type hint of a parameter.

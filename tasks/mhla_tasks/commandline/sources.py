@@ -29,7 +29,7 @@ NUMBER = re.compile(
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when this is imported
-    """Safe YAML loader with the types of jsonargparse: ``1e-3`` is a number, ``2026-11-25`` is a text."""
+    """Safe YAML loader that reads values as jsonargparse does: ``1e-3`` as a number, ``2026-11-25`` as a string."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  the name is yaml's
         letter: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
@@ -44,12 +44,12 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+01234567
 
 @dataclass(frozen=True)
 class Source:
-    """Source of options: a file, or an option on the command line.
+    """Source of options: a configuration file, or an option on the command line.
 
     Attributes:
         origin: file name or typed option, for messages.
-        values: nested options. Options in files that they name are not included; these files are separate sources.
-        lines: line number in the file by the path of a key; integers in a path are list indices.
+        values: nested options. A configuration file that they name is a separate source, so its options are not included.
+        lines: line number of each key in the file, by the path of the key; integers in a path are list indices.
         problem: error message if the file cannot be read, otherwise empty.
         typed: whether the source is on the command line.
         option: option on the command line; None for a file, and for a mapping on the command line in place of a file.
@@ -64,10 +64,11 @@ class Source:
 
 
 def read_sources(line: CommandLine) -> list[Source]:
-    """Read the sources of a command line, the weakest first: files in order, then the options in order.
+    """Read all sources of options for a command: first the configuration files, then the command-line options.
 
-    A file is weaker than the files it names, except its base (``config``). Without ``--config``, the first file is the
-    configuration that the run in ``--run_dir`` was started with.
+    The sources are returned in ascending priority, so later ones override earlier ones.
+    A file is weaker than the files that it names, but stronger than its base, which its key ``config`` names. Without
+    ``--config``, the first file is the configuration with which the run in ``--run_dir`` was started.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
@@ -106,7 +107,7 @@ def _inside(source: Source, command: str) -> Source:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return a value that is a dict unchanged, and an empty dict for any other value."""
+    """Return ``value`` if it is a dict, and an empty dict otherwise."""
     return value if isinstance(value, dict) else {}
 
 
@@ -115,7 +116,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> Source:
 
     Args:
         path: path of the file.
-        keys: keys of the option that named the file; the file's options are nested below them.
+        keys: path of the option that named the file; the file's options are nested below these keys.
     """
     try:
         if not path.exists():
@@ -208,9 +209,9 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _tab_hint(path: Path) -> str:
-    """Return a hint about the first line of a file that is indented by a tab, a frequent and invisible cause of YAML errors.
+    """Return a hint that names the first line indented by a tab, a frequent and invisible cause of YAML errors.
 
-    The hint is empty if no line is indented by a tab.
+    The hint is empty if no line of the file is indented by a tab.
     """
     lines = path.read_bytes().splitlines()
     number = next((number for number, line in enumerate(lines, 1) if b"\t" in line[: -len(line.lstrip()) or None]), 0)
@@ -220,12 +221,12 @@ def _tab_hint(path: Path) -> str:
 def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Source]:
     """Yield a source and the files that it names as separate sources, the weakest first.
 
-    A base, which is named by the key ``config``, is weaker than the source; other files are stronger.
+    The key ``config`` names a base, which is weaker than the source. All other files are stronger.
 
     Args:
-        source: the source.
+        source: source whose values may name files.
         folder: folder to which relative file names refer.
-        depth: number of files on the way from the command line to this one.
+        depth: nesting depth of the source: number of files that lead from the command line to it.
     """
     values, named_files = _split(source.values, folder, ())
     bases = [path for keys, path in named_files if keys == ("config",)]

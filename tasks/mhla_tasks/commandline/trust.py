@@ -43,7 +43,7 @@ CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a configuration or a checkpoint that names a class without permission."""
+    """Error for a configuration or a checkpoint that names a class that it may not import."""
 
 
 _trusted: list[str] = []
@@ -57,7 +57,7 @@ def allow_imports(sources: Sequence[Source]) -> None:
     """Import the modules and packages that ``--allow`` names, and permit configurations to name their contents.
 
     Raises:
-        AllowError: if a file allows packages that the command line does not.
+        AllowError: if a configuration file sets ``allow`` to packages that the command line does not allow.
         UnknownModuleError: if an allowed package does not exist.
     """
     allowed_names = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
@@ -72,7 +72,7 @@ def allow_imports(sources: Sequence[Source]) -> None:
 
 
 def allow_classes(sources: Sequence[Source]) -> None:
-    """Permit the parser to import the classes that sources name for parameters that accept them.
+    """Permit the parser to import the classes that options name, if their parameters accept them.
 
     Args:
         sources: options from a checkpoint, from files and from the command line.
@@ -100,10 +100,10 @@ def allow_classes(sources: Sequence[Source]) -> None:
 
 
 def allow_model_config(values: object) -> None:
-    """Permit the parser to import the transformers configuration that ``class_path`` in a checkpoint's options names.
+    """Permit the parser to import the transformers configuration class that a checkpoint names.
 
     Args:
-        values: options of the network from a checkpoint.
+        values: option ``network`` of the model from a checkpoint: a mapping with ``class_path``, or None.
 
     Raises:
         AllowError: if ``class_path`` does not match :data:`MODEL_CONFIG`.
@@ -115,7 +115,7 @@ def allow_model_config(values: object) -> None:
 
 
 def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool = False) -> type:
-    """Import the class that a source names.
+    """Import a class that a configuration or the command line names, if this is permitted.
 
     Args:
         class_path: module and name, such as ``lightning.pytorch.callbacks.Timer``.
@@ -149,7 +149,7 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
 
 def refusal(class_path: str) -> str | None:
-    """Return the reason why a class may not be imported, with the remedy; None if it may be imported."""
+    """Return why a configuration may not import a class, and the remedy; None if it may import the class."""
     if not NAME.fullmatch(class_path) or len(class_path) > 500:
         return "is not the name of a class"
     if "." not in class_path or _is_within(class_path, [*_trusted, *allowed]) or class_path in _classes:
@@ -165,11 +165,12 @@ def refusal(class_path: str) -> str | None:
 
 
 class _Check:
-    """Check of all values of sources: which classes they name, and whether the parameters accept them.
+    """Checker that collects the classes that configurations name, and rejects those that a parameter does not accept.
 
     Attributes:
-        found: import paths of the permitted classes, both as named and as defined.
-        plain: source, key and text of each value that looks like an import path at a parameter that accepts no class.
+        found: import paths of the permitted classes: the paths in the configurations, and those of the definitions.
+        plain: source, key and text of each value that looks like an import path but belongs to a parameter that accepts no
+            class.
     """
 
     def __init__(self) -> None:
@@ -178,13 +179,13 @@ class _Check:
         self._named: dict[str, list[type]] = {}
 
     def value(self, source: Source, path: str, value: Any, bases: tuple[type, ...]) -> None:
-        """Check that a value of a source, and all values nested in it, name only classes that their parameters accept.
+        """Check that a value, and all values nested in it, name only classes that their parameters accept.
 
         Args:
             source: source of the value.
             path: key of the value, for messages.
             value: the value.
-            bases: classes of the instances that the parameter accepts; empty if it accepts plain values only.
+            bases: classes whose instances the parameter accepts; empty if it accepts only plain values.
         """
         if isinstance(value, list):
             for item in value:
@@ -209,13 +210,13 @@ class _Check:
             self.arguments(source, path, value.get("dict_kwargs"), [])
 
     def arguments(self, source: Source, path: str, values: Any, kinds: Sequence[type]) -> None:
-        """Check that the arguments of a class name only classes that their parameters accept.
+        """Check that the arguments of a class name only classes that the parameters of this class accept.
 
         Args:
             source: source of the arguments.
             path: key of the class, for messages.
             values: arguments by name; a value that is not a mapping is checked as a plain value.
-            kinds: possible classes that the arguments belong to.
+            kinds: classes that the arguments may belong to.
         """
         if not isinstance(values, dict):
             self.value(source, path, values, ())
@@ -262,7 +263,10 @@ class _Check:
         self._add(path, kind, name)
 
     def _add_options(self, kind: type) -> None:
-        """Permit the dataclasses that a class accepts as parameters, which the parser imports although no source names them."""
+        """Permit the dataclasses that a class accepts as arguments.
+
+        The parser imports them although no configuration names them.
+        """
         for base in {base for bases in parameter_bases(kind).values() for base in bases}:
             paths = set(_paths(base))
             if dataclasses.is_dataclass(base) and not paths <= self.found and refusal(next(_paths(base))) is None:
@@ -291,7 +295,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
 
 
 def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
-    """Yield the classes with a given name among base classes and their imported subclasses that sources may name."""
+    """Yield the permitted classes with a given name among base classes and their imported subclasses."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind
@@ -299,9 +303,9 @@ def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 
 
 def _paths(kind: type) -> Iterator[str]:
-    """Yield the import paths of a class: that of its definition, and those of enclosing packages that export it.
+    """Yield the import paths of a class: its definition, and each enclosing package that exports it.
 
-    The parser uses the shortest one, so all of them have to be permitted.
+    The parser uses the shortest path, so all of them have to be permitted.
     """
     module = kind.__module__
     while module:
@@ -321,7 +325,10 @@ def _model_config(path: str) -> type:
 
 
 def _is_installed(class_path: str) -> bool:
-    """Return whether the package of a class is installed. Modules in the working folder do not count; they need ``--allow``."""
+    """Return whether the package of a class is installed outside the working folder.
+
+    Modules in the working folder need ``--allow``.
+    """
     if not DOTTED.fullmatch(class_path):
         return False
     try:

@@ -14,7 +14,7 @@ allowed: list[str] = []
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--allow`` to a parser. It imports the user's own modules, for example with attention kinds."""
+    """Add the option ``--allow`` to a parser; it imports modules of the user, such as those that define attention kinds."""
     parser.add_argument(
         "--allow",
         action=_Import,
@@ -24,11 +24,11 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
 
 
 class UnknownModuleError(ValueError):
-    """Error for a module that ``--allow`` names but that does not exist."""
+    """Error for a module that the option ``--allow`` names, but that does not exist."""
 
 
 def find_in_working_folder(names: Iterable[str]) -> None:
-    """Append the working folder to Python's search path, if it contains one of the named modules or packages."""
+    """Append the working folder to ``sys.path`` if it contains one of the named modules or packages."""
     folder, packages = Path.cwd(), {name.split(".")[0] for name in names}
     is_present = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in packages)
     if is_present and str(folder) not in sys.path:
@@ -36,7 +36,7 @@ def find_in_working_folder(names: Iterable[str]) -> None:
 
 
 def import_own(names: Iterable[str]) -> None:
-    """Import modules that the command line allows, so that they can register attention kinds, for example.
+    """Import the modules that ``--allow`` names, so that they can register attention kinds, for example.
 
     Args:
         names: names of modules or packages, installed or in the working folder.

@@ -40,19 +40,20 @@ class MHLABlock(GradientCheckpointingLayer, Block):
 
 
 class BackboneOptions(TypedDict, total=False):
-    """Additional arguments of every model's forward pass.
+    """Additional keyword arguments of the forward pass of every MHLA language model.
 
-    They are not named in the signature, because transformers' Trainer would take some of them for columns of the data.
+    They are not named in the signature, because transformers' Trainer would treat some of them as columns of the data set.
 
     Attributes:
         cu_seq_lens_q: index of the first token of each of S packed documents, followed by the number of tokens,
-            ``[S + 1]``; the name that ``DataCollatorWithFlattening`` has for ``cu_seqlens``.
+            ``[S + 1]``; ``DataCollatorWithFlattening`` gives ``cu_seqlens`` this name.
         cu_seq_lens_k: the same bounds as in ``cu_seq_lens_q``.
         max_length_q: length of the longest document; ignored.
         max_length_k: length of the longest document; ignored.
         seq_idx: index of each token's document, ``[B, N]``, in place of ``cu_seqlens``.
         token_type_ids: token types that some tokenizers add; ignored.
-        num_items_in_batch: number of labels in all accumulated batches, which the sum of the losses is divided by.
+        num_items_in_batch: number of labels in all batches whose gradients are accumulated; the sum of the losses is divided
+            by it.
         output_attentions: False or None; True is an error, because attention matrices are not available.
     """
 
@@ -67,13 +68,13 @@ class BackboneOptions(TypedDict, total=False):
 
 
 class HiddenTokens(NamedTuple):
-    """Hidden states of a batch and the state after it, as :meth:`EmbeddedBackbone.read` returns them.
+    """Hidden states of a batch and the generation state after it, returned by :meth:`EmbeddedBackbone.read`.
 
     Attributes:
         hidden: hidden states after the last norm, ``[B, N, dim]``.
         real: mask of non-padding tokens, ``[B, N]`` bool; None without a mask.
         cache: generation state after these tokens; None if it was not requested.
-        states: inputs of each layer, and ``hidden``, each ``[B, N, dim]``; None if they were not requested.
+        states: input of each layer, followed by ``hidden``, each ``[B, N, dim]``; None if they were not requested.
     """
 
     hidden: Tensor
@@ -83,7 +84,7 @@ class HiddenTokens(NamedTuple):
 
 
 class MHLAPreTrainedModel(PreTrainedModel):
-    """Base class of all MHLA language models, with the settings by which transformers builds, saves and trains them.
+    """Base class of all MHLA language models, with the settings that transformers needs to build, save and train them.
 
     Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. These
     are moved to the start of each row internally, so that a row gives the same result as without padding.
@@ -118,7 +119,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
 
 
 class EmbeddedBackbone(MHLAPreTrainedModel):
-    """Token embedding and backbone, the common part of the models with and without a head.
+    """Base class with a token embedding and a backbone, for the MHLA language models with and without a head.
 
     Args:
         config: sizes and attention options.
@@ -177,11 +178,13 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         share: SequenceShare | None,
         options: BackboneOptions,
     ) -> HiddenTokens:
-        """Run embedding and backbone on a batch. The arguments are those of :meth:`MHLAForCausalLM.forward`, and two more.
+        """Run embedding and backbone on a batch.
+
+        Arguments that are not listed here are those of :meth:`MHLAForCausalLM.forward`.
 
         Args:
             share: part of each sequence that this process holds under sequence parallelism; None without it.
-            options: additional arguments.
+            options: additional arguments of the forward pass, some of which mark packed documents.
 
         Raises:
             ValueError: if the inputs contradict each other.
@@ -232,7 +235,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
 
         Args:
             x: embedded tokens, ``[B, N, dim]``.
-            bounds: first token of each document and the number of tokens, counted over all rows laid end to end.
+            bounds: index of the first token of each document, followed by ``B * N``; indices count the tokens of all rows laid
+                end to end.
             share: part of each sequence that this process holds under sequence parallelism; None without it.
             position_ids: positions of the tokens; None for the default positions.
             states: list that receives the inputs of each layer; None to omit them.
@@ -250,14 +254,15 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     def _order(
         self, attention_mask: Tensor | None, x: Tensor, cache: GenerationCache | None
     ) -> tuple[tuple[int, ...], Tensor | None]:
-        """Count the real tokens of each row, and determine the order that puts them first.
+        """Count the real (non-padding) tokens of each row, and determine the order that puts them before the padding.
 
-        The counts are needed for a state and, on a CPU, for the check for empty rows. Without a state they are not read from
-        an accelerator, because reading waits for the device, nor in a graph, which cannot depend on values.
+        The counts are needed to update a state and, on a CPU, to detect empty rows. Without a state, they are not computed on
+        an accelerator, where reading them would wait for the device. They are not computed in a compiled graph either, which
+        cannot depend on values.
 
         Returns:
-            Number of real tokens in each row, empty if it was not read, and indices ``[B, N]`` of the tokens in the new order;
-            None in place of the indices keeps the order.
+            Number of real tokens in each row (empty if not computed), and the indices of the tokens in the new order,
+            ``[B, N]`` (None to keep the order).
         """
         if cache is None and (in_graph() or x.device.type != "cpu"):
             return (), None if attention_mask is None else padding_last(real_mask(attention_mask, x))
@@ -268,11 +273,11 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         return counts, order
 
     def _returns_state(self, use_cache: bool | None, single: bool) -> bool:
-        """Decide whether the model returns a state.
+        """Return whether the forward pass returns a generation state.
 
         Args:
-            use_cache: what the caller requests; None follows the configuration, and returns no state in training.
-            single: whether each row is one sequence on one process. A state requires this.
+            use_cache: argument of the caller; None follows the configuration, but returns no state in training.
+            single: whether each row is a single sequence that one process holds completely, as a state requires.
         """
         if use_cache is not None:
             recomputes = self.training and any(block.gradient_checkpointing for block in self.backbone.layers)

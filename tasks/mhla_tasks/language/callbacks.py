@@ -52,7 +52,7 @@ class TokenThroughput(Callback):
         self.restart(trainer)
 
     def restart(self, trainer: Trainer) -> None:
-        """Restart the timer, after work that must not count as training time."""
+        """Restart the timer, so that work such as validation does not count as training time."""
         device = trainer.strategy.root_device
         if device.type == "cuda":  # kernels run asynchronously: time only finished work
             torch.cuda.synchronize(device)
@@ -61,7 +61,7 @@ class TokenThroughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count tokens, and log the speed every ``log_every_n_steps`` optimizer steps."""
+        """Count tokens, and log the tokens per second every ``log_every_n_steps`` optimizer steps."""
         self._tokens += batch["tokens"][:, 1:].numel()
         if accumulates_gradients(trainer) or not logger_connector(trainer).should_update_logs:
             return
@@ -76,10 +76,10 @@ class TokenThroughput(Callback):
 
 
 class TextSamples(Callback):
-    """Callback that continues prompts at each validation, with the weights that validation uses.
+    """Callback that generates continuations of prompts at each validation, with the weights that are validated.
 
-    The texts are written to ``samples.md`` in the log folder and to TensorBoard. Nothing is done if the weights are sharded
-    (FSDP).
+    The continuations are written to ``samples.md`` in the log folder and to TensorBoard. Nothing is done if the weights are
+    sharded (FSDP).
 
     Args:
         prompts: texts to continue.
@@ -92,7 +92,7 @@ class TextSamples(Callback):
         self.prompts, self.seed = prompts, seed
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the prompts on the first process, unless the weights are sharded over all processes."""
+        """Generate and log the continuations on the first process, unless the weights are sharded over all processes."""
         folder = run_folder(trainer)
         elsewhere = shards_weights(trainer) or not trainer.is_global_zero
         if trainer.sanity_checking or trainer.state.fn != "fit" or elsewhere:

@@ -38,7 +38,7 @@ Stage = Literal["val", "test"]
 
 
 class CausalLanguageModel(TrainingModule):
-    """Base class of causal language models; arguments as for :class:`TrainingModule`.
+    """Base class of Lightning modules that train a causal language model; arguments as for :class:`TrainingModule`.
 
     A subclass builds the network and passes it to :meth:`take` at the end of its constructor.
     """
@@ -51,12 +51,12 @@ class CausalLanguageModel(TrainingModule):
     predict_batch = ("prompt", "index")
 
     def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions) -> None:
-        """Store the network and its options.
+        """Store the network and its options, and create the sums for validation and test metrics.
 
         Args:
             network: causal language model, of this package or of transformers.
             context: number of tokens in a training sample.
-            generation: options with which prompts are continued.
+            generation: options for continuing prompts.
         """
         self.network, self.context, self.generation = network, context, generation
         if isinstance(network, MHLAForCausalLM):
@@ -78,7 +78,7 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Check that data and attention support the run, and use the data's tokenizer unless the stage is predict.
+        """Check that data and attention support the run, and take the tokenizer from the data, except for ``predict``.
 
         Raises:
             ValueError: if data or tokenizer do not fit the model, or the attention lacks a feature that the run needs.
@@ -116,7 +116,7 @@ class CausalLanguageModel(TrainingModule):
             raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[unsupported[0]]}")
 
     def on_predict_start(self) -> None:
-        """Use the data's tokenizer if no checkpoint has supplied one.
+        """Take the tokenizer from the data module if no checkpoint has supplied one.
 
         Raises:
             ValueError: if the run uses sequence parallelism, which predict does not support.
@@ -170,11 +170,11 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses or answers of a batch to the validation sums."""
+        """Add losses, and answers if the batch holds questions, to the sums of the validation metrics."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses or answers of a batch to the test sums."""
+        """Add losses, and answers if the batch holds questions, to the sums of the test metrics."""
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
@@ -186,7 +186,11 @@ class CausalLanguageModel(TrainingModule):
         self._log_sums("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:
-        """Return index, prompt and continuation of each valid prompt of the batch."""
+        """Generate continuations of the prompts in a batch.
+
+        Returns:
+            Index, prompt and continuation of each prompt, without those that only fill up the batch.
+        """
         rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
         prompts = [batch["prompt"][row] for row in rows]
         texts = self.continue_prompts(prompts) if prompts else []
@@ -213,9 +217,10 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of training on one token: the forward pass, and twice as many backward (arXiv 2204.02311, appendix B).
+        """Floating-point operations of training on one token: three times those of the forward pass.
 
-        For models of transformers, only the weight matrices are counted.
+        The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only the
+        weight matrices are counted.
         """
         if not isinstance(self.network, MHLAForCausalLM):
             return training_flops(self.network)
@@ -232,7 +237,7 @@ class CausalLanguageModel(TrainingModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the state as :class:`TrainingModule` does, and the tokenizer.
+        """Restore the tokenizer from a checkpoint, and all other state as :class:`TrainingModule` does.
 
         Raises:
             ValueError: if the data was encoded by a different tokenizer.
@@ -259,7 +264,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Add losses and answers to the sums, for sequences in which only some tokens are predicted."""
+        """Add losses and answers to the sums, for a batch of sequences in which only the labeled tokens are predicted."""
         predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][predicted]
         scores = self.network(batch["tokens"]).logits[predicted].float()
@@ -269,7 +274,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
-        """Return this process's part of the sequences under sequence parallelism; None without it."""
+        """Return the part of each sequence that this process computes under sequence parallelism; None without it."""
         group = self.sequence_group
         if group is None:
             return None
@@ -309,7 +314,8 @@ def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Split a batch into input tokens and their targets, each ``[B, N]`` int64.
 
     Args:
-        batch: ``tokens`` ``[B, N]`` and ``labels`` ``[B, N]``, or ``tokens`` ``[B, N + 1]`` alone.
+        batch: ``tokens`` ``[B, N]`` and ``labels`` ``[B, N]``, which are the targets; or only ``tokens`` ``[B, N + 1]``, where
+            the target of each token is the next one.
     """
     if "labels" in batch:
         return batch["tokens"], batch["labels"]

@@ -32,7 +32,7 @@ def chat(
     """Chat with a model in the terminal until the input ends.
 
     Args:
-        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the hub.
+        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
         sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
@@ -86,7 +86,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation and the model's state."""
+        """Start a new conversation, and clear the state of the model."""
         self.conversation = Conversation(self.tokenizer, self.system)
         self.cache: Any = None
         self._seen: list[int] = []
@@ -147,7 +147,10 @@ class Chat:
 
 
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine sampling options into arguments of ``generate``: requested ones, else the model's own, else our defaults."""
+    """Return the sampling arguments for ``generate``.
+
+    An option is taken from ``requested``, else from the model's generation settings, else from :class:`GenerationOptions`.
+    """
     model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
     saved = {name: getattr(model_settings, name, None) for name in names} if model_settings.do_sample else {}
@@ -184,7 +187,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a remark on standard error; standard output is for the conversation alone."""
+    """Print a remark on standard error, because standard output is only for the conversation."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(harmless(text), markup=False)

@@ -36,11 +36,11 @@ LONGEST_LIST = 300
 
 
 class MissingColumnError(ValueError):
-    """Error for a row or a table without the requested column; the message names its location and the columns that exist."""
+    """Error for a row or a table without the requested column, with a message that names the existing columns."""
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Iterate over the rows of a table, as a location and a text each. The table is read lazily; blank lines are skipped.
+    """Yield the location and the text of each row of a table. The table is read lazily; blank lines are skipped.
 
     Args:
         source: path or URL of the table.
@@ -60,7 +60,7 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """Return the kind of a table from its suffix, ignoring a compression suffix; None if the file is not a table."""
+    """Return the kind of a table (``jsonl``, ``csv``, ...) from its suffix before any compression suffix; None for others."""
     return SUFFIXES.get(plain_suffix(source))
 
 

@@ -20,7 +20,7 @@ see the messages, so control tokens that a message spells out remain distinguish
 
 
 class Conversation:
-    """Messages of a conversation and their tokens.
+    """Conversation between a user and a model, kept as messages and as tokens.
 
     Each turn is encoded once, and its tokens follow those of earlier turns, so a model that keeps its state reads only the
     new tokens. The letters of a control token in a message, such as ``<|im_end|>``, remain text. Without a chat template,
@@ -53,7 +53,7 @@ class Conversation:
         self.stops = self._stops()
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user and encode it.
+        """Add a user message to the conversation and encode it.
 
         Args:
             text: text of the message.
@@ -77,7 +77,7 @@ class Conversation:
         return self.ids
 
     def reply(self, tokens: Sequence[int]) -> str:
-        """Add a reply of the model.
+        """Add a reply of the model to the conversation.
 
         Args:
             tokens: tokens of the reply, without the token that ended it.
@@ -92,7 +92,7 @@ class Conversation:
         return text
 
     def take_back(self) -> None:
-        """Remove the last message, which must be a message of the user without a reply."""
+        """Remove the last user message, which must not have a reply yet."""
         self.roles.pop()
         self.contents.pop()
         self._rendered, self.ids = "", []  # the next message encodes the conversation again
@@ -110,7 +110,7 @@ class Conversation:
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def _encode(self, rendered: str) -> list[int]:
-        """Encode part of a rendered template, after replacing the placeholders by the messages."""
+        """Encode part of a rendered chat template, with the messages in place of their placeholders."""
         parts = MARK.split(rendered)  # text of the template and numbers of messages alternate
         texts = [self.contents[int(part)] if number % 2 else part for number, part in enumerate(parts)]
         spelled = any(token in text for text in texts[1::2] for token in self.control.values() if token)
@@ -123,7 +123,7 @@ class Conversation:
         return ids
 
     def _stops(self) -> set[int]:
-        """Return a set with the control token that ends a reply in the template; empty if there is no such token."""
+        """Return a set with the control token that ends a reply in the chat template; empty if there is no such token."""
         if not self.has_template:
             return set()
         roles = self.roles

@@ -32,10 +32,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Remarks:
-    """Counter of inputs that are left out or changed, reported in one log line.
+    """Counter of files, rows and documents that are left out or changed, reported in one log line.
 
     Args:
-        at_once: whether the first input of each kind is also logged immediately, for endless streams.
+        at_once: whether the first input of each kind is also logged immediately, as endless streams need.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -49,7 +49,7 @@ class Remarks:
 
         Args:
             kind: kind of the input, in the plural: ``binary files``.
-            place: name of the input, for the log.
+            place: path or location of the input, for the log.
         """
         self._add(self.left_out, kind, place)
 
@@ -66,7 +66,7 @@ class Remarks:
             log.warning("%s: the first of the %s that are %s; the next ones are not mentioned", place, kind, verb)
 
     def __str__(self) -> str:
-        """Return all kinds with their counts and the names of the first inputs."""
+        """Return one line with the count and some examples of each kind of input that was left out or changed."""
         parts = []
         for title, kinds in (("left out", self.left_out), ("changed", self.changed)):
             counted = (
@@ -78,24 +78,24 @@ class Remarks:
         return "; ".join(parts)
 
     def report(self) -> None:
-        """Log the counts, unless there are none."""
+        """Log the counts and examples in one warning, unless nothing was counted."""
         if self.counts:
             log.warning("%s", self)
 
 
 def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Iterate over the documents of all sources in order, without empty ones.
+    """Yield the documents of all files, folders and data sets in order, without empty ones.
 
     A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
     row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a
-    table, rows with a null or an empty text are left out. One line of the log counts them by reason.
+    table, rows with a null or an empty text are left out. One log line counts by reason what was left out.
 
     Args:
-        sources: paths of files and folders, or data sets of the hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
+        sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
         column: name of the column that holds the text of tables.
 
     Raises:
-        FileNotFoundError: if a source does not exist.
+        FileNotFoundError: if a file, folder or data set does not exist.
         ValueError: if a table has no such column or is broken, if a file in ``sources`` is not text, or if there are no
             documents; the message names the file and the line.
     """
@@ -115,7 +115,9 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 
 
 def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
-    """Iterate over the texts of rows, without nulls and empty texts.
+    """Yield the texts of table rows, without nulls and empty texts.
+
+    Half of a surrogate pair, which UTF-8 cannot encode, is replaced by U+FFFD.
 
     Args:
         rows: location and text of each row.
@@ -134,11 +136,11 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
 
 
 def source_files(path: Path, remarks: Remarks) -> list[Path]:
-    """List the files of a source: the file itself, or all visible files of a folder, sorted.
+    """List the files at a path: the file itself, or all visible files of a folder, sorted.
 
     Args:
         path: path of the file or folder.
-        remarks: counter of hidden files and folders.
+        remarks: counter to which hidden files and folders are added.
 
     Raises:
         FileNotFoundError: if the path does not exist, or the folder has no visible files.
@@ -170,7 +172,7 @@ def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[st
 
 
 def _rows(path: Path, column: str) -> Rows:
-    """Iterate over the rows of a table, or over the single row of a file that is not a table."""
+    """Yield the location and the text of each row of a table; any other text file is a single row."""
     if (kind := table_kind(path)) is None:
         yield shown(path), read_text(path)
     else:
@@ -178,7 +180,7 @@ def _rows(path: Path, column: str) -> Rows:
 
 
 def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
-    """Iterate over the rows of a file in a folder. A file without documents has no rows and is counted as left out."""
+    """Yield the rows of a file in a folder. A file without documents yields no rows and is counted in ``remarks``."""
     if plain_suffix(path).lstrip(".") in BINARY:
         remarks.leave_out("binary files", shown(path))
         return
@@ -201,7 +203,7 @@ def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
 
 
 def _counted(rows: Rows, path: Path, remarks: Remarks) -> Rows:
-    """Iterate over the rows of a file, and count the file as left out if it has none."""
+    """Yield the rows of a file unchanged, and count the file in ``remarks`` if it has none."""
     empty = True
     for row in rows:
         empty = False

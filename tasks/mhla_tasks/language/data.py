@@ -75,9 +75,9 @@ class TextData(ResumableDataModule):
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Replace the mask of document starts by ``cu_seqlens``.
+        """Replace the mask of document starts in a batch by ``cu_seqlens``, the bounds of the packed documents.
 
-        The bounds are Python integers, because reading them from a device would wait for it.
+        The bounds are Python integers, because reading them from an accelerator would wait for it.
         """
         if isinstance(batch, dict) and "starts" in batch:
             starts = batch.pop("starts").clone()
@@ -142,7 +142,7 @@ class DocumentLoader(StreamLoader):
 
 
 class HubText(TextData):
-    """Text of a data set on the hub or of local files, tokenized while it is streamed.
+    """Text of a data set on the Hugging Face Hub or of local files, tokenized while it is streamed.
 
     Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
     after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows with a
@@ -205,7 +205,7 @@ class HubText(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        """Return windows of the documents that are kept for validation."""
+        """Return the samples of the first ``val_documents`` documents, which are kept for validation."""
         remarks = Remarks()
         texts = list(itertools.islice(self._texts(remarks), self.val_documents))
         remarks.report()
@@ -217,7 +217,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Return a loader of packed batches, which resumes at the trainer's batch count."""
+        """Return a loader of packed training batches, which resumes after the last batch that was trained."""
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
@@ -239,7 +239,10 @@ class HubText(TextData):
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the positions of a checkpoint. Some strategies build the loader before they read the checkpoint."""
+        """Restore the stream positions of all rows from a checkpoint.
+
+        The loader may exist already, because some strategies build it before they read the checkpoint.
+        """
         if not state_dict.get("rows") or state_dict.get(TRAINED) == 0:
             return
         self._trained_with = state_dict
@@ -247,7 +250,7 @@ class HubText(TextData):
             self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every row, for the checkpoint."""
+        """Return the position of every row of the global batch in the stream of documents, for a checkpoint."""
         if self._stream is None or self.trainer is None:
             return {}
         return {**self._stream.state_dict(), TRAINED: batches_trained(self.trainer)}
@@ -274,7 +277,7 @@ class HubText(TextData):
             raise ShardUnavailableError(str(error)) from error
 
     def _documents(self) -> Iterator[str]:
-        """Iterate over all training documents without end, in a new order each epoch; every call gives the same sequence."""
+        """Yield the training documents endlessly, in a new order each epoch; every call gives the same sequence."""
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
             trained = itertools.islice(self._texts(remarks), self.val_documents, None)
@@ -295,7 +298,8 @@ class TokenShards(TextData):
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
         val: shards to validate and test on, in the same forms.
-        tokenizer: folder of the tokenizer, or a model on the hub; null for the folder tokenizer/ beside the shards.
+        tokenizer: folder of the tokenizer, or a model on the Hugging Face Hub; null for the folder tokenizer/ beside the
+            shards.
         batch_size: samples of a batch over all processes together.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend to their own document only.

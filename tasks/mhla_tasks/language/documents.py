@@ -11,7 +11,7 @@ from mhla_tasks.language.encoding import encode_texts
 
 
 def check_text(value: Any, source: str) -> str:
-    """Check that a value is a string, and return it.
+    """Return a value after checking that it is a string.
 
     Args:
         value: value to check.
@@ -35,10 +35,10 @@ def encode_documents(
     Args:
         texts: texts of the documents.
         tokenizer: tokenizer with a token that begins or ends texts.
-        read_control_tokens: whether the letters of a control token in a text become that token.
+        read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
-        Tokens, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
+        Tokens of all documents, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
     """
     encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
     return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)

@@ -21,7 +21,7 @@ WORDS = ("a", "0", "the", " ")
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return index and text of each control token: those that begin and end texts, padding, and those of chat turns.
+    """Return index and text of each control token: tokens that begin or end texts or chat turns, and padding.
 
     The token for unknown text is included only if it also begins or ends texts, as in GPT-2.
     """
@@ -35,12 +35,12 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
 ) -> list[list[int]]:
-    """Encode texts without the tokens that the tokenizer adds at either end.
+    """Encode texts without the special tokens that the tokenizer adds at the start and at the end.
 
     Args:
         tokenizer: any tokenizer.
         texts: texts to encode.
-        read_control_tokens: whether the letters of a control token in a text become that token.
+        read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Token indices of each text.
@@ -66,7 +66,7 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts in front of every text.
 
     Raises:
-        ValueError: if the tokenizer has no token for any of several short texts, or fails on one.
+        ValueError: if the tokenizer fails on a short test text, or gives no tokens for any of several such texts.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         row = list(tokenizer.build_inputs_with_special_tokens([-1]))  # no token has this index
@@ -85,7 +85,7 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
 ) -> list[list[int]]:
-    """Encode prompts with the tokens that the tokenizer puts in front, and without those that it appends.
+    """Encode prompts with the special tokens that the tokenizer puts in front, but without those that it appends.
 
     Nothing is added if a prompt already begins with the control token that the tokenizer puts in front, as the output of a
     chat template does.
@@ -93,7 +93,7 @@ def encode_prompts(
     Args:
         tokenizer: any tokenizer.
         texts: prompts to encode.
-        read_control_tokens: whether the letters of a control token in a prompt become that token.
+        read_control_tokens: whether the spelling of a control token in a prompt, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Token indices of each prompt.
@@ -110,7 +110,7 @@ def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str],
     """Encode a text with a copy of the tokenizer whose vocabulary lacks the control tokens.
 
     Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so they find them in a text
-    even if the tokenizer is told not to look for control tokens.
+    even if the tokenizer is told to ignore control tokens.
 
     Raises:
         ValueError: if the result still has control tokens, or the tokenizer fails on the text.

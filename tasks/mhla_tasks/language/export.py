@@ -39,7 +39,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Return Python code that loads the export of ``model``, the same for all language models."""
+    """Return example Python code that loads an exported language model; the code is the same for every ``model``."""
     return LOADING
 
 
@@ -65,8 +65,8 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """Load a causal language model and its tokenizer.
 
     Args:
-        path: path of a training checkpoint or of an exported folder, or name on the hub.
-        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+        path: path of a training checkpoint or of an exported folder, or name on the Hugging Face Hub.
+        tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
 
     Returns:
         The model, in evaluation mode, and the tokenizer.
@@ -106,12 +106,12 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
 
 
 def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
-    """Export a model with the options of the command line.
+    """Export a model, optionally with a different tokenizer or extended to a longer context.
 
     Args:
         model: trained model.
         folder: path of the folder to write to.
-        tokenizer: folder of a tokenizer, or name of a model on the hub, in place of the model's own tokenizer.
+        tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
         context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:

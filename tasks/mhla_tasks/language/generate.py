@@ -24,7 +24,7 @@ def continue_prompts(
     """Print a prompt, or each prompt that the user types, with its continuation.
 
     Args:
-        path: path of a checkpoint or of an exported folder, or name on the hub.
+        path: path of a checkpoint or of an exported folder, or name on the Hugging Face Hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
         sampling: options of :class:`GenerationOptions` except ``max_new_tokens``.

@@ -15,7 +15,9 @@ from mhla_tasks.language.base_model import MHLAModel, MHLAPreTrainedModel
 
 
 class HeadedModel:
-    """Mixin for models that add a head of transformers to :class:`MHLAModel`. They also load the weights of a language model.
+    """Mixin for models that put a head of transformers on :class:`MHLAModel`.
+
+    These models can also load the weights of an MHLA language model.
 
     Attributes:
         model: model without the head.

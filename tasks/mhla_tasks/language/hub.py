@@ -29,11 +29,11 @@ Files = list[tuple[str, str]]
 
 
 class StreamedDataSet:
-    """Data set whose rows are streamed; each iteration starts with the first row.
+    """Text data set on the Hugging Face Hub or in files, whose rows are streamed; each iteration starts with the first row.
 
     Args:
-        data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the hub, or one of :data:`KINDS`), ``name``
-            (configuration), ``split`` and ``data_files``.
+        data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the Hugging Face Hub, or one of
+            :data:`KINDS`), ``name`` (configuration), ``split`` and ``data_files``.
         column: name of the column that holds the text.
 
     Raises:
@@ -47,7 +47,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Iterate over the rows, as a location and a text each; the text is None for a null.
+        """Yield the location and the text of each row; the text is None for a null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -65,7 +65,7 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
         data_set: ``path`` (one of :data:`KINDS`), ``data_files`` and ``split``.
 
     Returns:
-        Path or URL, and kind, of each file.
+        For each file, its path or URL, and the kind of its table for :func:`read_column`.
 
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.
@@ -89,7 +89,12 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
 
 def _kind(name: str, file: str) -> str:
-    """Return the kind of a file from its format in ``datasets``, where json includes JSON lines and csv includes TSV."""
+    """Return the kind of table in a file, for :func:`read_column`.
+
+    Args:
+        name: format in ``datasets``: ``json``, which includes JSON lines; ``csv``, which includes TSV; ``parquet``; ``text``.
+        file: path or URL of the file, whose suffix is compared with the format.
+    """
     by_suffix = table_kind(file)
     return by_suffix if by_suffix and (name, by_suffix) in {("json", "jsonl"), ("csv", "tsv")} else KINDS[name]
 
@@ -108,7 +113,7 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 
 
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
-    """List the files of a data set on the hub; None if only ``datasets`` can read them."""
+    """List the files of a data set on the Hugging Face Hub with their kinds; None if only ``datasets`` can read them."""
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"
@@ -134,7 +139,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
-    """Iterate over the rows of a data set through the readers of ``datasets``."""
+    """Yield the location and the text of each row of a data set, read by the library ``datasets``."""
     from datasets import load_dataset
 
     name, number = f"the data set {data_set['path']}", 0

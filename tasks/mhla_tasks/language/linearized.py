@@ -47,7 +47,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(CausalLanguageModel):
-    """A causal language model of transformers whose attention is replaced and which is trained to restore its quality.
+    """Causal language model of transformers whose attention is replaced, and which is then trained to restore its quality.
 
     Args:
         pretrained: model to start from: a folder of transformers, a name on the hub, or a checkpoint or run of this class or
@@ -55,10 +55,11 @@ class LinearizedModel(CausalLanguageModel):
         attention: replacement of the attention; rotary embeddings and the norms of queries and keys remain those of the model.
         layer_kinds: kinds of the layers, repeated to the depth: keep leaves a layer unchanged, replace uses attention.kind;
             null replaces all.
-        train: parameters that are trained after the layer steps: all; attention, the replaced layers with their projections;
-            new, only the parameters that the replacement added; lora, these and adapters of the projections.
+        train: parameters that are trained after the layer-matching stage: all; attention, the replaced attention layers with
+            their projections; new, only the parameters that the replacement added; lora, these and LoRA adapters of the
+            projections.
         lora: rank and alpha of the adapters.
-        distillation: options of the two stages; see TransferOptions.
+        distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
         generation: options of predict for continuations.
         network: configuration of the model, which is read from pretrained; do not set it.
@@ -97,7 +98,7 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer. Special tokens that the original model's settings name are not changed."""
+        """Set the model's tokenizer, but keep the special tokens that the settings of the original model name."""
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
@@ -119,7 +120,7 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Check that layers can be matched, and load the teacher, as :meth:`Linearization.start` does."""
+        """Prepare training of the replaced layers: check that they can be matched, and load the teacher model."""
         self.linearization.start(self, read_source)
 
     @override
@@ -145,10 +146,10 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 
 def read_source(path: str) -> PreTrainedModel:
-    """Load the original model from a path or a name on the hub, in float32.
+    """Load the original model in float32, from a path or by its name on the Hugging Face Hub.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such model.
         ValueError: as for :func:`source_network` and :func:`load_source`.
     """
     if is_swapped(path):
@@ -164,7 +165,7 @@ def source_network(pretrained: str) -> dict[str, Any]:
     """Read the configuration of a model in the form that :func:`build_network` takes.
 
     Args:
-        pretrained: checkpoint, run, folder or name on the hub.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -203,7 +204,7 @@ def source_network(pretrained: str) -> dict[str, Any]:
 
 
 def read_configuration(pretrained: str) -> PreTrainedConfig:
-    """Load the configuration of a folder or a name on the hub, without running any code that comes with it.
+    """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
 
     Raises:
         FileNotFoundError: if there is no configuration.
@@ -219,9 +220,9 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
 
 
 def read_generation(pretrained: str) -> dict[str, Any]:
-    """Read the generation settings of a model, such as more end tokens and sampling; empty if it has none.
+    """Read the generation settings of a model, such as end tokens and sampling options; empty if it has none.
 
-    Published settings often have ``temperature`` without ``do_sample``. transformers does not save such settings, so that
+    Published settings often have ``temperature`` without ``do_sample``. transformers does not save such settings, so
     ``do_sample`` is set for them.
 
     Raises:
@@ -244,11 +245,13 @@ def read_generation(pretrained: str) -> dict[str, Any]:
 
 
 def load_source(network: PreTrainedModel, pretrained: str) -> None:
-    """Load weights into a swapped network; parameters that the swap added keep their initial values if the weights lack them.
+    """Load weights into a network whose attention was replaced.
+
+    Parameters that the replacement added keep their initial values if the weights lack them.
 
     Args:
-        network: the swapped network.
-        pretrained: checkpoint, run, folder or name on the hub.
+        network: network with replaced attention.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there are no weights.

@@ -84,15 +84,15 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
-        """Return the model itself, by which peft recognizes that there is no encoder (in batches of several adapters)."""
+        """Return the model itself, so that peft knows that there is no encoder, for batches with several adapters."""
         return self
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head."""
+        """Return the output layer, which maps hidden states to logits."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
+        """Replace the output layer, which maps hidden states to logits."""
         assert isinstance(new_embeddings, nn.Linear)
         self.head = new_embeddings
 
@@ -133,8 +133,8 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
                 checkpointing.
             output_hidden_states: whether to return the inputs of each layer and of the head.
             return_dict: False returns a tuple.
-            logits_to_keep: number of last columns, or indices of columns, to compute logits of; 0 for all.
-            cu_seqlens: first token of each document packed in the one row, followed by N, ``[S + 1]``.
+            logits_to_keep: number of last columns, or indices of the columns, to compute logits for; 0 for all columns.
+            cu_seqlens: index of the first token of each of S documents packed in the single row, followed by N, ``[S + 1]``.
             kwargs: additional arguments; see :class:`ForwardOptions`.
 
         Returns:
@@ -170,7 +170,10 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
-        """Compute the cross-entropy, as a mean or of each token. All logits are stored only if adapters need them."""
+        """Compute the cross-entropy in nats: the mean, or the loss of each token ``[B, N]``.
+
+        The logits of all tokens are stored at once only if an adapter of peft changes the head.
+        """
         mean = options.get("loss_reduction", "mean") == "mean"
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
         # Skip ignored tokens only where their number is at hand: reading it from a device waits for the device, and a graph
@@ -229,7 +232,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             model_kwargs["past_key_values"] = StateCache(self.config.depth)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        """Generate as transformers does, after checking the prompts. The padding of each row is moved to its left.
+        """Generate tokens as transformers does, after checking the prompts and moving their padding to the left.
 
         Raises:
             ValueError: if a prompt is empty, a token is not in the vocabulary, or prompt and new tokens exceed the length of

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Shape of the MHLA language model.
+    """Sizes of the MHLA language model.
 
     Args:
         dim: width of the model.
@@ -59,8 +59,8 @@ class LanguageModel(CausalLanguageModel):
         context: number of tokens in a training sample.
         shape: widths, depth and heads.
         network: configuration of transformers that builds a different causal language model instead of the MHLA backbone, as
-            {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used; attention and layer_kinds are
-            errors.
+            {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds
+            must not be set.
         generation: options of predict for continuations.
         pretrained: run, checkpoint or exported folder whose weights training starts from, with any context and vocabulary;
             not read if --ckpt_path supplies the weights.

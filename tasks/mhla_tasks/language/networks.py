@@ -61,7 +61,7 @@ def known_options(kind: type[PreTrainedConfig]) -> set[str]:
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of a model, first to last.
+    """Return the layers of a transformers model, from the first to the last.
 
     Raises:
         ValueError: if the model has no list of ``num_hidden_layers`` modules.
@@ -87,7 +87,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
         Whether the logits are the plain product; False for a model on the meta device.
 
     Raises:
-        ValueError: if tokens attend to later ones, the model takes fewer than ``context`` tokens, or its configuration asks
+        ValueError: if tokens attend to later tokens, the model takes fewer than ``context`` tokens, or its configuration asks
             for a router loss.
     """
     config, name = network.config, type(network).__name__
@@ -127,7 +127,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
         network: causal language model of transformers.
         inputs: input tokens, ``[B, N]`` int64.
         targets: next token of each input, ``[B, N]`` int64; -100 is ignored.
-        mean: whether to return the mean.
+        mean: whether to return the mean over the targets instead of the loss of each token.
         plain: result of :func:`examine`; if True, the logits of all tokens are never stored at once.
 
     Returns:
@@ -146,7 +146,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens in a sequence that a model accepts; None for no limit."""
+    """Return the maximum sequence length of an MHLA model in tokens; None without a limit, and for all other models."""
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 

@@ -38,7 +38,7 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    """Raise ValueError if the number of rows differs from that of the cache, or a row has no tokens.
+    """Raise ValueError if the number of rows differs from that of the cache, or a row has neither new nor cached tokens.
 
     Args:
         cache: state to continue from, if any.
@@ -82,8 +82,8 @@ def document_bounds(
         x: tokens, ``[B, N, ...]``.
 
     Returns:
-        First token of each document and the number of tokens, counted over all rows laid end to end; None if every row is
-        one document.
+        Index of the first token of each document, followed by the number of tokens, with all rows laid end to end; None if
+        every row is one document.
 
     Raises:
         ValueError: if the arguments contradict each other.
@@ -107,10 +107,10 @@ def document_bounds(
 
 
 def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) -> Tensor | None:
-    """Select the positions of the current tokens.
+    """Select the position of each current token from ``position_ids``.
 
     Args:
-        position_ids: positions, ``[N]``, ``[1, N]`` or ``[B, N]``; earlier columns may precede them.
+        position_ids: positions, ``[N]``, ``[1, N]`` or ``[B, N]``; positions of earlier tokens may precede them.
         x: current tokens, ``[B, N, ...]``.
         order: indices that put the real tokens of each row first, ``[B, N]``; None keeps the order.
 

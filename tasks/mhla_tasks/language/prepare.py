@@ -50,8 +50,9 @@ def write_token_shards(
 ) -> list[Path]:
     """Write documents as token shards ``target/prefix-00000.tar`` and so on.
 
-    Each sample holds many documents: their tokens in ``KEY.tokens.npy`` and the first token of each in ``KEY.starts.npy``. If
-    the bytes of tokens do not add up to the bytes of the text, ``KEY.missing.npy`` holds the difference for each document.
+    Each sample holds many documents: their tokens in ``KEY.tokens.npy``, and the index of the first token of each document in
+    ``KEY.starts.npy``. If the bytes that the tokens stand for do not add up to the bytes of the text, ``KEY.missing.npy``
+    holds the difference for each document.
 
     Args:
         target: path of the folder to write to, created if missing.
@@ -63,7 +64,7 @@ def write_token_shards(
         runs_per_shard: number of samples in a shard.
         skip: number of documents to leave out at the start.
         limit: maximum number of documents; None for all.
-        control_tokens: whether the letters of a control token in a document become that token.
+        control_tokens: whether the spelling of a control token in a document, such as ``<|endoftext|>``, becomes that token.
         force: whether to delete the shards of an earlier call first.
 
     Returns:
@@ -101,7 +102,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the origins of all documents, to detect changes: every file of the sources, or the name of a data set of the hub."""
+    """List the files and Hugging Face data sets that documents come from, so that a later call can detect changes."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
@@ -115,7 +116,7 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 
 
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the tokenizer beside its shards.
+    """Save the tokenizer in the folder ``tokenizer`` beside the shards, unless it is there already.
 
     Raises:
         ValueError: if the folder holds shards of a different tokenizer.

@@ -81,7 +81,7 @@ class PromptFile:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``prompt`` and ``index`` of one sample."""
+        """Return a prompt as a dict with its text, ``prompt``, and its position in the file, ``index``."""
         return {"prompt": self.prompts[index], "index": index}
 
 
@@ -104,11 +104,11 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Store the continuations of this process."""
+        """Store the continuations of a batch until the end of the run."""
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the continuations of all processes and write them on the first."""
+        """Gather the continuations of all processes, and write them to the file on the first process."""
         rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "continuations.jsonl"
         self._rows = []
         if not trainer.is_global_zero:

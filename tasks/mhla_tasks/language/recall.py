@@ -44,7 +44,7 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """Base class of data modules for sequences with questions: few tokens are predicted, and answers are counted by group.
+    """Base class of data modules for sequences in which only the answers to questions are predicted, and counted by group.
 
     A batch holds ``tokens`` ``[B, N]`` int64, ``labels`` ``[B, N]`` int64 with -100 for tokens that are not predicted, and
     the ``group`` of each sequence, ``[B]`` int64.
@@ -62,7 +62,7 @@ class QuestionData(ResumableDataModule):
         self.vocab_size = vocab_size
 
     def questions(self, stage: str) -> SampleSource:
-        """Return the samples of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the sequences with questions of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
     @override
@@ -84,10 +84,10 @@ class AssociativeRecall(QuestionData):
     """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions about them.
 
     A sequence of N tokens begins with D keys, each followed by its value. Keys are drawn without replacement from the lower
-    half of the vocabulary, values from the upper half. The rest are (N - 2D) / 2 slots of two tokens. D slots begin with a
-    key, whose value is to be predicted. They are drawn without replacement with probabilities proportional to
-    ``i ** (power - 1)``, i = 1, 2, .... All other tokens after the pairs are random, or 0. Accuracy is logged by number of
-    pairs: ``val/accuracy_pairs4``.
+    half of the vocabulary, values from the upper half. The rest of the sequence is (N - 2D) / 2 slots of two tokens. D slots
+    begin with a key, whose value is to be predicted. These slots are drawn without replacement with probabilities
+    proportional to ``i ** (power - 1)``, i = 1, 2, .... All other tokens after the pairs are random, or 0. Accuracy is logged
+    by number of pairs: ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.

@@ -25,7 +25,7 @@ class TokenRuns(Protocol):
     run_shards: Sequence[int]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read part of a run.
+        """Read consecutive tokens of a run, and where documents begin among them.
 
         Args:
             run: index of the run.
@@ -38,7 +38,15 @@ class TokenRuns(Protocol):
         ...
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus the bytes of the tokens ``first`` to ``stop - 1``; see ``text_bytes.MissingBytes``."""
+        """Return the correction to the number of text bytes that the tokens ``first`` to ``stop - 1`` stand for.
+
+        It is the length of the text in bytes minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
+
+        Args:
+            run: index of the run.
+            first: index of the first token in the run.
+            stop: index after the last token.
+        """
         ...
 
     def describe(self, run: int) -> str:
@@ -47,14 +55,14 @@ class TokenRuns(Protocol):
 
 
 class ArrayRuns:
-    """Token run in memory; an implementation of :class:`TokenRuns` with a single run.
+    """Implementation of :class:`TokenRuns` for a single run of tokens in memory.
 
     Args:
         tokens: tokens of all documents, ``[n]`` integers.
-        starts: first token of each document, ``[documents]`` integers.
+        starts: index of the first token of each document, ``[documents]`` integers.
         name: name of the text, for messages.
-        missing: bytes of each document minus the bytes of its tokens (``text_bytes.MissingBytes``), ``[documents]``; None if
-            they are equal, as for tokenizers of :func:`train_tokenizer`.
+        missing: bytes of each document's text minus the bytes that its tokens stand for, ``[documents]``, as
+            ``text_bytes.MissingBytes`` returns them; None if all are 0, as for tokenizers of :func:`train_tokenizer`.
     """
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str, missing: np.ndarray | None = None) -> None:
@@ -65,11 +73,11 @@ class ArrayRuns:
         self.run_shards: Sequence[int] = [1]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read part of the run; see :meth:`TokenRuns.read`."""
+        """Read consecutive tokens, and where documents begin among them; see :meth:`TokenRuns.read`."""
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus the bytes of tokens for part of a run; see :meth:`TokenRuns.missing_bytes`."""
+        """Return the bytes of a part of the text minus the bytes its tokens stand for; see :meth:`TokenRuns.missing_bytes`."""
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:
@@ -100,14 +108,14 @@ class TokenWindows:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one window.
+        """Return one window as a sample.
 
         Args:
             index: index of the window over all runs.
 
         Returns:
-            ``tokens`` ``[context + 1]`` int64, the number of ``bytes`` of all tokens but the first, and with separate
-            documents ``starts``, a mask of the tokens that begin a document, ``[context]`` bool.
+            ``tokens``, ``[context + 1]`` int64; ``bytes``, the number of bytes of text in all tokens but the first; and with
+            ``separate_documents`` also ``starts``, a mask of the input tokens that begin a document, ``[context]`` bool.
 
         Raises:
             BrokenSampleError: if a token is not in the vocabulary.

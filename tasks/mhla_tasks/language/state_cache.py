@@ -38,15 +38,15 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Maximum number of columns: -1, because a state has no limit."""
+        """Maximum number of tokens in a row: -1, because a state has no limit."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the maximum number of columns: -1, because a state has no limit."""
+        """Return the maximum number of tokens in a row: -1, because a state has no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the width of the mask for the next ``query_length`` tokens, and the index of its first column."""
+        """Return the width of the attention mask for the next ``query_length`` tokens, and the index of its first column."""
         return self.columns + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -54,16 +54,16 @@ class StateCache(GenerationCache, Cache):
         return self.is_initialized
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Clear the states of all layers, so that the cache has seen no tokens."""
         self.layers = [None] * len(self.layers)
         self.columns = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows ``indices``, in their order."""
+        """Keep only the batch rows at ``indices``, in the order of ``indices``."""
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
+        """Repeat every batch row ``repeats`` times, with the copies next to each other."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -76,7 +76,7 @@ class StateCache(GenerationCache, Cache):
             raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
-        """Reject the recording of earlier states, which assisted decoding needs.
+        """Reject the recording of earlier states, which assisted decoding needs and this cache does not support.
 
         Raises:
             ValueError: always.
@@ -97,7 +97,7 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Reject caches that are not a state of the model.
+    """Raise ValueError if a cache is not a generation state, such as a key-value cache of a different model.
 
     Args:
         cache: value of ``past_key_values``; None is accepted.

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StdlibText:
-    """Tokenized source code of the standard library.
+    """Tokenized source code of Python's standard library.
 
     Attributes:
         tokenizer: tokenizer trained on the training files.
@@ -47,7 +47,7 @@ class StdlibText:
 
 
 def stdlib_files() -> list[Path]:
-    """List the source files of the standard library in alphabetical order."""
+    """List the source files of Python's standard library in alphabetical order."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     return sorted(path for path in files if not path.relative_to(root).parts[0].startswith("config-"))
@@ -55,7 +55,7 @@ def stdlib_files() -> list[Path]:
 
 @cache
 def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
-    """Load the tokenized standard library from the cache, after training the tokenizer and encoding the text if needed.
+    """Load Python's tokenized standard library from the cache; a missing tokenizer or missing tokens are created first.
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE, 258 to 65,536.

@@ -28,7 +28,7 @@ KEPT = 64
 
 
 class RowPosition(NamedTuple):
-    """Position of a row of the global batch in the stream of documents.
+    """Position that a row of the global batch has reached in the stream of documents.
 
     Attributes:
         document: index of the next document.
@@ -40,7 +40,7 @@ class RowPosition(NamedTuple):
 
 
 class PackedRows(IterableDataset):
-    """Endless stream of the batches of one process, whose rows pack documents without gaps.
+    """Endless stream of batches for one process, in which documents follow each other in a row without gaps.
 
     Args:
         documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
@@ -50,8 +50,8 @@ class PackedRows(IterableDataset):
         context: number of tokens in a sample.
         token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``.
         separate_documents: whether samples mark where documents begin.
-        missing: function that returns the bytes of a document's text minus those of its tokens
-            (``text_bytes.MissingBytes``); None if they are equal.
+        missing: function that takes the text and the tokens of a document, and returns the bytes of the text minus the bytes
+            that the tokens stand for (see ``text_bytes.MissingBytes``); None if the difference is always 0.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class PackedRows(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Iterate over the batches that follow the start positions.
 
-        A batch holds ``tokens`` ``[b, context + 1]`` int64, ``bytes`` ``[b]``, the ``position`` of each row after the batch,
-        ``[b, 2]``, ``valid`` ``[b]`` bool, and with separate documents ``starts`` ``[b, context]`` bool.
+        A batch of b rows holds ``tokens`` ``[b, context + 1]`` int64; ``bytes`` of text in each row ``[b]``; ``position``, the
+        :class:`RowPosition` of each row after the batch, ``[b, 2]``; ``valid`` ``[b]``, all True; and with
+        ``separate_documents`` also ``starts``, a mask of the tokens that begin a document, ``[b, context]`` bool.
         """
         number = len(self.positions)
         row_positions = {row: self.positions[row] for row in self.rows}
@@ -90,7 +91,15 @@ class PackedRows(IterableDataset):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
     def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
-        """Encode waiting documents of a row until it has enough tokens for a sample; return whether it has."""
+        """Encode waiting documents of a row until the row has enough tokens for a sample.
+
+        Args:
+            pack: queue of the row's tokens.
+            waiting: index and text of each document that is not encoded yet; encoded documents are removed.
+
+        Returns:
+            Whether the row has enough tokens.
+        """
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
             tokens = self.encode(document)
@@ -112,7 +121,10 @@ class PackedRows(IterableDataset):
 
 
 class _Window(NamedTuple):
-    """Sample of one row: its tokens, a mask of those that begin a document, the position after it, and its missing bytes."""
+    """Sample of one row: tokens, mask of tokens that begin a document, position after the sample, and missing bytes.
+
+    Missing bytes are the bytes of the text minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
+    """
 
     tokens: np.ndarray
     first: np.ndarray
@@ -121,7 +133,10 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Document in a row: its index, the number of used tokens, all its tokens, and its missing bytes."""
+    """Document in a row: index in the stream, number of tokens that samples have used, all tokens, and missing bytes.
+
+    Missing bytes are the bytes of the text minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
+    """
 
     document: int
     used: int
@@ -130,12 +145,12 @@ class _Part(NamedTuple):
 
     @property
     def left(self) -> int:
-        """Number of tokens that are not used yet."""
+        """Number of tokens of the document that no sample has used yet."""
         return len(self.tokens) - self.used
 
 
 class _Pack:
-    """Queue of the encoded tokens of one row that no sample has used yet."""
+    """Queue of the documents of one row whose tokens are not yet all used by samples."""
 
     def __init__(self, used: int) -> None:
         self.skip = used
@@ -143,13 +158,19 @@ class _Pack:
         self.size = 0
 
     def add(self, document: int, tokens: np.ndarray, missing: int) -> None:
-        """Append an encoded document, with its index and its missing bytes, to the row."""
+        """Append the tokens of a document to the queue.
+
+        Args:
+            document: index of the document in the stream.
+            tokens: all tokens of the document, ``[n]``.
+            missing: bytes of the document's text minus the bytes that its tokens stand for.
+        """
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))
         self.size += len(tokens) - skip
 
     def take(self, context: int) -> _Window:
-        """Take the next sample of ``context + 1`` tokens; its last token is also the first of the next sample."""
+        """Remove and return the next sample of ``context + 1`` tokens; its last token is also the first of the next sample."""
         tokens = np.concatenate([part.tokens[part.used :] for part in self.parts])[: context + 1]
         first = np.zeros(context + 1, dtype=bool)
         position = missing = 0
@@ -177,7 +198,7 @@ class StreamLoader:
     """Loader of packed batches that resumes from the position of a checkpoint.
 
     Args:
-        make: function that builds the batches that follow given row positions.
+        make: function that returns the stream of batches that starts at the given positions of all rows.
         batch_size: number of rows in the global batch.
         rows: rows of the global batch that this process packs.
         steps: number of batches in an epoch.
@@ -219,7 +240,10 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of all rows after the last batch that was trained. Call it on every process."""
+        """Return the stream positions of all rows of the global batch after the last trained batch.
+
+        This is a collective operation, so call it on every process.
+        """
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
         own_positions = self._after.get(trained, [list(self.start[row]) for row in self.rows])
@@ -236,7 +260,7 @@ class StreamLoader:
             self.start_at(state)
 
     def start_at(self, state: dict[str, Any]) -> None:
-        """Resume from positions in the form that :meth:`state_dict` returns.
+        """Set the row positions that loading starts from, in the form that :meth:`state_dict` returns.
 
         Raises:
             ValueError: if the batch size has changed.

@@ -17,7 +17,7 @@ WINDOW, OVERLAP = 256, 64
 
 
 class TextPrinter(BaseStreamer):
-    """Printer of text on standard output while ``generate`` draws its tokens.
+    """Streamer for ``generate`` that prints the text to standard output while the tokens are generated.
 
     transformers' ``TextStreamer`` decodes each line separately, and SentencePiece tokenizers then lose the spaces at its
     start. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
@@ -40,7 +40,7 @@ class TextPrinter(BaseStreamer):
         self._prompt_comes = True
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt ``[1, N]`` first, then one new token ``[1]`` at a time."""
+        """Receive token indices from ``generate``: first the prompt ``[1, N]``, then one new token ``[1]`` at a time."""
         new = value.flatten().tolist()
         self._window += new
         if self._prompt_comes:
@@ -62,7 +62,7 @@ class TextPrinter(BaseStreamer):
         sys.stdout.flush()
 
     def _waits(self, token: int) -> bool:
-        """Return whether a token is a byte or has no text, so that later tokens may change the text so far."""
+        """Return whether a token is a single byte or a special token, so that later tokens may change the text so far."""
         name = str(self.tokenizer.convert_ids_to_tokens(token))
         return token in self.tokenizer.all_special_ids or BYTE.fullmatch(name) is not None
 
@@ -76,7 +76,7 @@ class TextPrinter(BaseStreamer):
             self._printed = len(text)
 
     def _move_window(self) -> None:
-        """Drop the oldest tokens of the window, unless this would change the text of the tokens after them."""
+        """Drop the oldest of the tokens that are decoded together, unless this would change the text of the remaining ones."""
         waiting = self._text()[self._printed :]
         window = self._window
         cuts = (cut for cut in range(len(window) - OVERLAP, len(window)) if not self._waits(window[cut]))

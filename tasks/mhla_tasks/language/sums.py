@@ -37,7 +37,7 @@ class Answers(Metric):
             self.add_state(name, torch.zeros(MOST, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, right: Tensor, groups: Tensor) -> None:
-        """Count answers.
+        """Add a batch of answers to the counts.
 
         Args:
             right: whether each answer is correct, ``[n]`` bool.
@@ -52,7 +52,7 @@ class Answers(Metric):
 
 
 def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the accuracy over all groups, of each group, and over groups whose names differ only in the last part.
+    """Compute accuracies: over all groups, for each group, and over groups whose names differ only after the last underscore.
 
     Args:
         counts: correct answers and questions as :meth:`Answers.compute` returns them, ``[2, MOST]``.
@@ -73,7 +73,7 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 class TextSums(nn.Module):
-    """Sums of losses, tokens, bytes and answers over the batches and processes of one evaluation."""
+    """Module that adds up losses, tokens, bytes and answers over the batches and processes of one evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,16 +82,16 @@ class TextSums(nn.Module):
         self.answers = Answers()
 
     def add(self, **values: Tensor | int) -> None:
-        """Add values to the sums by their names in :data:`SUMS`."""
+        """Add values to the running sums; each keyword is the name of a sum in :data:`SUMS`."""
         for name, value in values.items():
             cast(SumMetric, self.sums[name]).update(value)
 
     def compute(self) -> dict[str, float]:
-        """Return the sums so far, over all processes."""
+        """Return the sums so far over all processes, by their names in :data:`SUMS`."""
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
-        """Return the metrics since the last call and reset the sums.
+        """Return the metrics of all batches since the last call, and reset the sums.
 
         Args:
             stage: name of the stage, for messages.

@@ -29,7 +29,7 @@ SAMPLES = (
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Test on sample texts whether the bytes of a text's tokens add up to the bytes of the text."""
+    """Return whether the bytes that tokens stand for add up to the bytes of their text, as tested on sample texts."""
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -39,9 +39,11 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class MissingBytes:
-    """Counter of missing bytes: the bytes of a document's text minus the bytes of its tokens, which may be negative.
+    """Callable that computes how many bytes of a document's text its tokens do not account for, the missing bytes.
 
-    A control token inside a document counts as many bytes as its letters, so it adds nothing to the difference.
+    Missing bytes are the bytes of the text minus the bytes that its tokens stand for.
+    The difference is not 0 if the tokenizer changes a text before splitting it. It may be negative. A control token inside a
+    document counts as many bytes as its letters, so it adds nothing to the difference.
 
     Args:
         tokenizer: tokenizer of the documents.
@@ -75,17 +77,17 @@ def spread(missing: int, count: int, position: int) -> int:
     """Return the part of a document's missing bytes that falls on its first ``position`` tokens, if spread evenly over all.
 
     Args:
-        missing: missing bytes of the document.
-        count: number of tokens in the document. The first one is its begin token, which has no share unless it is the only
-            one.
-        position: number of tokens, 0 to ``count``.
+        missing: missing bytes of the document; see :class:`MissingBytes`.
+        count: number of tokens in the document. The first one begins the document and has no share, unless it is the only
+            token.
+        position: number of tokens from the start of the document, 0 to ``count``.
     """
     shares = max(1, count - 1)
     return missing * max(0, position - (count - shares)) // shares
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return the missing bytes (bytes of text minus bytes of tokens) of the tokens ``first`` to ``stop - 1``.
+    """Return the missing bytes, as :class:`MissingBytes` defines them, of the tokens ``first`` to ``stop - 1`` of a text.
 
     Args:
         first: index of the first token.

@@ -16,7 +16,7 @@ bytes of its tokens. The last member is omitted if all differences are 0."""
 
 
 class ShardRuns:
-    """Token runs in shards, one in each sample; an implementation of ``sources.TokenRuns`` that reads only requested parts.
+    """Implementation of ``sources.TokenRuns`` for tar shards with one run in each sample; only requested parts are read.
 
     Args:
         reader: reader of the shards.
@@ -36,7 +36,7 @@ class ShardRuns:
         self._missing: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Return the byte offset of a run's first token in its member, and the dtype of the tokens."""
+        """Return the byte offset of a run's first token in the tar member ``KEY.tokens.npy``, and the dtype of the tokens."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
         try:  # the header alone says where to read, without loading the tokens
@@ -50,7 +50,7 @@ class ShardRuns:
         return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read part of a run; see ``sources.TokenRuns.read``."""
+        """Read consecutive tokens of a run, and where documents begin among them; see ``sources.TokenRuns.read``."""
         offset, dtype = self._heads[run]
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
         tokens = np.frombuffer(data, dtype)
@@ -77,14 +77,14 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Return whether a run has the member :data:`MISSING`."""
+        """Return whether the shard stores the missing bytes of a run's documents, in the tar member :data:`MISSING`."""
         try:
             return self.reader.extension(run, (MISSING,)) == MISSING
         except BrokenSampleError:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of text minus the bytes of tokens for part of a run; see ``sources.TokenRuns.missing_bytes``."""
+        """Return the bytes of a text part minus the bytes its tokens stand for; see ``sources.TokenRuns.missing_bytes``."""
         if not self.has_missing(run):
             return 0
         starts = self._document_starts(run)

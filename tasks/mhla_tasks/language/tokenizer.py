@@ -71,8 +71,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     The numbers add up to the bytes of any text for byte-level vocabularies (GPT-2, Llama 3), for vocabularies with byte
     fallback whose tokenizer puts no space in front (Gemma), and for vocabularies of bytes (ByT5). Other tokenizers change a
     text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT), compose characters (NFKC)
-    or replace unknown ones. Their tokens count the bytes of their letters, and
-    :class:`mhla_tasks.language.text_bytes.MissingBytes` counts the difference to the bytes of a text.
+    or replace unknown ones. For their tokens, the bytes of the letters are counted, and
+    :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the bytes of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())
@@ -86,7 +86,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class _Letters:
-    """Rules by which the letters of a tokenizer's tokens represent bytes of text."""
+    """Rules of a tokenizer for the number of bytes of text that the letters of a token represent."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -118,7 +118,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Iterate over the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
+    """Yield the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):
@@ -127,7 +127,10 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the index of a padding token. Any token is suitable, because the model never attends to padding."""
+    """Return the index of the token for padding: the padding token, else the end token, else 0.
+
+    Any token is suitable, because the model never attends to padding.
+    """
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(index for index in candidates if index is not None)
 
@@ -140,7 +143,7 @@ def left_padded(
     Args:
         tokenizer: any tokenizer.
         texts: prompts to encode.
-        read_control_tokens: whether the letters of a control token in a prompt become that token.
+        read_control_tokens: whether the spelling of a control token in a prompt, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
         Tokens and mask of non-padding tokens, each ``[B, N]`` int64.

@@ -27,7 +27,7 @@ MOST_DEPTH = 8
 
 
 def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or of a model on the hub, without running code that comes with it.
+    """Load a tokenizer from a folder or from a model on the Hugging Face Hub, without running code that comes with it.
 
     Args:
         where: path of the folder, or name of the model.
@@ -108,10 +108,10 @@ def _packed(data: bytes) -> str | dict[str, str]:
 
 
 def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Iterate over the relative paths and the contents of packed files, after checking them.
+    """Yield the relative path and the content of each packed file, after checking them.
 
     Raises:
-        ValueError: if a path or a content is not valid, or a limit is exceeded.
+        ValueError: if a path or a content is not valid, or there are too many files or characters.
     """
     if len(files) > MOST_FILES:
         raise ValueError(f"the checkpoint's tokenizer has {len(files)} files, more than {MOST_FILES}")

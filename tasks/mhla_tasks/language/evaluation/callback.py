@@ -43,7 +43,7 @@ class LMEval(PeriodicEvaluation):
         batch_size: batch size of each process.
         max_length: maximum number of tokens in prompt and answer together; null for the model's context.
         cut: part to remove from prompts that are too long: middle or left.
-        data_dir: folder with local copies of the tasks' data; null for the hub.
+        data_dir: folder with local copies of the tasks' data; null for the Hugging Face Hub.
         include_path: folder with additional tasks.
     """
 
@@ -86,7 +86,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the weights that validation uses, on all processes, and log the scores on the first process."""
+        """Score the weights that validation uses (averaged, if kept) on all processes; the first process logs the scores."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM

@@ -32,7 +32,7 @@ class MHLALM(HFLM):
     Under ``torch.distributed`` each process answers a share of the requests.
 
     Args:
-        pretrained: path of a training checkpoint or of an exported folder, name on the hub, or model.
+        pretrained: path of a training checkpoint or of an exported folder, name on the Hugging Face Hub, or model.
         tokenizer: path of a tokenizer's folder, name on the hub, or tokenizer; None for the model's own.
         device: device of a model that is loaded; None for the GPU if there is one.
         dtype: dtype of the weights of a model that is loaded.
@@ -86,7 +86,7 @@ class MHLALM(HFLM):
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather a tensor from all processes and concatenate the parts; scalars are stacked."""
+        """Gather a tensor from all processes and concatenate the results along the first dimension; scalars are stacked."""
         if self.world_size <= 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -99,11 +99,11 @@ class MHLALM(HFLM):
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, and count the prompts that were cut."""
+        """Score continuations as lm-eval does, and count the prompts that were cut to fit the model."""
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers as lm-eval does, and count the prompts that were cut."""
+        """Generate answers as lm-eval does, and count the prompts that were cut to fit the model."""
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
     def tok_encode(
@@ -113,9 +113,9 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Encode one text as lm-eval does, without the tokens that the tokenizer appends.
+        """Encode one text as lm-eval does, but without the special tokens that the tokenizer appends.
 
-        Appended tokens would stand between a context and its continuation.
+        Appended tokens, such as an end token, would stand between a context and its continuation.
         """
         begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
         encode = encode_texts if begin is False else encode_prompts
@@ -129,7 +129,9 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Encode texts as a padded batch; texts of more than ``left_truncate_len`` tokens are cut as ``cut`` says.
+        """Encode texts as a padded batch, after shortening texts of more than ``left_truncate_len`` tokens.
+
+        The attribute ``cut`` determines whether the middle or the left part of these texts is removed.
 
         Returns:
             Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
@@ -172,7 +174,10 @@ class MHLALM(HFLM):
         return answers
 
     def cut_shares(self) -> dict[str, float]:
-        """Return the share of each task's prompts that were cut, over all processes. Call it on every process."""
+        """Return, by task, the fraction of prompts on all processes that were cut to fit the model.
+
+        This is a collective operation, so call it on every process.
+        """
         counts = [(dict(self.prompts), dict(self.prompts_cut))]
         if self.world_size > 1:
             gathered: list[Any] = [None] * self.world_size
@@ -186,7 +191,7 @@ class MHLALM(HFLM):
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the description of the model that lm-eval writes to its results, and the share of cut prompts of each task."""
+        """Return lm-eval's description of the model for its results file, and the fraction of cut prompts of each task."""
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
@@ -198,7 +203,12 @@ class MHLALM(HFLM):
 
 
 def _device(requested: str | None) -> str:
-    """Return the name of the device to use: this process's GPU, the CPU without one, or ``wanted`` if it is not a GPU."""
+    """Return the name of the device for the model.
+
+    Args:
+        requested: name of a device. None or a name that starts with ``cuda`` selects the GPU of this process, or the CPU if
+            there is no GPU.
+    """
     if requested is not None and not requested.startswith("cuda"):
         return requested
     if not torch.cuda.is_available():

@@ -25,7 +25,7 @@ BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 @contextmanager
 def local_data(folder: str | Path | None) -> Iterator[None]:
-    """Context manager in which lm-eval's tasks load their data sets from a folder if it has them, else from the hub.
+    """Context manager in which lm-eval's tasks load their data sets from a folder, else from the Hugging Face Hub.
 
     Args:
         folder: folder with local copies of data sets; None changes nothing.
@@ -77,7 +77,7 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that all tasks of lm-eval exist.
+    """Check that lm-eval has all named tasks.
 
     Args:
         names: names of tasks, or paths of task files.
