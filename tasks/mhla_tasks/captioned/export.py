@@ -21,7 +21,7 @@ model = load("FOLDER")"""
 
 
 def loading(module: CaptionedDiffusion) -> str:
-    """Return Python code that loads the export of ``module``; FOLDER in the code stands for the path of the export."""
+    """Return Python code that loads the exported ``module``. In the code, FOLDER stands for the path of the export."""
     return LOADING.replace("NETWORK", module.host.transformer.__name__)
 
 

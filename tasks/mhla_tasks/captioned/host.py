@@ -30,18 +30,18 @@ CONTAINERS = ("state_dict", "model", "module")
 
 @dataclass(frozen=True)
 class Host:
-    """Description of a kind of diffusers transformer whose attention can be replaced.
+    """Description of a diffusers transformer class whose attention can be replaced, such as that of SANA or Wan.
 
     Args:
         transformer: class of the transformer.
-        pipeline: class of the diffusers pipeline that draws with the transformer.
-        name: name of this kind of transformer, for messages.
-        first_block: prefix of the names of the first block's weights.
-        is_published: function that tells from the weights whether they have the names of the original publication.
+        pipeline: class of the diffusers pipeline that draws samples with the transformer.
+        name: name of the transformer in error messages, with an article.
+        first_block: prefix that the weights of the first block have in their names.
+        is_published: function that returns whether weights, a dict by name, use the names of the original publication.
         published_names: function that converts weights from the published names to diffusers' names.
         schedulers: for each sampler, a function that builds its diffusers scheduler from the timestep shift of training.
-        pipeline_options: fixed arguments of the pipeline's calls. The pipeline validates them, although the latents that it is
-            given determine the size.
+        pipeline_options: arguments that every call of the pipeline receives, such as height and width. The pipeline only
+            validates these sizes; the shape of the initial latents determines the size of a sample.
     """
 
     transformer: Any
@@ -55,7 +55,7 @@ class Host:
 
 
 def euler_scheduler(shift: float) -> FlowMatchEulerDiscreteScheduler:
-    """Build the diffusers scheduler of Euler's method, for a model that was trained with the timestep shift ``shift``."""
+    """Build diffusers' Euler scheduler for a flow matching model that was trained with the timestep shift ``shift``."""
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=shift)
 
 
@@ -181,7 +181,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
-    """Return the name that a weight has in the model with the weights ``state``, where LoRA may have wrapped its layer."""
+    """Convert the name of a weight to its name in ``state``, which has ``.base_layer`` in it if LoRA wraps the layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in state else name

@@ -41,7 +41,7 @@ class ClassSampleGrid(drawing.SampleGrid):
     @property
     @override
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, built from the class name that configurations use."""
+        """Key of the callback's state in checkpoints: the class name in configurations, and the option ``name``."""
         return f"SampleGrid{{{self.name}}}"
 
 
@@ -78,7 +78,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
     @property
     @override
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, built from the class name that configurations use."""
+        """Key of the callback's state in checkpoints: the class name in configurations, and the option ``name``."""
         return f"GenerationMetrics{{{self.name}}}"
 
 

@@ -74,7 +74,7 @@ class ClassImages(ResumableDataModule):
     Args:
         batch_size: samples per batch, over all processes together.
         num_classes: number of classes, larger than every label; None to read it from the data.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         options: further options of :class:`ResumableDataModule`.
     """
 
@@ -110,7 +110,7 @@ class DigitImages(ClassImages):
     Args:
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
     """
 
@@ -141,7 +141,7 @@ class MnistImages(DigitImages):
     Args:
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
     """
 
@@ -161,7 +161,7 @@ class ClassShards(LabelledShards, ClassImages):
         flip: probability that a training sample is mirrored.
         batch_size: samples per batch, over all processes together.
         num_classes: number of classes; None for those of the training data.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         options: further options of :class:`ResumableDataModule`.
     """
 
@@ -210,7 +210,7 @@ class ImageShards(ClassShards):
             PREFIX-classes.txt name. Labels are matched by these names, in validation too.
         channels: number of channels, 3, or 1 for gray images.
         flip: probability that a training image is mirrored.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
     """
@@ -260,7 +260,7 @@ class LatentShards(ClassShards):
         num_classes: number of classes; null for those of the training data, which class folders and shards with a
             PREFIX-classes.txt name. Labels are matched by these names, in validation too.
         flip: probability that training uses the latent of the mirror image.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
     """

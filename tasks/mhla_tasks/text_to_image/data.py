@@ -32,8 +32,8 @@ class CaptionedImageData(CaptionedData):
     """Captioned images; a kind of data implements :meth:`samples` for training and validation.
 
     Args:
-        prompts: prompts that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        prompts: prompts for which the predict command draws samples.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     extension = IMAGE
@@ -49,10 +49,10 @@ class DigitScenes(CaptionedImageData):
     20,000 scenes to train on, 400 held out, which show digits that training never shows.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for pictures this small.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class CaptionedImageShards(CaptionedImageData):
         buckets: several sizes in place of one, as HEIGHTxWIDTH, such as [512x512, 384x640]: an image takes the one whose ratio
             is nearest to its own, and a batch holds images of one size. The model's patches must divide each.
         caption_key: entry of NNN.json, or of a line of metadata.jsonl, that is the caption.
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     def __init__(

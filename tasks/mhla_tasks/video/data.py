@@ -25,8 +25,8 @@ class ClipData(CaptionedData):
     """Captioned clips; a kind of data implements :meth:`clips` for training and validation.
 
     Args:
-        prompts: prompts that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        prompts: prompts for which the predict command draws samples.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     extension = VIDEO
@@ -47,10 +47,10 @@ class MovingDigits(ClipData):
         frames: number of frames of a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -82,10 +82,10 @@ class MovingMnist(MovingDigits):
         frames: number of frames of a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
     """
 
     digits = "mnist"
@@ -117,11 +117,11 @@ class VideoShards(ClipData):
         width: in pixels; videos are shrunk to cover it, and the middle is cut out.
         fps: frames a second that are taken; null for every frame as it comes.
         caption_key: entry of NNN.json that is the caption.
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     def __init__(
