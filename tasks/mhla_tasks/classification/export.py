@@ -38,14 +38,14 @@ model = load_swapped("FOLDER")"""
 
 
 def loading(module: Classifier) -> str:
-    """Return Python code that loads the export of ``module``."""
+    """Return Python code that loads the exported ``module``, with FOLDER in place of the path of the export."""
     if not isinstance(module, TimmClassifier):
         return LOADING
     return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Convert preprocessing options to timm's data configuration; return None if timm has no equivalent."""
+    """Convert preprocessing options to the data configuration of a timm model; return None if timm has no equivalent."""
     if preprocessing is None or preprocessing["crop_share"] is None:
         return None
     crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}

@@ -14,7 +14,9 @@ from mhla_tasks.diffusion.sampling import SamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
-    """Callback that draws a grid of samples, balanced over the classes, with the weights that validation uses.
+    """Callback that draws a grid of samples, balanced over the classes, during training.
+
+    The weights are those that validation uses: their moving average, if the run keeps one.
 
     Args:
         samples: number of samples; a grid shows at most 100, and at most 10 per class if there are 10 classes or fewer.
@@ -46,7 +48,9 @@ class ClassSampleGrid(drawing.SampleGrid):
 
 
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
-    """Callback that draws samples, balanced over the classes, with the weights that validation uses, and scores them.
+    """Callback that draws samples, balanced over the classes, during training, and scores them against real images.
+
+    The weights are those that validation uses: their moving average, if the run keeps one.
 
     Args:
         samples: number of samples; published results use 50,000.

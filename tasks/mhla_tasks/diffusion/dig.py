@@ -85,7 +85,7 @@ class DiGBlock(Block):
 
 
 class TurningBackbone(nn.Module):
-    """Backbone of a DiG: blocks, with the image reversed and transposed between them, and a final norm.
+    """Backbone of a DiG: transformer blocks between which the token order is reversed or transposed, and a final norm.
 
     Args:
         dim: width of the tokens.
@@ -95,7 +95,7 @@ class TurningBackbone(nn.Module):
         config: options of the DiG.
         condition_dim: width of the conditioning vector.
         mlp_norm_eps: epsilon of the norm before the MLP.
-        checkpointing: whether to recompute each block in the backward pass.
+        checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TurningBackbone(nn.Module):
 
     @property
     def layers(self) -> list[DiGBlock]:
-        """Blocks, first to last."""
+        """Transformer blocks in the order of execution."""
         return cast(list[DiGBlock], list(self.blocks))
 
     def transposed(self, layer: int) -> bool:
@@ -156,7 +156,7 @@ class TurningBackbone(nn.Module):
         return self.config.directions == "four" and layer // 2 % 2 == 1
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Apply all blocks and the norm.
+        """Apply all blocks and the final norm.
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order.

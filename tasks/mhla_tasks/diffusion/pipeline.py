@@ -32,7 +32,7 @@ class DiTPipeline(DiffusionPipeline):
         vae: VAE that decodes latents; None if the network denoises pixels.
         steps: default number of network evaluations per sample.
         guidance: default scale of classifier-free guidance; 1 for none.
-        guidable: whether the network was also trained without labels, which guidance needs.
+        guidable: whether the network was also trained without labels, which classifier-free guidance requires.
     """
 
     model_cpu_offload_seq = "transformer->vae"
