@@ -160,13 +160,13 @@ def paper(words: Sequence[str]) -> int | None:
 
 
 def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
-    """Run a module of the repository like ``python -m``.
+    """Run a module of the repository as ``python -m`` does.
 
-    This package must not import the benchmarks, which import it, so they are run by name.
+    The modules are not part of the installed package. They import this package, so this package must not import them.
 
     Args:
-        program: name of the module.
-        words: arguments of the module.
+        program: dotted name of the module, such as ``benchmarks``.
+        words: command-line arguments of the module.
 
     Returns:
         None, or 2 after an error message if the package is not installed from a checkout.
