@@ -93,9 +93,9 @@ class DrawnSamples(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the samples, and pass them to :meth:`keep` on the first process.
+        """Draw a sample for each prompt, and pass the samples to :meth:`keep` on the first process.
 
-        Drawing runs on the first process only, or on all processes if the weights are sharded.
+        The samples are drawn on the first process only, or on all processes if the weights are sharded.
         """
         module, samples = self._checked(pl_module), None
         folder = run_folder(trainer)  # a collective, so every process must call it

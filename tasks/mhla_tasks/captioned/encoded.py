@@ -221,18 +221,19 @@ def encode_samples(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Encode samples and captions and write them to the shards ``target/prefix-00000.tar`` and so on.
+    """Encode samples as latents, embed their captions, and write both to shards ``target/prefix-00000.tar`` and so on.
 
     Several processes can divide the shards among them; each calls this function with its own ``share``.
 
     Args:
         source: samples to encode.
-        options: options, as plain values, that the encoded samples depend on; recorded in the manifest.
+        options: options that the latents and embeddings depend on, such as the image size. They are recorded in the manifest,
+            so JSON must be able to represent the values.
         target: path of the folder of shards, created if missing.
         encode: function that encodes samples ``[B, 3, ...]`` as latents.
         captions: encoder of the captions.
-        prefix: prefix of the file names.
-        per_shard: number of samples per shard, fewer if samples are broken.
+        prefix: prefix of the shards' file names.
+        per_shard: number of samples per shard. A shard has fewer if some of its samples cannot be decoded.
         device: device of the encoders.
         max_skipped: number of broken samples that this process skips before it fails.
         share: index of this process, and number of processes that the shards are divided among.

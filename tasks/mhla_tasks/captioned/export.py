@@ -26,7 +26,7 @@ def loading(module: CaptionedDiffusion) -> str:
 
 
 def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
-    """Export the transformer of a trained module to a folder, which ``lightning_mhla.load_swapped`` loads.
+    """Export the transformer of a trained module to a folder that ``lightning_mhla.load_swapped`` can load.
 
     Args:
         module: trained module.

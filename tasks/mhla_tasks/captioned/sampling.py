@@ -35,7 +35,7 @@ class Sampling(Protocol):
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check the values of sampling options.
+    """Check that sampler options are in range, such as the number of steps and the guidance scale.
 
     Raises:
         ValueError: if a value is out of range; the message names the option and its value.
@@ -84,7 +84,7 @@ def denoise(
     """Draw samples, each of which depends only on the weights, its caption, the seed and its index.
 
     Args:
-        host: kind of transformer.
+        host: description of the transformer class.
         network: transformer in evaluation mode.
         shape: shape of one sample, as :func:`latent_shape` returns it.
         sampling: sampling options.

@@ -33,8 +33,8 @@ class TextConfig:
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
         instruction: text to insert before each caption that is not empty; only the embeddings of its first and its last token
             are kept. sana for the instruction of SanaPipeline.
-        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0
-            the order of the words is lost, so a red three and a green seven equals a green three and a red seven.
+        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0,
+            a transformer cannot distinguish captions that differ only in the order of their words.
     """
 
     encoder: str | None = None
@@ -105,10 +105,10 @@ class CaptionEncoder:
 
 
 class WordVectors(CaptionEncoder):
-    """Caption encoder that gives each word a standard normal vector, seeded by the hash of the word.
+    """Caption encoder without learned weights: each word has a fixed random vector, seeded by the hash of the word.
 
-    It accepts any vocabulary and gives the same vectors on every machine. The embedding of a word is its vector plus ``carry``
-    times the embedding of the previous word.
+    The vectors are standard normal, and the same on every machine. Any word is accepted. The embedding of a word is its vector
+    plus ``carry`` times the embedding of the previous word.
     """
 
     @override

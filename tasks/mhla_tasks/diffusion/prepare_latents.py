@@ -64,8 +64,8 @@ def encode_images(
         source: images to encode.
         target: path of the folder of shards; created if it does not exist.
         vae: VAE that encodes the images.
-        prefix: prefix of the file names.
-        per_shard: number of latents per shard, fewer if images are broken.
+        prefix: prefix of the shards' file names.
+        per_shard: number of latents per shard. A shard has fewer if some of its images cannot be decoded.
         batch_size: number of images encoded at once.
         device: device of the encoder.
         image_size: side S of the images in pixels, recorded in the manifest.

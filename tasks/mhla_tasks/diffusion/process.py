@@ -86,7 +86,7 @@ class NoiseProcess:
         """Compute the training loss of each sample.
 
         Args:
-            network: network that predicts from noisy samples.
+            network: network that predicts noise or velocity from noisy samples.
             clean: clean samples ``[B, C, S, S]``.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]``, as :meth:`draw_times` draws them.

@@ -97,7 +97,7 @@ class SceneScores(ImagePictures):
 
 
 class ClipScore(ImagePictures):
-    """Callback that draws an image for each prompt, and logs their CLIP score (arXiv 2104.08718) as ``clip/score``.
+    """Callback that draws an image for each prompt, and logs the mean CLIP score (arXiv 2104.08718) as ``clip/score``.
 
     The score is the cosine similarity of the CLIP embeddings of image and prompt, times 100, with negative values replaced by
     0, averaged over the images.

@@ -111,7 +111,7 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """List the configuration keys whose values differ between runs, except loggers and the keys in :data:`PLACES`."""
+    """List the configuration keys whose values differ between runs, except those of loggers and of file locations."""
     configured = [run for run in runs if run.options]
     keys = list(dict.fromkeys(key for run in configured for key in run.options))
     candidates = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
@@ -197,7 +197,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Plot all common metrics over optimizer steps, with a curve for each run.
+    """Plot each metric that all runs recorded over optimizer steps, with a curve for each run.
 
     Args:
         runs: runs to plot.

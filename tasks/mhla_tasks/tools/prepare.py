@@ -103,7 +103,8 @@ def images(parser: ArgumentParser) -> Run:
     The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Shards
     of a second prefix in the same folder use the labels of the first, matched by name. Every image is decoded to check it, and
     copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded, such as truncated ones, are skipped
-    with a warning for each, up to a limit. The command resumes after a stop, and reports any change since then.
+    with a warning for each, up to a limit. The command resumes after a stop. It fails if the images or the options have
+    changed since then.
     """
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")

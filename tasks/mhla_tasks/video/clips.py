@@ -68,7 +68,7 @@ def check_video(data: bytes, name: str) -> None:
         name: name of the file, for messages.
 
     Raises:
-        BrokenSampleError: if the file is cut off or cannot be decoded.
+        BrokenSampleError: if the file is truncated or cannot be decoded.
     """
     with open_video(data, name) as video:
         first = next(video.frames(), None)
@@ -144,7 +144,7 @@ def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
 
 
 def cover(image: Tensor, height: int, width: int) -> Tensor:
-    """Scale an image ``[3, H, W]`` uint8 until it just covers ``height x width``, and crop it to the center."""
+    """Scale an image ``[3, H, W]`` uint8 until it just covers ``height x width``, then center-crop it to this size."""
     scale = max(height / image.shape[-2], width / image.shape[-1])
     size = [max(height, round(image.shape[-2] * scale)), max(width, round(image.shape[-1] * scale))]
     if size != list(image.shape[-2:]):
