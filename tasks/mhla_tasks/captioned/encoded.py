@@ -235,7 +235,7 @@ def encode_samples(
         prefix: prefix of the shards' file names.
         per_shard: number of samples per shard. A shard has fewer if some of its samples cannot be decoded.
         device: device of the encoders.
-        max_skipped: number of broken samples that this process skips before it fails.
+        max_skipped: number of samples that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
         force: whether to delete the shards of an earlier call first.
 
@@ -244,7 +244,7 @@ def encode_samples(
 
     Raises:
         ValueError: if the folder holds shards that were made from samples that have changed since, or with different options.
-        BrokenSampleError: if more than ``max_skipped`` samples are broken.
+        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded.
     """
     made_with = {"per_shard": per_shard, **options}
     with Preparation(

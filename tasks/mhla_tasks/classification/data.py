@@ -114,8 +114,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         image_size: side of the square input image, in pixels.
-        num_classes: number of classes; null for those of the training data, which class folders and shards with a
-            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
+            beside the shards name the classes. Labels are matched by these names, in validation too.
         channels: number of channels, 3, or 1 for gray images. Training images are augmented before they are converted to gray.
         crop_share: side of the central crop in validation, divided by the side of the resized image.
         augment: augmentation of training images.

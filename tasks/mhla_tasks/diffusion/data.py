@@ -208,8 +208,8 @@ class ImageShards(ClassShards):
         image_size: side in pixels of the square images: the shorter side is resized to it and the center is cropped.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: number of classes; null for those of the training data, which class folders and shards with a
-            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
+            beside the shards name the classes. Labels are matched by these names, in validation too.
         channels: number of channels, 3, or 1 for gray images.
         flip: probability that a training image is mirrored.
         samples: options of the samples that the predict command draws.
@@ -260,8 +260,8 @@ class LatentShards(ClassShards):
         sample_size: side of the latents, in latent pixels.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: number of classes; null for those of the training data, which class folders and shards with a
-            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
+            beside the shards name the classes. Labels are matched by these names, in validation too.
         flip: probability that training uses the latent of the mirror image.
         samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.

@@ -60,7 +60,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
             is softmax; null for attention.kind everywhere.
         size: S, B, L or XL, as in DiT; null to use dim, depth and heads of shape.
         shape: shape of the transformer.
-        dig: options of a DiG, to which size then refers and for which shape.mlp_ratio is left out; null for a DiT.
+        dig: options of a DiG; null for a DiT. For a DiG, size is a size of DiG, and shape.mlp_ratio must be left out.
         process: objective and noise schedule.
         sampling: default sampler options of the predict command and of callbacks.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.

@@ -69,7 +69,7 @@ def encode_images(
         batch_size: number of images encoded at once.
         device: device of the encoder.
         image_size: side S of the images in pixels, recorded in the manifest.
-        max_skipped: number of broken images that this process skips before it fails.
+        max_skipped: number of images that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
         force: whether to delete the shards of an earlier call first.
 
@@ -78,7 +78,7 @@ def encode_images(
 
     Raises:
         ValueError: if the folder holds shards that were made from images that have changed since, or with different options.
-        BrokenSampleError: if more than ``max_skipped`` images are broken.
+        BrokenSampleError: if more than ``max_skipped`` images cannot be decoded.
     """
     options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
     with Preparation(

@@ -180,6 +180,6 @@ class _ShardsOrFolders(ShardSets):
 
 
 def image_folder(location: str | list[str]) -> Path | None:
-    """Return the path of a location that is a folder of images; None if the location names shards."""
+    """Return a data location as a path if it is a folder of images; return None if it names shards."""
     folder = Path(location) if isinstance(location, str) else None
     return folder if folder is not None and folder.is_dir() and not holds_shards(folder) else None

@@ -156,7 +156,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Return a support vector classifier of images from :func:`_boxed`, trained on MNIST digits as small as in scenes."""
+    """Return a support vector classifier of images from :func:`_boxed`, trained on MNIST digits as they appear in scenes."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

@@ -197,7 +197,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Plot each metric that all runs recorded over optimizer steps, with a curve for each run.
+    """Plot the metrics that all runs have in common against the optimizer step, with a curve for each run.
 
     Args:
         runs: runs to plot.

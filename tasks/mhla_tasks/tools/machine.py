@@ -11,7 +11,7 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 @passes_on
 def doctor(words: Sequence[str]) -> int:
-    """Check this machine: versions, devices, the MHLA operator and a short training run; --json prints JSON."""
+    """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON."""
     from mhla_tasks.tools.doctor import main
 
     return main(words)

@@ -143,8 +143,8 @@ def bench(words: Sequence[str]) -> int | None:
 
         lightning bench attention --device cpu
 
-    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` the options of one. The command
-    requires a checkout of the repository.
+    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` the options of one. The command requires a
+    checkout of the repository.
     """
     return _run_of_checkout("benchmarks", words)
 

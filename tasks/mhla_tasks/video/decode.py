@@ -202,7 +202,7 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
     it does not change the picture. Its scale is ignored, too, because the aspect ratio of the pixels includes it.
 
     Args:
-        matrix: the nine entries ``a, b, u, c, d, v, x, y, w`` of the display matrix, as libavutil stores them; empty if the
+        matrix: the nine entries ``a, b, u, c, d, v, tx, ty, w`` of the display matrix, as libavutil stores them; empty if the
             video has none.
         name: name of the file, for messages.
 
