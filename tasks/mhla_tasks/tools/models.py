@@ -59,7 +59,7 @@ def export(parser: ArgumentParser) -> Run:
 
 
 def import_published(parser: ArgumentParser) -> Run:
-    """Convert the Wan2.1-MHLA weights that the paper's authors published to a folder that this package loads.
+    """Convert the Wan2.1-MHLA weights published by the paper's authors to a folder that this package loads.
 
         lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
 
