@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 class DrawnSamples(PeriodicEvaluation):
-    """Base class of callbacks that draw a sample for each prompt, with the weights that validation uses.
+    """Base class of callbacks that draw a sample for each prompt during training, and then write or score the samples.
 
-    Each sample starts from the same noise every time. A subclass writes or scores the samples in :meth:`keep`.
+    The weights are those that validation uses: their moving average, if the run keeps one. Each sample starts from the same
+    noise in every evaluation. A subclass implements :meth:`keep`, which writes or scores the samples.
 
     Args:
         prompts: prompts to draw a sample for.
@@ -46,29 +47,33 @@ class DrawnSamples(PeriodicEvaluation):
 
     @abstractmethod
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write or score samples. It is called on the first process only, so it must not use collectives.
+        """Write or score the samples of one evaluation.
+
+        The method runs on the first process only, so it must not call collectives.
 
         Args:
             trainer: Trainer of the run.
             module: module that drew the samples.
-            samples: samples, one for each prompt, uint8 on the CPU.
-            folder: folder of the run.
+            samples: drawn samples, one for each prompt, uint8 on the CPU.
+            folder: log folder of the run.
         """
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load everything that drawing needs.
+        """Load the text encoder and the autoencoder of a module, and check that it can draw samples.
 
         Raises:
-            ValueError: if the options of the module do not allow drawing.
-            FileNotFoundError: if a file or model is missing.
+            ValueError: if the options of the module contradict each other.
+            FileNotFoundError: if the text encoder or the autoencoder does not exist.
         """
         module.check_drawable()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that samples can be drawn, on the processes that draw.
+        """Check before training that the module can draw samples.
+
+        Only the processes that will draw run the check. If it fails on the first process, all processes stop.
 
         Raises:
-            ValueError: on every process, if drawing is not possible; the message gives the reason.
+            ValueError: on every process, if samples cannot be drawn; the message gives the reason.
         """
         module, failed = self._checked(pl_module), ""
         if trainer.is_global_zero or shards_weights(trainer):
@@ -82,15 +87,15 @@ class DrawnSamples(PeriodicEvaluation):
             raise ValueError(failed)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw with the initial weights if ``at_start`` is set."""
+        """Draw samples with the initial weights if ``at_start`` is true and the run does not resume from a checkpoint."""
         if self.at_start and trainer.global_step == 0:
             self.evaluate(trainer, pl_module)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the samples, and pass them to :meth:`keep` on the first process.
+        """Draw a sample for each prompt, and pass the samples to :meth:`keep` on the first process.
 
-        Drawing runs on the first process only, or on all processes if the weights are sharded.
+        The samples are drawn on the first process only, or on all processes if the weights are sharded.
         """
         module, samples = self._checked(pl_module), None
         folder = run_folder(trainer)  # a collective, so every process must call it

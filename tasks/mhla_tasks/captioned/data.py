@@ -17,10 +17,12 @@ from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 
 
 class CaptionedData(ResumableDataModule):
-    """Base class of data modules with captioned samples or latents. A subclass implements :meth:`samples`.
+    """Base class of data modules with captioned images or videos, or their latents.
+
+    A subclass implements :meth:`samples`.
 
     Args:
-        prompts: prompts that predict draws.
+        prompts: prompts for which the predict command draws samples.
         options: further options of :class:`ResumableDataModule`.
     """
 
@@ -34,11 +36,11 @@ class CaptionedData(ResumableDataModule):
         self.prompts = as_dataclass(PromptRequest, prompts)
 
     def empty_caption(self) -> Tensor | None:
-        """Return the embeddings ``[l, D]`` of the empty caption's tokens if captions are encoded; None if they are text."""
+        """Return token embeddings ``[l, D]`` of the empty caption if the captions are embeddings; None if they are text."""
         return None
 
     def samples(self, stage: str) -> SampleSource:
-        """Return the samples of a stage, ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the sample source of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
     @override
@@ -49,16 +51,16 @@ class CaptionedData(ResumableDataModule):
 
 
 class EncodedShards(CaptionedData):
-    """Base class of data modules with latents and encoded captions in shards that ``lightning prepare`` wrote.
+    """Base class of data modules that read latents and embedded captions from shards that ``lightning prepare`` wrote.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
         val: shards for validation, in the same forms.
         text_length: number of tokens of a caption; shorter captions are padded with zeros, longer ones cut. null for the length
-            with which the shards were encoded, according to their manifest.
+            recorded in the manifest of the shards.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
+        prompts: prompts for which the predict command draws samples.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
     """
@@ -89,7 +91,7 @@ class EncodedShards(CaptionedData):
 
     @property
     def text_length(self) -> int:
-        """Number of tokens of a caption: from the option, else from the shards' manifest, else the default of the model."""
+        """Number of tokens per caption: the option, else the length in the shards' manifest, else the model's default."""
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)
         return self._text_length

@@ -37,35 +37,35 @@ AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
 def empty_caption_file(shard: Path) -> Path:
-    """Return the path of the embedded empty caption beside a shard."""
+    """Return the path of the file in a shard's folder that holds the embedding of the empty caption."""
     return beside_shard(shard, "empty-caption.npy")
 
 
 def read_manifest(sets: ShardSets) -> dict[str, Any]:
-    """Read the manifest of the training shards; empty if there is none."""
+    """Read the manifest, the options with which the training shards were written; return an empty dict without a manifest."""
     manifest = beside_shard(sets.find("train")[0], "manifest.json")
     return dict(read_json(manifest)) if manifest.is_file() else {}
 
 
 def encoded_length(sets: ShardSets, default: int) -> int:
-    """Return the number of tokens in a caption from the manifest of the training shards; ``default`` if it is missing."""
+    """Return the number of tokens per caption recorded with the training shards, or ``default`` if it is not recorded."""
     length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
 
 
 def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
-    """Read the embedded empty caption beside the training shards.
+    """Read the embedding of the empty caption, which is a file in the folder of the training shards.
 
     Args:
         sets: shards of the data set.
-        command: command that writes the file, for the message.
+        command: command that writes the file, named in error messages.
 
     Returns:
         Embedded tokens ``[l, D]`` float32.
 
     Raises:
         FileNotFoundError: if the file is missing.
-        ValueError: if the file is not an array.
+        ValueError: if the file does not contain a NumPy array.
     """
     path = empty_caption_file(sets.find("train")[0])
     if not path.is_file():
@@ -88,13 +88,13 @@ class EncodedSamples:
         reader: reader of the shards.
         text_length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
         axes: number of axes of a latent, including channels: 3 for images, 4 for videos.
-        command: command that writes such shards, for messages.
+        command: command that writes such shards, named in error messages.
 
     Attributes:
-        groups: index of the size of each latent, ``[samples]`` int64; None if there is one size.
+        groups: size of each latent as an index into the list of sizes, ``[samples]`` int64; None if all have the same size.
 
     Raises:
-        ValueError: if none of the first samples holds a latent with this number of axes.
+        ValueError: if none of the first 100 samples has a latent with ``axes`` axes.
     """
 
     def __init__(self, reader: ShardReader, text_length: int, axes: int, command: str) -> None:
@@ -133,7 +133,7 @@ class EncodedSamples:
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
 
     def _embedding(self, index: int) -> str:
-        """Return the name of the member of a sample's caption, chosen at random if there are several captions."""
+        """Return the tar member name of a sample's embedded caption, chosen at random if the sample has several captions."""
         count = self._captions[index] + 1
         return EMBEDDING if count == 1 else embedding_names(count)[int(torch.randint(count, ()))]
 
@@ -150,23 +150,23 @@ class EncodedSamples:
 
 
 def _side(name: str) -> tuple[int, int]:
-    """Parse rows and columns from the name of a latent, such as ``16x12.latent.npy``."""
+    """Return the rows and columns of a latent from its tar member name: (16, 12) for ``16x12.latent.npy``."""
     rows, _, columns = name.partition(".")[0].partition("x")
     return int(rows), int(columns)
 
 
 def embedding_names(count: int) -> list[str]:
-    """Return the member names of ``count`` captions of a sample: ``text.npy``, ``1.text.npy`` and so on."""
+    """Return the tar member names for the ``count`` embedded captions of a sample: ``text.npy``, ``1.text.npy`` and so on."""
     return [EMBEDDING if number == 0 else f"{number}.{EMBEDDING}" for number in range(count)]
 
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Captioned samples to encode, and the files that they come from.
+    """Captioned samples to encode, and the files that contain them.
 
     Attributes:
-        samples: sample source; each sample has a tensor ``[3, ...]`` in -1 .. 1 under ``key``. A source with an attribute
-            ``groups`` has samples of several sizes.
+        samples: sample source; each sample has a tensor ``[3, ...]`` in -1 .. 1 under ``key``. A source of samples with
+            several sizes has an attribute ``groups``, the index of each sample's size.
         key: name of the entry that is encoded: ``image`` or ``video``.
         files: files with the captions of each sample.
         origins: source file of each sample, or of each shard that holds samples, to detect changes.
@@ -193,11 +193,11 @@ def open_source(
         name: path of a folder of files, or location of shards in any form that data modules accept.
         kind: name of the entry of a sample that is encoded: ``image`` or ``video``.
         extensions: extensions of the files that are samples, without dots.
-        caption_key: name of the entry of a JSON file that holds the caption.
+        caption_key: key of the caption in a JSON file.
         make_samples: function that builds the sample source from the files.
 
     Returns:
-        The samples to encode, and the files that they come from.
+        The samples to encode, and the files that contain them.
     """
     files: CaptionedFiles
     if Path(name).is_dir() and not holds_shards(Path(name)):
@@ -221,20 +221,21 @@ def encode_samples(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Encode samples and captions and write them to the shards ``target/prefix-00000.tar`` and so on.
+    """Encode samples as latents, embed their captions, and write both to shards ``target/prefix-00000.tar`` and so on.
 
     Several processes can divide the shards among them; each calls this function with its own ``share``.
 
     Args:
         source: samples to encode.
-        options: options, as plain values, that the encoded samples depend on; recorded in the manifest.
+        options: options that the latents and embeddings depend on, such as the image size. They are recorded in the manifest,
+            so JSON must be able to represent the values.
         target: path of the folder of shards, created if missing.
         encode: function that encodes samples ``[B, 3, ...]`` as latents.
         captions: encoder of the captions.
-        prefix: prefix of the file names.
-        per_shard: number of samples per shard, fewer if samples are broken.
+        prefix: prefix of the shards' file names.
+        per_shard: number of samples per shard. A shard has fewer if some of its samples cannot be decoded.
         device: device of the encoders.
-        max_skipped: number of broken samples that this process skips before it fails.
+        max_skipped: number of samples that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
         force: whether to delete the shards of an earlier call first.
 
@@ -243,7 +244,7 @@ def encode_samples(
 
     Raises:
         ValueError: if the folder holds shards that were made from samples that have changed since, or with different options.
-        BrokenSampleError: if more than ``max_skipped`` samples are broken.
+        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded.
     """
     made_with = {"per_shard": per_shard, **options}
     with Preparation(

@@ -21,12 +21,12 @@ model = load("FOLDER")"""
 
 
 def loading(module: CaptionedDiffusion) -> str:
-    """Return Python code that loads the export of ``module``; FOLDER in the code stands for the path of the export."""
+    """Return Python code that loads the exported ``module``. In the code, FOLDER stands for the path of the export."""
     return LOADING.replace("NETWORK", module.host.transformer.__name__)
 
 
 def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
-    """Export the transformer of a trained module to a folder, which ``lightning_mhla.load_swapped`` loads.
+    """Export the transformer of a trained module to a folder that ``lightning_mhla.load_swapped`` can load.
 
     Args:
         module: trained module.

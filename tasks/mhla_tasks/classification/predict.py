@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 class PredictionTable(Callback):
     r"""Callback that writes ``predictions.csv`` into the log folder: path or index, predicted class, class probabilities.
 
-    There is one row for each file, in the order of the files, on any number of processes. A file that is not an image has a
-    row without a class. The table is UTF-8; other bytes of a path are written as ``\xe9``, line breaks in names as ``\n``. A
-    name that a spreadsheet would take for a formula, such as ``=1+1.jpg``, is prefixed with an apostrophe.
+    The table has one row for each image file, in the order of the files, for any number of processes. A file that cannot be
+    decoded has a row without a class. The encoding is UTF-8; bytes of a path that are not UTF-8 are written as ``\xe9``, line
+    breaks in names as ``\n``. A name that a spreadsheet would interpret as a formula, such as ``=1+1.jpg``, is prefixed with an
+    apostrophe.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,11 @@ class PredictionTable(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Collect the indices and the class probabilities of this process."""
+        """Collect the image indices and the class probabilities that this process predicted for one batch."""
         self._rows += zip(outputs["index"].tolist(), outputs["probability"].float().tolist(), strict=True)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the rows of all processes and write the table on the first process."""
+        """Gather the predictions of all processes, and write ``predictions.csv`` on the first process."""
         rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "predictions.csv"
         self._rows = []
         if not trainer.is_global_zero:
@@ -67,7 +68,7 @@ class PredictionTable(Callback):
 
 
 def _cell(name: str) -> str:
-    """Escape a name for a CSV cell: it takes one line, and no spreadsheet evaluates it as a formula."""
+    """Escape a name for a CSV cell, so that it fits one line and spreadsheets do not evaluate it as a formula."""
     line = without_controls(name)
     number = re.fullmatch(r"[+-]?\d+(\.\d+)?", line)
     return f"'{line}" if line[:1] in tuple("=+-@") and line and not number else line

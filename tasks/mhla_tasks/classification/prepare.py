@@ -20,8 +20,8 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
     Args:
         source: folder that holds one folder of images for each class.
         packing: options of the shards.
-        classes: names of the classes in the order of their labels. None takes the classes of shards with a different prefix
-            in the target folder or, without such shards, the names of the image folders in alphabetical order.
+        classes: names of the classes in the order of their labels. If None, they are the classes of existing shards with a
+            different prefix in the target folder or, without such shards, the names of the image folders in alphabetical order.
 
     Returns:
         Paths of the shards, and the number of images that were skipped because they cannot be decoded.
@@ -54,10 +54,10 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
 
 
 def class_list(file: Path) -> list[str]:
-    """Read class names from a text file with one name on each line.
+    """Read class names, in the order of their labels, from a text file with one name on each line.
 
     Args:
-        file: path of the file, from the option ``--classes``.
+        file: path of the file, which error messages call ``--classes``.
 
     Raises:
         FileNotFoundError: if the file does not exist.

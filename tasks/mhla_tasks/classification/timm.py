@@ -31,7 +31,7 @@ PUBLISHED = "timm"
 
 
 class TimmClassifier(Classifier):
-    """Image classifier with a vision transformer of timm, whose attention ``attention`` replaces if given.
+    """Image classifier with a vision transformer of timm, optionally with replaced attention.
 
     Args:
         model: name of the architecture, such as vit_small_patch16_224.
@@ -39,22 +39,22 @@ class TimmClassifier(Classifier):
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
-        attention: attention that replaces the model's own; null to replace nothing.
+        attention: attention that replaces the original attention; null to replace nothing.
         layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
             to replace all.
-        train: part that is trained after the layer steps: all; attention (the replaced layers with their projections); new
-            (only the parameters that the replacement added); lora (those and adapters of the projections).
+        train: parameters to train once distillation.layer_steps are done: all; attention (the replaced layers with their
+            projections); new (only the parameters that the replacement added); lora (those and adapters of the projections).
         lora: rank and alpha of the adapters.
-        distillation: options of the two training stages; see TransferOptions.
+        distillation: options for matching the new attention to the original attention; see TransferOptions.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
         class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
         pretrained: weights to start from: timm for those that timm publishes, or the path of a checkpoint or a run of this
-            class, or of a folder that timm or an export wrote; ignored if --ckpt_path supplies the weights.
+            class, or of a folder that timm or lightning export wrote; ignored if --ckpt_path supplies the weights.
         training: optimizer, moving average of the weights, checkpointing and compilation.
 
     Raises:
-        ValueError: if sizes do not fit together, or the attention cannot be replaced.
+        ValueError: if timm cannot build the model, its attention cannot be replaced, or options require ``attention``.
     """
 
     output_names: tuple[str, ...] = ("head", "fc_norm", "norm", "attn_pool")
@@ -96,13 +96,13 @@ class TimmClassifier(Classifier):
             )
 
     def build(self, published: bool = False) -> Any:
-        """Build the timm model with its own attention.
+        """Build the timm model with its original attention.
 
         Args:
-            published: whether to load the weights that timm publishes.
+            published: whether to load the pretrained weights that timm publishes; false for random weights.
 
         Raises:
-            ValueError: if timm has no model of this name, or the model does not take the options.
+            ValueError: if timm does not have a model of this name, or the model does not accept the options.
         """
         import timm  # imports all of its models
 
@@ -125,16 +125,16 @@ class TimmClassifier(Classifier):
         super().configure_model()
 
     def read_teacher(self, path: str) -> Any:
-        """Build the model before its attention is replaced, with the weights at a path."""
+        """Build the timm model with its original attention, and load the weights at ``path`` (or timm's, for ``timm``)."""
         teacher = self.build()
         give_weights(teacher, self._weights(path), path)
         return teacher
 
     def _weights(self, path: str) -> dict[str, Tensor]:
-        """Read the weights of a model from a path, or timm's published weights.
+        """Read weights from a run, a checkpoint or an exported folder, or timm's published weights if ``path`` is ``timm``.
 
         Raises:
-            FileNotFoundError: if there are none at the path.
+            FileNotFoundError: if there are no weights at the path.
         """
         if path == PUBLISHED:
             return self.build(published=True).state_dict()
@@ -150,12 +150,12 @@ class TimmClassifier(Classifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Check that the layers can be matched, and load the teacher; see :meth:`Linearization.start`."""
+        """Prepare the distillation: check that new layers can be matched to the original ones, and load the teacher, if any."""
         self.linearization.start(self, self.read_teacher)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of one batch: layer matching at first, then the labels and the teacher's predictions, if any."""
+        """Compute the loss of a batch: layer matching in the first ``layer_steps``, then label loss and distillation."""
         images, labels = batch["image"], batch["label"]
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, images)

@@ -14,7 +14,9 @@ from mhla_tasks.diffusion.sampling import SamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
-    """Callback that draws a grid of samples, balanced over the classes, with the weights that validation uses.
+    """Callback that draws a grid of samples, balanced over the classes, during training.
+
+    The weights are those that validation uses: their moving average, if the run keeps one.
 
     Args:
         samples: number of samples; a grid shows at most 100, and at most 10 per class if there are 10 classes or fewer.
@@ -41,12 +43,14 @@ class ClassSampleGrid(drawing.SampleGrid):
     @property
     @override
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, built from the class name that configurations use."""
+        """Key of the callback's state in checkpoints: the class name in configurations, and the option ``name``."""
         return f"SampleGrid{{{self.name}}}"
 
 
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
-    """Callback that draws samples, balanced over the classes, with the weights that validation uses, and scores them.
+    """Callback that draws samples, balanced over the classes, during training, and scores them against real images.
+
+    The weights are those that validation uses: their moving average, if the run keeps one.
 
     Args:
         samples: number of samples; published results use 50,000.
@@ -78,7 +82,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
     @property
     @override
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, built from the class name that configurations use."""
+        """Key of the callback's state in checkpoints: the class name in configurations, and the option ``name``."""
         return f"GenerationMetrics{{{self.name}}}"
 
 

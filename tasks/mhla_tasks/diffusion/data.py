@@ -21,7 +21,7 @@ from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Options of the samples that predict draws.
+    """Options of the samples that the predict command draws.
 
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
@@ -41,10 +41,12 @@ class SampleRequest:
 
 
 class RequestedClasses:
-    """Source of the samples that predict draws. Classes alternate, so that the first n samples are balanced for every n.
+    """Sample source for the predict command: index, label and seed of each sample to draw.
+
+    Classes alternate, so that the first n samples are balanced over the classes for every n.
 
     Args:
-        request: classes, number of samples and seed.
+        request: classes, number of samples per class, and seed.
         num_classes: number of classes of the model.
 
     Raises:
@@ -60,11 +62,11 @@ class RequestedClasses:
         self.shard_sizes: Sequence[int] = [self.count]
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Number of samples to draw."""
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the ``index``, ``label`` and ``seed`` of a sample."""
+        """Return the ``index``, class ``label`` and noise ``seed`` of a sample to draw."""
         return {"index": index, "label": self.classes[index % len(self.classes)], "seed": self.seed}
 
 
@@ -74,7 +76,7 @@ class ClassImages(ResumableDataModule):
     Args:
         batch_size: samples per batch, over all processes together.
         num_classes: number of classes, larger than every label; None to read it from the data.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         options: further options of :class:`ResumableDataModule`.
     """
 
@@ -86,13 +88,13 @@ class ClassImages(ResumableDataModule):
         self.samples = as_dataclass(SampleRequest, samples)
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the real images to compare samples with, without mirrored images.
+        """Return the real images with which metrics such as FID compare drawn samples; none of the images is mirrored.
 
         Args:
-            part: ``"train"`` or ``"validate"``.
+            part: split of the data, ``"train"`` or ``"validate"``.
 
         Raises:
-            ValueError: if the data are latents.
+            ValueError: if the data are latents instead of images.
         """
         raise ValueError(
             "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "
@@ -100,7 +102,7 @@ class ClassImages(ResumableDataModule):
         )
 
     def requested(self) -> RequestedClasses:
-        """Return the samples that predict draws."""
+        """Return the sample source of the predict command."""
         return RequestedClasses(self.samples, self.num_classes)
 
 
@@ -110,7 +112,7 @@ class DigitImages(ClassImages):
     Args:
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
     """
 
@@ -141,7 +143,7 @@ class MnistImages(DigitImages):
     Args:
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
     """
 
@@ -161,7 +163,7 @@ class ClassShards(LabelledShards, ClassImages):
         flip: probability that a training sample is mirrored.
         batch_size: samples per batch, over all processes together.
         num_classes: number of classes; None for those of the training data.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         options: further options of :class:`ResumableDataModule`.
     """
 
@@ -182,7 +184,7 @@ class ClassShards(LabelledShards, ClassImages):
         self.flip = flip
 
     def labelled_samples(self, stage: str, flip: float) -> SampleSource:
-        """Return the samples of a stage, mirrored with probability ``flip``."""
+        """Return the labeled samples of a stage, each mirrored with probability ``flip``."""
         raise NotImplementedError
 
     @override
@@ -192,25 +194,25 @@ class ClassShards(LabelledShards, ClassImages):
         return self.labelled_samples(stage, self.flip if stage == "train" else 0.0)
 
     def setup(self, stage: str) -> None:
-        """Check that the number of classes agrees with the data."""
+        """Check that ``num_classes`` agrees with the classes of the data."""
         self.check_classes(stage)
 
 
 class ImageShards(ClassShards):
-    """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls. A model with a vae encodes them on the fly.
+    """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls. A model with a VAE encodes them during training.
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
             holds one folder of images for each class.
         val: shards for validation, in the same forms.
-        image_size: side in pixels of the square that is cut from the middle of the shrunken image.
+        image_size: side in pixels of the square images: the shorter side is resized to it and the center is cropped.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: number of classes; null for those of the training data, which class folders and shards with a
-            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
+            beside the shards name the classes. Labels are matched by these names, in validation too.
         channels: number of channels, 3, or 1 for gray images.
         flip: probability that a training image is mirrored.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
     """
@@ -247,9 +249,10 @@ class ImageShards(ClassShards):
 
 
 class LatentShards(ClassShards):
-    """Latents in WebDataset tar shards, as ``lightning prepare latents`` writes them.
+    """Labeled VAE latents of images, in WebDataset tar shards that ``lightning prepare latents`` wrote.
 
-    Training does not need the VAE: each latent is drawn from the stored posterior of the image or of its mirror image.
+    The shards store the mean and the standard deviation of each latent, for the image and its mirror image. Each time a sample
+    is read, a latent is drawn from one of these two normal distributions, so that training does not need the VAE.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, URLs, or a list of these.
@@ -257,10 +260,10 @@ class LatentShards(ClassShards):
         sample_size: side of the latents, in latent pixels.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: number of classes; null for those of the training data, which class folders and shards with a
-            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
+            beside the shards name the classes. Labels are matched by these names, in validation too.
         flip: probability that training uses the latent of the mirror image.
-        samples: options of the samples that predict draws.
+        samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
         shards: options for reading shards and for storing downloads.
     """

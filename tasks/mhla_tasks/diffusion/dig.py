@@ -32,7 +32,7 @@ class DiGConfig:
             one: the image stays as it is.
         causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
             with block_grid.
-        mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' width rounded up to a multiple of 256.
+        mlp_width: inner width of the SwiGLU; null for 8 / 3 of the tokens' width, rounded up to a multiple of 256, as in DiG.
         key_ratio: width of a key divided by the width of a value.
         local: whether each block ends with a depthwise 3 x 3 convolution.
     """
@@ -52,7 +52,7 @@ class DiGConfig:
             raise ValueError(f"mlp_width={self.mlp_width} must be positive, or null for DiG's")
 
     def inner(self, dim: int) -> int:
-        """Return the inner width of the SwiGLU for tokens of width ``dim``."""
+        """Return the inner width of the SwiGLU MLP for tokens of width ``dim``."""
         return self.mlp_width or -(-8 * dim // (3 * 256)) * 256
 
 
@@ -85,7 +85,7 @@ class DiGBlock(Block):
 
 
 class TurningBackbone(nn.Module):
-    """Backbone of a DiG: blocks, with the image reversed and transposed between them, and a final norm.
+    """Backbone of a DiG: transformer blocks between which the token order is reversed or transposed, and a final norm.
 
     Args:
         dim: width of the tokens.
@@ -95,7 +95,7 @@ class TurningBackbone(nn.Module):
         config: options of the DiG.
         condition_dim: width of the conditioning vector.
         mlp_norm_eps: epsilon of the norm before the MLP.
-        checkpointing: whether to recompute each block in the backward pass.
+        checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
     """
 
     def __init__(
@@ -148,15 +148,15 @@ class TurningBackbone(nn.Module):
 
     @property
     def layers(self) -> list[DiGBlock]:
-        """Blocks, first to last."""
+        """Transformer blocks in the order of execution."""
         return cast(list[DiGBlock], list(self.blocks))
 
     def transposed(self, layer: int) -> bool:
-        """Return whether layer number ``layer``, counted from 0, receives the transposed image."""
+        """Return whether the layer with index ``layer`` (from 0) receives the transposed image, so that it scans columns."""
         return self.config.directions == "four" and layer // 2 % 2 == 1
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Apply all blocks and the norm.
+        """Apply all blocks and the final norm.
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order.

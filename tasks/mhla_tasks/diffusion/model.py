@@ -43,14 +43,14 @@ class DiT(ModelMixin, ConfigMixin):
         dim: width of the tokens, in place of ``size``.
         depth: number of blocks, in place of ``size``.
         heads: number of attention heads, in place of ``size``.
-        dig: options of a DiG; None for a DiT. With it, ``size`` is a size of DiG, and ``mlp_ratio`` must be left out.
+        dig: options of a DiG; None for a DiT. For a DiG, ``size`` is a size of DiG, and ``mlp_ratio`` must be left out.
         patch_size: side of the square patch that becomes one token, in pixels of the sample.
         out_channels: number of output channels, twice ``channels`` with a learned variance; None for ``channels``.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
             diffusers' DiT computes them.
         mlp_norm_eps: epsilon of the norm before the MLP; 1e-6 as DiT was trained, 1e-5 in diffusers' DiT.
-        checkpointing: whether to recompute blocks in the backward pass.
+        checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
 
     Raises:
         ValueError: if the sizes contradict each other.
@@ -122,7 +122,7 @@ class DiT(ModelMixin, ConfigMixin):
         self._initialize()
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the prediction for noisy samples.
+        """Predict noise or velocity from noisy samples.
 
         Args:
             x: noisy samples ``[B, channels, height, width]`` of the sample size.
@@ -133,7 +133,7 @@ class DiT(ModelMixin, ConfigMixin):
             Prediction ``[B, out_channels, height, width]``.
 
         Raises:
-            ValueError: if the shape of the samples is not that of the model.
+            ValueError: if the samples do not have the channels, height and width of the model.
         """
         expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
@@ -148,8 +148,8 @@ class DiT(ModelMixin, ConfigMixin):
     def _initialize(self) -> None:
         """Initialize the weights as DiT's code does.
 
-        Linear layers and patches get the Xavier initialization, the embeddings of class and timestep a standard deviation of
-        0.02, and the head, its modulation and all biases zeros.
+        Linear layers and the patch embedding get Xavier initialization. The embeddings of class and timestep get normal values
+        with standard deviation 0.02. The head, its modulation and all biases start at zero.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):

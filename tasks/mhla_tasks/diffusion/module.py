@@ -30,10 +30,10 @@ class DiTShape:
     """Shape of a diffusion transformer.
 
     Args:
-        dim: width of the tokens; dim, depth and heads are for a model without size.
+        dim: width of the tokens. Give dim, depth and heads if the model's size is null.
         depth: number of blocks.
         heads: number of attention heads.
-        patch_size: side of a token, in pixels of the sample.
+        patch_size: side of the square patch that becomes one token, in pixels of the sample.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
         mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
@@ -58,15 +58,15 @@ class ClassToImage(NamesClasses, GenerativeModule):
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
         layer_kinds: kinds of the layers if they differ, repeated to the depth: with [mhla, mhla, softmax], every third layer
             is softmax; null for attention.kind everywhere.
-        size: DiT's S, B, L or XL; null to give shape.dim, depth and heads.
+        size: S, B, L or XL, as in DiT; null to use dim, depth and heads of shape.
         shape: shape of the transformer.
-        dig: options of a DiG, to which size then refers and for which shape.mlp_ratio is left out; null for a DiT.
+        dig: options of a DiG; null for a DiT. For a DiG, size is a size of DiG, and shape.mlp_ratio must be left out.
         process: objective and noise schedule.
-        sampling: default sampler options of predict and callbacks.
+        sampling: default sampler options of the predict command and of callbacks.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
         pretrained: path of the weights to start from, see mhla_tasks.diffusion.pretrained; ignored if --ckpt_path supplies the
             weights.
-        output: output format of predict: png (one file per sample) or npz (one file, as ADM's evaluator reads it).
+        output: output format of the predict command: png (one file per sample) or npz (one file, which ADM's evaluator reads).
         training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
@@ -133,11 +133,11 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the network's prediction; see :meth:`DiT.forward`."""
+        """Predict noise or velocity from noisy samples; see :meth:`DiT.forward`."""
         return self.network(x, times, labels)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of the noise process for a batch, at random timesteps."""
+        """Compute the mean denoising loss of one batch, at random timesteps and with some labels dropped."""
         clean = self._clean(batch)
         times = self.process.draw_times(len(clean), None, clean.device)
         labels = self.process.drop_labels(batch["label"], self.network.num_classes)
@@ -145,33 +145,37 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return self.log_loss(loss, len(clean))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Draw the requested samples; return pixels, labels and indices without samples that only pad the batch."""
+        """Draw the samples that a batch requests.
+
+        Returns:
+            ``pixels`` ``[n, C, S, S]`` uint8, ``label`` ``[n]`` and ``index`` ``[n]``, without entries that only pad the batch.
+        """
         pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
         drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
         return {name: values[batch["valid"]] for name, values in drawn.items()}
 
     def draw(self, labels: Tensor, indices: list[int], seed: int, sampling: SamplingConfig) -> Tensor:
-        """Draw samples as 8-bit pixels ``[B, C, S, S]``; see :func:`mhla_tasks.diffusion.sampling.draw_samples`."""
+        """Draw samples as uint8 pixels ``[B, C, S, S]``; see :func:`mhla_tasks.diffusion.sampling.draw_samples`."""
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         return to_pixels(samples if self.codec is None else self.codec.decode(samples))
 
     @property
     def num_conditions(self) -> int:
-        """Number of classes; see :class:`lightning_mhla.generative.drawing.ImageGenerator`."""
+        """Number of conditions that samples can be drawn for: the number of classes."""
         return self.network.num_classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of drawn images; (3, 64, 64) for latents, whose image size only the VAE knows."""
+        """Channels, height and width of drawn images; (3, 64, 64) as a placeholder if a VAE decodes them."""
         return (self.network.channels, *self.network.sides) if self.codec is None else (3, 64, 64)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
-        """Draw the samples with these indices as 8-bit pixels. Sample i has class i modulo the number of classes."""
+        """Draw the samples with the given indices as uint8 pixels; sample i has class i modulo the number of classes."""
         labels = torch.tensor(indices, device=self.device) % self.num_conditions
         return self.draw(labels, indices, seed, sampling or self.sampling)
 
     def describe_sampling(self, sampling: SamplingConfig | None) -> dict[str, Any]:
-        """Return the sampler, steps and guidance, as evaluations record them."""
+        """Return the sampler options that are recorded with metrics: ``sampler``, ``sampling_steps`` and ``guidance``."""
         used = sampling or self.sampling
         sampler = used.sampler or self.process.samplers[0]
         return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
@@ -209,7 +213,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
 
         Args:
             batch: batch of the data module.
-            generators: generators of the noise in encoding, one for each sample; None for the global generator.
+            generators: generators with which latents are drawn from the VAE's posterior, one for each sample; None for the
+                global generator.
 
         Raises:
             ValueError: if the samples have a different size from the model's, or the model does not have a label's class.

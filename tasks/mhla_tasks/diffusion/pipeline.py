@@ -32,7 +32,7 @@ class DiTPipeline(DiffusionPipeline):
         vae: VAE that decodes latents; None if the network denoises pixels.
         steps: default number of network evaluations per sample.
         guidance: default scale of classifier-free guidance; 1 for none.
-        guidable: whether the network was also trained without labels, which guidance needs.
+        guidable: whether the network was also trained without labels, which classifier-free guidance requires.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -78,11 +78,11 @@ class DiTPipeline(DiffusionPipeline):
         """Draw one image for each label.
 
         Args:
-            class_labels: labels of the classes.
+            class_labels: class label of each image.
             num_inference_steps: number of network evaluations per sample; None for the default of the pipeline.
             guidance_scale: scale of classifier-free guidance; None for the default of the pipeline.
             generator: generator of the noise, or a list with one for each image.
-            seed: seed of the noise, in place of ``generator``; image i equals sample i that ``predict`` draws with this seed.
+            seed: seed of the noise, in place of ``generator``; image i equals sample i of the predict command.
             output_type: pil, np (8-bit ``[B, S, S, C]``), pt (8-bit ``[B, C, S, S]``), or latent for the undecoded samples.
             return_dict: whether to return an ``ImagePipelineOutput`` instead of a tuple.
 

@@ -28,7 +28,7 @@ MOST_CLASSES = 1 << 30
 
 @dataclass(frozen=True)
 class LabelledSource:
-    """Labeled images to encode, and the files that they come from.
+    """Labeled images to encode, and the files that contain them.
 
     Attributes:
         samples: source of samples with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
@@ -64,12 +64,12 @@ def encode_images(
         source: images to encode.
         target: path of the folder of shards; created if it does not exist.
         vae: VAE that encodes the images.
-        prefix: prefix of the file names.
-        per_shard: number of latents per shard, fewer if images are broken.
+        prefix: prefix of the shards' file names.
+        per_shard: number of latents per shard. A shard has fewer if some of its images cannot be decoded.
         batch_size: number of images encoded at once.
         device: device of the encoder.
         image_size: side S of the images in pixels, recorded in the manifest.
-        max_skipped: number of broken images that this process skips before it fails.
+        max_skipped: number of images that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
         force: whether to delete the shards of an earlier call first.
 
@@ -78,7 +78,7 @@ def encode_images(
 
     Raises:
         ValueError: if the folder holds shards that were made from images that have changed since, or with different options.
-        BrokenSampleError: if more than ``max_skipped`` images are broken.
+        BrokenSampleError: if more than ``max_skipped`` images cannot be decoded.
     """
     options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
     with Preparation(
@@ -102,7 +102,7 @@ def encode_images(
 
 
 def open_source(name: str, target: Path, prefix: str, image_size: int, num_classes: int | None) -> LabelledSource:
-    """Open the images of a folder of class folders, or of shards.
+    """Open the labeled images in a folder that has one subfolder per class, or in shards.
 
     Args:
         name: path of the folder, or location of the shards.
@@ -110,14 +110,14 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
             the labels of the classes of those shards.
         prefix: prefix of the shards to write.
         image_size: side in pixels to which the images are shrunk and cropped.
-        num_classes: number of classes of shards; None for the number of classes that they name.
+        num_classes: number of classes, if the source is shards; None for the number of classes that the shards name.
 
     Returns:
-        The images with their labels, and the files that they come from.
+        The images with their labels, and the files that contain them.
 
     Raises:
         FileNotFoundError: if there are no images.
-        ValueError: if the folder has a class that the shards of other prefixes do not have.
+        ValueError: if the folder has a class that shards with other prefixes in ``target`` do not have.
     """
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not holds_shards(Path(name)):

@@ -56,16 +56,17 @@ EMBEDDINGS = {
 
 
 def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of a DiT from diffusers' or the original layout to our names.
+    """Convert the weights of a DiT from the names of diffusers or of the original DiT to those of :class:`DiT`.
 
     Args:
-        state: weights by name; weights in our layout are returned unchanged.
+        state: weights by name; weights that already have the names of :class:`DiT` are returned unchanged.
 
     Returns:
-        The weights by our names.
+        The weights by their names in :class:`DiT`.
 
     Raises:
-        ValueError: if the weights are not those of a DiT, or the blocks' copies of the embeddings differ.
+        ValueError: if the weights are not those of a DiT, or the copies of the embeddings that diffusers stores in each block
+            differ.
     """
     if "backbone.blocks.0.attn.qkv.weight" in state:
         return dict(state)
@@ -133,7 +134,7 @@ def read_state(path: str) -> dict[str, Tensor]:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """Read the options of an exported DiT, among them the block grid of its mixing coefficients; empty if there are none."""
+    """Read the options of an exported DiT from its ``config.json``; return an empty dict if there is no such file."""
     files = (Path(path) / name for name in ("config.json", "transformer/config.json"))
     return next((read_json(file) for file in files if file.is_file()), {})
 
@@ -141,8 +142,8 @@ def _options(path: str) -> dict[str, Any]:
 def load_pretrained(network: DiT, path: str) -> None:
     """Load published weights, or those of a run, a checkpoint or an export, into ``network``.
 
-    If the number of classes differs, the class embedding starts from new values. If the sample size differs, mixing
-    coefficients are resized.
+    If the number of classes differs, the class embedding keeps its random initialization. If the sample size differs, the
+    mixing coefficients of MHLA are resized to the new block grid.
 
     Args:
         network: DiT, changed in place.

@@ -38,7 +38,7 @@ class ProcessConfig:
         learn_sigma: whether the network also predicts the variance of a step (ddpm).
         times: distribution of the timesteps in training, uniform or logit_normal (flow).
         shift: factor that shifts timesteps towards noise, in training and sampling, for large samples (flow); 1 for none.
-        label_dropout: share of samples trained without their class, which guidance needs.
+        label_dropout: share of samples trained without their class; guidance requires a share above 0.
     """
 
     objective: Literal["ddpm", "flow"] = "ddpm"
@@ -64,13 +64,13 @@ class ProcessConfig:
 class NoiseProcess:
     """Base class of noise processes, which define the training loss and the samplers.
 
-    It is not a module, so that its tables stay float32 in every precision.
+    A noise process is not an ``nn.Module``, so that its noise schedule stays float32 whatever the precision of training.
 
     Args:
         config: options of the process.
 
     Attributes:
-        samplers: supported samplers, the default first.
+        samplers: names of the supported samplers; the first one is the default.
     """
 
     samplers: tuple[Sampler, ...] = ()
@@ -79,14 +79,14 @@ class NoiseProcess:
         self.config = config
 
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw timesteps ``[count]`` to train on."""
+        """Draw random timesteps ``[count]`` to train on."""
         raise NotImplementedError
 
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Compute the training loss of each sample.
 
         Args:
-            network: network that predicts from noisy samples.
+            network: network that predicts noise or velocity from noisy samples.
             clean: clean samples ``[B, C, S, S]``.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]``, as :meth:`draw_times` draws them.
@@ -98,7 +98,7 @@ class NoiseProcess:
         raise NotImplementedError
 
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the diffusers scheduler of a sampler.
+        """Build the diffusers scheduler that implements a sampler.
 
         Raises:
             ValueError: if the objective does not support the sampler.
@@ -109,7 +109,7 @@ class NoiseProcess:
         """Check that the objective supports a sampler.
 
         Raises:
-            ValueError: if it does not; the message names the supported samplers.
+            ValueError: if the objective does not support the sampler; the message names those that it supports.
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)
@@ -124,7 +124,7 @@ class NoiseProcess:
 class DenoisingProcess(NoiseProcess):
     """Noise process of DDPM, whose network predicts the noise and, with ``learn_sigma``, the variance of a step.
 
-    The prediction interpolates between the logarithms of the smallest and the largest possible variance.
+    The predicted variance interpolates, on a logarithmic scale, between the smallest and the largest possible variance.
     """
 
     samplers = ("ddpm", "ddim", "dpm-solver++")
@@ -141,12 +141,12 @@ class DenoisingProcess(NoiseProcess):
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw timesteps ``[count]``, integers from 0 to 999."""
+        """Draw random timesteps ``[count]``, integers from 0 to 999."""
         return torch.randint(0, TIMESTEPS, (count,), generator=generator, device=device)
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the squared error of the noise, plus the variational bound if the variance is learned.
+        """Compute each sample's mean squared noise error, plus the variational bound if the variance is learned; ``[B]``.
 
         As in DiT's code, the bound is not weighted. It trains only the variance, because the mean in it is detached.
         """
@@ -162,7 +162,7 @@ class DenoisingProcess(NoiseProcess):
     def variational_bound(
         self, clean: Tensor, noisy: Tensor, predicted: Tensor, between: Tensor, times: Tensor
     ) -> Tensor:
-        """Compute each sample's term of the variational bound (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
+        """Compute the variational bound of each sample at a timestep (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
 
         Args:
             clean: clean samples ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
@@ -173,7 +173,7 @@ class DenoisingProcess(NoiseProcess):
             times: timesteps ``[B]`` int.
 
         Returns:
-            Terms ``[B]``, in bits per dimension.
+            The bound's term for each sample's timestep, ``[B]``, in bits per dimension.
         """
         alpha_bar, previous_alpha_bar, posterior = self._at(times, self.kept, self.before, self.posterior)
         beta = 1 - alpha_bar / previous_alpha_bar
@@ -193,15 +193,15 @@ class DenoisingProcess(NoiseProcess):
         return terms.flatten(1).mean(1) / math.log(2)
 
     def _at(self, times: Tensor, *tables: Tensor) -> list[Tensor]:
-        """Look up each table at ``times`` ``[B]``; return values ``[B, 1, 1, 1]`` on the device of ``times``."""
+        """Return the values of noise schedule tables ``[1000]`` at ``times`` ``[B]``, each as ``[B, 1, 1, 1]``."""
         return [table.to(times.device)[times][:, None, None, None] for table in tables]
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the diffusers scheduler of a sampler.
+        """Build the diffusers scheduler that implements a sampler.
 
-        ``ddpm`` spreads timesteps over all 1,000 as DiT's code does. ``ddim`` uses ``trailing`` timesteps, because diffusers'
-        implementation assumes the same stride for all steps.
+        ``ddpm`` spreads its timesteps evenly over all 1,000, as DiT's code does. ``ddim`` uses diffusers' ``trailing`` spacing,
+        because diffusers' DDIM assumes the same stride for all steps.
         """
         self.check_sampler(sampler)
         if sampler == "ddim":
@@ -213,25 +213,25 @@ class DenoisingProcess(NoiseProcess):
 
 
 class FlowProcess(NoiseProcess):
-    """Flow matching, whose network predicts noise minus data at a point on the straight line between them."""
+    """Noise process of flow matching, whose network predicts noise minus data at points on the line between them."""
 
     samplers = ("euler", "dpm-solver++")
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw timesteps ``[count]`` between 0 (data) and 1000 (noise)."""
+        """Draw random timesteps ``[count]`` between 0 (data) and 1000 (noise)."""
         return draw_flow_times(self.config.times, self.config.shift, count, generator, device)
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the squared error of the velocity of each sample, ``[B]``."""
+        """Compute the mean squared error of the predicted velocity of each sample, ``[B]``."""
         noisy, velocity = flow_point(clean, noise, times)
         out = network(noisy, times, labels).float()
         return (out - velocity).square().flatten(1).mean(1)
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the diffusers scheduler of a sampler; that of ``dpm-solver++`` rounds timesteps to integers."""
+        """Build the diffusers scheduler that implements a sampler; for ``dpm-solver++``, it rounds timesteps to integers."""
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)
@@ -244,12 +244,12 @@ class FlowProcess(NoiseProcess):
 
 
 def make_process(config: ProcessConfig) -> NoiseProcess:
-    """Build the noise process of a configuration."""
+    """Build the noise process that a configuration describes."""
     return (DenoisingProcess if config.objective == "ddpm" else FlowProcess)(config)
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Compute the negative log-likelihood, in nats, of 8-bit pixels in -1 .. 1 under a rounded normal distribution."""
+    """Compute the negative log-likelihood in nats of 8-bit pixels, scaled to -1 .. 1, under a discretized normal density."""
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)

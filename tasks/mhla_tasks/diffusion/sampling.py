@@ -23,7 +23,8 @@ class SamplingConfig:
     """Options of the sampler.
 
     Args:
-        sampler: ddpm, ddim or dpm-solver++ for objective ddpm; euler or dpm-solver++ for flow; null for ddpm or euler.
+        sampler: ddpm (default), ddim or dpm-solver++ for the objective ddpm; euler (default) or dpm-solver++ for the objective
+            flow; null for the default.
         steps: number of network evaluations per sample (twice as many with guidance).
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
     """
@@ -57,7 +58,7 @@ def draw_samples(
         Samples ``[B, channels, height, width]`` float32.
 
     Raises:
-        ValueError: if the process does not support the options, or a label is out of range.
+        ValueError: if the noise process does not support the options, or a label is out of range.
     """
     check_labels(labels.tolist(), network.num_classes)
     check_sampling(process, config)
@@ -107,9 +108,9 @@ def denoise(
 
 
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """Predict with classifier-free guidance: extrapolate from the prediction without a class to the one with the class.
+    """Predict with classifier-free guidance, which extrapolates from the unconditional to the conditional prediction.
 
-    A learned variance is not extrapolated but taken from the prediction with the class.
+    A learned variance is not extrapolated; it is that of the conditional prediction.
     """
     if guidance == 1:
         return network(x, times, labels).float()
@@ -121,10 +122,10 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
 
 
 def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
-    """Check that the process supports the sampler, the number of steps and guidance.
+    """Check that a noise process supports the sampler, the number of steps and the guidance of sampler options.
 
     Raises:
-        ValueError: if it does not; the message names the supported values.
+        ValueError: if an option is not supported; the message names the supported values.
     """
     sampler = config.sampler or process.samplers[0]
     process.check_sampler(sampler)
@@ -141,7 +142,7 @@ def check_labels(labels: Iterable[int], num_classes: int) -> None:
     """Check that all labels are in 0 to ``num_classes - 1``.
 
     Raises:
-        ValueError: if a label is not; the message names the first one.
+        ValueError: if a label is out of range; the message names the first such label.
     """
     for label in labels:
         if not 0 <= label < num_classes:

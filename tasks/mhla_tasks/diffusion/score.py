@@ -28,18 +28,19 @@ NETWORKS: dict[str, type[FeatureNetwork]] = {"digits": DigitFeatures, "mnist": M
 def compare_sets(
     samples: str, reference: str, features: str, weights: str | None, batch_size: int, device: str | None
 ) -> dict[str, Any]:
-    """Score one set of images against another.
+    """Compare generated images with real images by FID, sFID, Inception Score, KID, precision and recall.
 
     Args:
-        samples: path of a folder of images or of an ``.npz``.
-        reference: path of a folder of real images or of an ``.npz``.
+        samples: path of a folder of generated images, or of an ``.npz`` file with images or statistics.
+        reference: path of a folder of real images, or of an ``.npz`` file with images or statistics.
         features: network whose features are compared: inception, digits, mnist or random.
         weights: path of the weights of torch-fidelity's Inception-v3; None to download them.
         batch_size: number of images processed at once.
         device: cpu or cuda; None for a GPU if there is one.
 
     Returns:
-        Scores by name, remarks on them (``marks``), and the image counts and checksums that they depend on.
+        Scores by name; ``marks``, remarks on the scores; the number of images in each set; and SHA-256 checksums of the sets
+        and of the network.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     torch_device = process_device(device)
@@ -57,7 +58,7 @@ def compare_sets(
 
 
 def print_scores(found: dict[str, Any], title: str, as_json: bool) -> None:
-    """Print the scores of :func:`compare_sets` as a table, or as JSON."""
+    """Print the result of :func:`compare_sets` as a table with a title, or as JSON."""
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return

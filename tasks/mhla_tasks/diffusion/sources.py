@@ -59,14 +59,14 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
 
 
 class LatentSamples:
-    """Sample source of latents and labels in shards.
+    """Sample source of VAE latents and labels in shards. Each access draws a latent from the stored mean and deviation.
 
     Args:
         reader: reader of the shards.
         sample_size: required side of the latents, in latent pixels.
         num_classes: number of classes of the data set, larger than every label.
-        flip: probability that a sample is the latent of the mirror image.
-        labels: label of the data set for each label in the shards; None if they are the same.
+        flip: probability that a sample is the latent of the mirrored image.
+        labels: mapping of labels in the shards (indices) to labels of the data set (values); None if they are the same.
 
     Raises:
         ValueError: if the shards hold latents of a different size, or no latents.
@@ -96,7 +96,7 @@ class LatentSamples:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the scaled ``latent`` ``[C, S, S]`` float32, the ``label`` and the ``index`` of a sample."""
+        """Draw a sample's scaled ``latent`` ``[C, S, S]`` float32; return it with the ``label`` and the ``index``."""
         mirrored = self.flip > 0 and float(torch.rand(())) < self.flip
         moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
         if moments.shape[-2:] != (self.sample_size, self.sample_size):
@@ -119,10 +119,10 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """Read the factor that scales the latents from the manifests beside the shards; 1 without shards.
+    """Read the VAE's scaling factor of the latents from the manifests in the folders of shards; return 1 without shards.
 
     Raises:
-        FileNotFoundError: if there is no manifest beside the shards.
+        FileNotFoundError: if a folder of shards has no manifest.
         ValueError: if the shards have different scales, or a scale is missing or not a positive number.
     """
     scales = set()

@@ -27,7 +27,7 @@ HEAD = 1 << 16
 
 
 def parse_buckets(names: Sequence[str]) -> list[Size]:
-    """Parse image sizes such as ``512x384``, which means 512 rows of 384 pixels.
+    """Parse image sizes such as ``512x384``, which is 512 pixels high and 384 wide.
 
     Args:
         names: sizes as ``HEIGHTxWIDTH``.
@@ -66,15 +66,15 @@ def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
 
 
 def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: int) -> np.ndarray:
-    """Assign each image to the size whose aspect ratio is nearest to its own; only file headers are read.
+    """Assign each image to the size with the nearest aspect ratio, reading only the headers of the image files.
 
     Args:
-        files: images.
+        files: image files.
         sizes: sizes to choose from.
         batch_size: minimum number of images of each size.
 
     Returns:
-        Index of the size of each image, ``[n]`` int64; 0 for broken images.
+        Index into ``sizes`` for each image, ``[n]`` int64; 0 for images that cannot be read.
 
     Raises:
         ValueError: if a size gets fewer images than ``batch_size``.
@@ -98,10 +98,10 @@ def check_groups(groups: np.ndarray, names: Sequence[str], batch_size: int, what
     """Check that every size has enough samples for a batch.
 
     Args:
-        groups: index of the size of each sample, ``[n]`` int64.
-        names: name of each size, for the message.
+        groups: index into ``names`` of each sample's size, ``[n]`` int64.
+        names: name of each size, such as ``512x384``, for the error message.
         batch_size: minimum number of samples of each size.
-        what: samples in the plural, for the message: ``images``.
+        what: plural noun for the samples in the error message, such as ``images``.
 
     Raises:
         ValueError: if a size has fewer samples; the message names the size.

@@ -21,10 +21,10 @@ from mhla_tasks.text_to_image.scenes import every_caption
 
 
 class ImagePictures(DrawnSamples):
-    """Callback that draws an image for each prompt, with the weights that validation uses, and shows all in one picture.
+    """Callback that draws an image for each prompt during training, and shows all images in one picture.
 
-    The picture ``images-step*.png`` is written to ``pictures/`` in the log folder and to TensorBoard. Each image starts from
-    the same noise every time.
+    The picture ``images-step*.png`` is written to ``pictures/`` in the log folder, and to TensorBoard. The weights are those
+    that validation uses: their moving average, if the run keeps one. Each image starts from the same noise every time.
 
     Args:
         prompts: prompts to draw an image for.
@@ -47,7 +47,7 @@ class ImagePictures(DrawnSamples):
         super().__init__(prompts, every_n_steps, at_end, at_start, seed)
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write one picture that shows all images with their prompts."""
+        """Write one picture that shows all images with their prompts, and add it to TensorBoard."""
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
         pictures.mkdir(parents=True, exist_ok=True)
@@ -56,14 +56,14 @@ class ImagePictures(DrawnSamples):
 
 
 class SceneScores(ImagePictures):
-    """Callback that draws scenes of digits, and logs the shares with correct digits, colors, count and relation.
+    """Callback that draws scenes of digits, and logs the shares of images with correct digits, colors, count and positions.
 
-    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` and ``scenes/all``; each
+    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` and ``scenes/all``. Each
     evaluation also adds a line to ``scenes.jsonl`` in the log folder. :mod:`mhla_tasks.text_to_image.judge` checks the images.
-    It accepts 87% of real held-out scenes.
+    Of the real held-out scenes, it accepts 87%.
 
     Args:
-        prompts: captions of scenes; null for sixty captions of all kinds of scenes.
+        prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.
         per_prompt: number of images for each prompt.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to score the final weights.
@@ -86,7 +86,7 @@ class SceneScores(ImagePictures):
         super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Check the images, log the shares of correct ones, and add a line to ``scenes.jsonl``."""
+        """Check each image against its prompt, log the shares of correct images, and add a line to ``scenes.jsonl``."""
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
         path = folder / "scenes.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
@@ -97,7 +97,7 @@ class SceneScores(ImagePictures):
 
 
 class ClipScore(ImagePictures):
-    """Callback that draws an image for each prompt, and logs their CLIP score (arXiv 2104.08718) as ``clip/score``.
+    """Callback that draws an image for each prompt, and logs the mean CLIP score (arXiv 2104.08718) as ``clip/score``.
 
     The score is the cosine similarity of the CLIP embeddings of image and prompt, times 100, with negative values replaced by
     0, averaged over the images.
@@ -125,13 +125,13 @@ class ClipScore(ImagePictures):
         self._parts: tuple[Any, Any] | None = None
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load CLIP in addition to everything that drawing needs."""
+        """Check that the module can draw samples, and load the CLIP model."""
         super().check(module)
         self._load()
 
     @torch.no_grad()
     def score(self, pixels: Tensor) -> float:
-        """Compute the CLIP score, 0 to 100, of images ``[n, C, H, W]`` uint8, one for each prompt."""
+        """Compute the mean CLIP score, 0 to 100, of images ``[n, C, H, W]`` uint8, one for each prompt of the callback."""
         model, processor = self._load()
         values = []
         for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
@@ -141,11 +141,11 @@ class ClipScore(ImagePictures):
         return float(torch.cat(values).mean())
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Compute and log the CLIP score of the images."""
+        """Compute the mean CLIP score of the images, and log it as ``clip/score``."""
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:
-        """Return CLIP's model and processor, loading them on first use."""
+        """Return the CLIP model and its processor, which are loaded on first use."""
         if self._parts is None:
             from transformers import CLIPModel, CLIPProcessor
 

@@ -29,30 +29,30 @@ SANA_LENGTH = 300
 
 
 class CaptionedImageData(CaptionedData):
-    """Captioned images; a kind of data implements :meth:`samples` for training and validation.
+    """Base class of data modules with captioned images. A subclass implements :meth:`samples`.
 
     Args:
-        prompts: prompts that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        prompts: prompts for which the predict command draws samples.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     extension = IMAGE
 
     def real_images(self, part: str) -> SampleSource:
-        """Samples of ``"train"`` or ``"validate"`` that drawn ones are compared with."""
+        """Return the real images, of ``"train"`` or ``"validate"``, with which metrics such as FID compare drawn images."""
         return self.samples(part)
 
 
 class DigitScenes(CaptionedImageData):
     """Colored handwritten digits of MNIST on 32 x 32 pixels, with captions such as "a red three left of a green seven".
 
-    20,000 scenes to train on, 400 held out, which show digits that training never shows.
+    There are 20,000 scenes to train on and 400 held out. The held-out scenes show different handwritten digits.
 
     Args:
-        batch_size: samples of a batch over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for pictures this small.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        batch_size: samples per batch, over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
     """
 
     def __init__(
@@ -74,23 +74,25 @@ class DigitScenes(CaptionedImageData):
 class CaptionedImageShards(CaptionedImageData):
     """Images with captions in WebDataset tar shards (NNN.jpg with NNN.txt or NNN.json), or in folders.
 
-    A folder holds images, each with NNN.txt or NNN.json beside it, or a metadata.jsonl with a file_name and a caption on
-    each line. Images that cannot be decoded or lack a caption are skipped in training, with a warning each, and counted.
+    In a folder, each image has its caption in NNN.txt or NNN.json beside it, or a metadata.jsonl has a file_name and a caption
+    on each line. In training, images that cannot be decoded or lack a caption are skipped, with a warning for each, and
+    counted.
 
     Args:
         train: shards to train on: a folder of shards, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a
             folder of images.
-        val: data to validate on, in the same forms.
-        height: in pixels; images are scaled to cover it, and the middle is cut out.
-        width: in pixels; images are scaled to cover it, and the middle is cut out.
-        buckets: several sizes in place of one, as HEIGHTxWIDTH, such as [512x512, 384x640]: an image takes the one whose ratio
-            is nearest to its own, and a batch holds images of one size. The model's patches must divide each.
-        caption_key: entry of NNN.json, or of a line of metadata.jsonl, that is the caption.
-        batch_size: samples of a batch over all processes together.
+        val: shards or folder for validation, in the same forms.
+        height: height in pixels to which images are scaled and center-cropped.
+        width: width in pixels to which images are scaled and center-cropped.
+        buckets: several image sizes in place of height and width, as HEIGHTxWIDTH, such as [512x512, 384x640]. Each image gets
+            the size with the nearest aspect ratio, and a batch contains images of one size. Each size must be a multiple of the
+            model's patch size.
+        caption_key: key of the caption in NNN.json or in a line of metadata.jsonl.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     def __init__(
@@ -138,9 +140,9 @@ class CaptionedImageShards(CaptionedImageData):
 
 
 class ImageLatentShards(EncodedShards):
-    """Latents and encoded captions in shards, as ``lightning prepare caption-latents`` writes them.
+    """Image latents and embedded captions in shards that ``lightning prepare caption-latents`` wrote.
 
-    Arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
+    The arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
     """
 
     extension = IMAGE
@@ -150,14 +152,14 @@ class ImageLatentShards(EncodedShards):
 
     @property
     def instruction(self) -> str | None:
-        """Text that stood before the captions when they were encoded, as the shards' manifest says; SANA's if it does not."""
+        """Instruction that preceded the captions when they were embedded; None without one, ``sana`` if it is not recorded."""
         return read_manifest(self.shards).get("instruction", "sana") or None
 
     def real_images(self, part: str) -> SampleSource:
-        """Latents cannot be compared with the samples that are drawn.
+        """Raise an error, because metrics such as FID cannot compare drawn images with latents.
 
         Raises:
-            ValueError: always.
+            ValueError: always; the message asks for a folder of images or an ``.npz`` file.
         """
         raise ValueError(f"reference={part!r} names latents, which are no images; name a folder of images, or an .npz")
 
@@ -170,7 +172,7 @@ class ImageLatentShards(EncodedShards):
 
 
 class _ShardsOrFolders(ShardSets):
-    """Shards, or folders of images with captions."""
+    """Locations of training and validation data, each of which is a set of shards or a folder of captioned images."""
 
     @override
     def class_folder(self, stage: str) -> Path | None:
@@ -178,6 +180,6 @@ class _ShardsOrFolders(ShardSets):
 
 
 def image_folder(location: str | list[str]) -> Path | None:
-    """The folder of images that a location names; None where it names shards."""
+    """Return a data location as a path if it is a folder of images; return None if it names shards."""
     folder = Path(location) if isinstance(location, str) else None
     return folder if folder is not None and folder.is_dir() and not holds_shards(folder) else None

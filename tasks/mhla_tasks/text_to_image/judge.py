@@ -34,7 +34,7 @@ CHECKS = ("digit", "colour", "count", "relation")
 
 @dataclass(frozen=True)
 class Found:
-    """Digit found in a picture: its label from 0 to 9, the name of its color, and row and column of its center in pixels."""
+    """Digit found in an image: its label from 0 to 9, its color's name, and the row and column of its center in pixels."""
 
     label: int
     colour: str
@@ -64,7 +64,7 @@ def parse_caption(caption: str) -> Scene:
 
 
 def find_digits(pixels: Tensor) -> list[Found]:
-    """Find and classify the digits in a picture ``[3, H, W]`` uint8."""
+    """Find and classify the digits in an image ``[3, H, W]`` uint8 with a dark background."""
     from scipy import ndimage
 
     bright = pixels.amax(0).numpy() > DARK
@@ -89,14 +89,15 @@ def find_digits(pixels: Tensor) -> list[Found]:
 
 
 def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
-    """Check whether a picture shows the scene of a caption.
+    """Check whether an image shows the scene that a caption describes.
 
     Args:
-        pixels: picture ``[3, H, W]`` uint8.
+        pixels: image ``[3, H, W]`` uint8.
         caption: caption of the scene.
 
     Returns:
-        Whether digits, colors, count and, if the caption has one, relation are correct, by the names in :data:`CHECKS`.
+        Result of each check, by its name in :data:`CHECKS`: whether digits, colors, count and relative position are correct.
+        The position (``relation``) is checked only if the caption states it.
 
     Raises:
         ValueError: if the caption does not describe a scene of digits.
@@ -115,14 +116,15 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
 
 
 def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
-    """Compute the share of pictures that pass each check.
+    """Compute the share of images that pass each check of :func:`check_scene`.
 
     Args:
-        pictures: pictures ``[n, 3, H, W]`` uint8.
-        captions: caption of each picture.
+        pictures: images ``[n, 3, H, W]`` uint8.
+        captions: caption of each image.
 
     Returns:
-        Share from 0 to 1 for each check in :data:`CHECKS` that applies to a caption, and for ``all`` checks together.
+        Share from 0 to 1 for each check in :data:`CHECKS` that at least one caption requires, and, under ``all``, the share of
+        images that pass all of their checks.
     """
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
@@ -141,7 +143,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Scale a digit ``[h, w]`` to a box ``[READ, READ]`` without changing its proportions, and its brightest pixel to 1."""
+    """Scale the image of a digit ``[h, w]`` to fit in ``[READ, READ]``, centered, and its brightest pixel to 1."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -154,7 +156,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Train a classifier of digits scaled by :func:`_boxed`, on MNIST's training digits at the size they have in scenes."""
+    """Return a support vector classifier of images from :func:`_boxed`, trained on MNIST digits as they appear in scenes."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

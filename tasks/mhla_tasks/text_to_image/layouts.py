@@ -23,7 +23,7 @@ TILES = 4
 
 
 def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
-    """Copy images that predict has drawn into the folder layout of a benchmark.
+    """Copy images that the predict command has drawn to the folder layout of a benchmark.
 
     Args:
         images: folder of the images, named ``NAME-NUMBER.png``.
@@ -32,11 +32,11 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
         target: folder to write to, created if missing.
 
     Returns:
-        Number of prompts.
+        Number of prompts in the benchmark's list.
 
     Raises:
         FileNotFoundError: if an image is missing.
-        ValueError: if a name in the list is not a valid file name or occurs twice, or if a file is not an image.
+        ValueError: if a name in the list of prompts is not a valid file name or occurs twice, or if a file is not an image.
     """
     names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
     if wrong := [name for name in names if not is_file_name(name)]:
@@ -54,7 +54,7 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
-    """Copy images into GenEval's layout: ``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
+    """Copy images to GenEval's layout, one folder for each prompt: ``00000/metadata.jsonl``, ``00000/samples/0000.png``."""
     if prompts.suffix != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for _, line in read_lines(prompts)]
@@ -67,7 +67,7 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Join the images of each prompt into DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
+    """Join the four images of each prompt in one file ``NAME.png``, two in a row, as DPG-Bench requires."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         paths = _numbered(images, name)
@@ -89,7 +89,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Copy the first image of each prompt into MJHQ-30K's layout: ``NAME.png``."""
+    """Copy the first image of each prompt to ``NAME.png``, the layout of MJHQ-30K."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         _copy(_numbered(images, name)[0], target / f"{name}.png")
@@ -103,10 +103,10 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """List the images ``NAME-0.png``, ``NAME-1.png`` and so on of a prompt.
+    """List the image files of a prompt, ``NAME-0.png``, ``NAME-1.png`` and so on, in this order.
 
     Raises:
-        FileNotFoundError: if there are none.
+        FileNotFoundError: if the prompt has no images.
     """
     paths: list[Path] = []
     while (path := images / f"{name}-{len(paths)}.png").is_file():
@@ -117,7 +117,7 @@ def _numbered(images: Path, name: str) -> list[Path]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy an image file after checking that it is one; a link could lead to any file.
+    """Copy an image file, after checking that it is an image: a symbolic link could lead to any file.
 
     Raises:
         BrokenSampleError: if the file is not an image.

@@ -17,7 +17,7 @@ class TransformerConfig:
         num_layers: number of blocks.
         num_cross_attention_heads: number of heads in cross-attention.
         cross_attention_head_dim: width of a head in cross-attention.
-        cross_attention_dim: width of a token; in both attentions, the number of heads times their width.
+        cross_attention_dim: width of a token; must equal the number of heads times their width, in both attentions.
         caption_channels: width of the embedded caption tokens; 2304 for Gemma-2-2B.
         mlp_ratio: inner width of the MLP divided by the width of a token.
         sample_size: rows and columns of the latent; the model also takes other sizes.

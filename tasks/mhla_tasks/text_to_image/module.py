@@ -29,13 +29,13 @@ SANA_FLOW = FlowConfig(shift=3.0)
 
 
 class TextToImage(CaptionedDiffusion):
-    """A SANA transformer trained on captioned images or their latents, and sampled by prompt.
+    """Text-to-image model: a SANA transformer with replaced attention, trained on captioned images or their latents.
 
-    Further arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+    The other arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
 
     Args:
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces every second one; [keep] none; null
-            to replace all.
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces the attention of every second layer,
+            [keep] of none; null to replace all.
         vae: folder or hub name of a SANA pipeline or its autoencoder, for latents; null for pixels.
     """
 
@@ -90,10 +90,10 @@ class TextToImage(CaptionedDiffusion):
         return to_pixels(samples)
 
     def on_fit_start(self) -> None:
-        """Check that the model takes all sizes of the data; then see :meth:`CaptionedDiffusion.on_fit_start`.
+        """Check the image sizes of the data, then continue as :meth:`CaptionedDiffusion.on_fit_start` does.
 
         Raises:
-            ValueError: for a size that patches or autoencoder do not divide.
+            ValueError: if an image size does not fit the autoencoder's downsampling factor or the patch size.
         """
         for size in getattr(self.trainer.datamodule, "sizes", ()):  # type: ignore[attr-defined]  # set by fit
             latent = size if self.codec is None else self.codec.latent_size(*size)
@@ -102,33 +102,33 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Channels, height and width of a drawn image, in pixels."""
         return (3, self.sampling.height, self.sampling.width)
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts of the data, over which samples for metrics are distributed evenly."""
+        """Prompts of the data module, over which metrics of drawn images distribute their samples evenly."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
     @property
     def num_conditions(self) -> int:
-        """Number of prompts."""
+        """Number of conditions that samples can be drawn for: the number of prompts."""
         return len(self.prompts)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Draw images ``[b, C, H, W]`` uint8. Sample i has prompt i modulo their number, and its own noise."""
+        """Draw the images with the given indices, ``[B, C, H, W]`` uint8; image i has prompt i modulo the number of prompts."""
         prompts = self.prompts
         return self.draw([prompts[index % len(prompts)] for index in indices], indices, seed, sampling)
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the options that metrics of samples depend on."""
+        """Return the sampler options and the timestep shift, which are recorded with metrics of drawn images."""
         options = asdict(sampling)
         return {"sampling_steps": options.pop("steps"), **options, "shift": self.flow.shift}
 
 
 def token_mask(text: Tensor) -> Tensor:
-    """Compute the mask ``[B, L]`` int64 of caption tokens ``[B, L, D]``. Rows of zeros, but for the first, are padding."""
+    """Compute the mask ``[B, L]`` int64 of embedded captions ``[B, L, D]``: 0 for rows of zeros except the first, else 1."""
     mask = text.ne(0).any(-1)
     mask[:, 0] = True
     return mask.long()

@@ -19,7 +19,7 @@ UNUSED = ("pos_embed", "y_embedder.y_embedding")
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert SANA weights from NVlabs' names to diffusers' names."""
+    """Convert SANA weights from the names in NVlabs' original release to diffusers' names."""
     present = dict(state)
     for name in UNUSED:
         present.setdefault(name, Tensor())

@@ -12,7 +12,7 @@ Sampler = Literal["dpm", "euler"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Options for sampling images; the defaults are those of ``SanaPipeline``.
+    """Options for drawing images; the defaults are those of diffusers' ``SanaPipeline``.
 
     Args:
         sampler: dpm (DPM-Solver++ for flow matching, SANA's default) or euler.

@@ -53,7 +53,7 @@ class Scene:
 
     @property
     def shown(self) -> list[tuple[int, str]]:
-        """Label and color of every digit; equal digits are repeated."""
+        """Label and color of each of the ``count`` digits; equal digits are repeated."""
         return [self.digits[min(number, len(self.digits) - 1)] for number in range(self.count)]
 
     @property
@@ -68,7 +68,7 @@ class Scene:
 
 
 def draw_scene(random: np.random.Generator) -> Scene:
-    """Draw a random scene: one digit, two or three equal digits, or two digits in a relation."""
+    """Choose a random scene: one digit, two or three equal digits, or two digits of which one is left of or above the other."""
     kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
     labels = random.integers(10, size=2 if kind == "relation" else 1)
     colours = random.permutation(list(COLOURS))
@@ -79,7 +79,7 @@ def draw_scene(random: np.random.Generator) -> Scene:
 
 
 def every_caption() -> list[str]:
-    """Return sixty fixed captions: 20 of one digit, 16 of equal digits and 24 of two digits in a relation."""
+    """Return sixty fixed captions: 20 of one digit, 16 of equal digits and 24 of two digits in a spatial relation."""
     random, missing = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
     captions: list[str] = []
     while any(missing.values()):
@@ -92,7 +92,7 @@ def every_caption() -> list[str]:
 
 
 def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) -> Tensor:
-    """Render a scene as a picture.
+    """Render a scene as an image.
 
     Args:
         scene: scene to render.
@@ -100,7 +100,7 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
         random: generator of the digits' positions.
 
     Returns:
-        Picture ``[3, 32, 32]`` float32 in -1 .. 1.
+        Image ``[3, 32, 32]`` float32 in -1 .. 1.
     """
     canvas = torch.zeros(3, SIDE, SIDE)
     size = LARGE if scene.count == 1 else SMALL
@@ -113,7 +113,7 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 
 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Choose the top and left edge of each digit in pixels; several digits are in different quarters of the canvas."""
+    """Choose the top and left edge of each digit in pixels. Several digits get different quarters of the canvas."""
     if scene.count == 1:
         middle = (SIDE - size) // 2
         down, right = random.integers(-SHIFT, SHIFT + 1, size=2)
@@ -138,7 +138,7 @@ def _by_label(train: bool) -> list[Tensor]:
 
 
 class SceneSamples:
-    """Sample source of random scenes; an index always gives the same scene.
+    """Sample source of rendered random scenes of digits. The same index always gives the same scene.
 
     Args:
         train: whether the scenes show MNIST's training digits instead of held-out digits.

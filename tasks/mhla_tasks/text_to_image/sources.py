@@ -16,15 +16,15 @@ from mhla_tasks.text_to_image.buckets import Size, sort_into_buckets
 
 
 class CaptionedImages:
-    """Sample source of captioned images, each scaled and cropped to the best of one or several sizes.
+    """Sample source of captioned images, each scaled and cropped to the size with the nearest aspect ratio.
 
     Args:
         files: image files and their captions.
-        sizes: heights and widths in pixels; each image gets the one with the nearest aspect ratio.
+        sizes: height and width of each available size, in pixels.
         batch_size: minimum number of images of each size, if there are several sizes.
 
     Attributes:
-        groups: index of the size of each image, ``[n]`` int64; None if there is one size.
+        groups: index into ``sizes`` of each image's size, ``[n]`` int64; None if there is only one size.
     """
 
     def __init__(self, files: CaptionedFiles, sizes: Sequence[Size], batch_size: int = 0) -> None:
@@ -46,7 +46,7 @@ class CaptionedImages:
 
 
 def to_size(height: int, width: int) -> v2.Compose:
-    """Build a transform that scales an image to cover a size, crops its center, and converts it to a tensor.
+    """Build a transform that scales an image to cover a size, center-crops it, and converts it to a tensor.
 
     Args:
         height: height in pixels.

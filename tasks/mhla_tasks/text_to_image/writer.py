@@ -16,7 +16,7 @@ from mhla_tasks.text_to_image.pictures import draw_captioned
 
 
 class ImageWriter(SampleFolder):
-    """Callback that writes images as PNG files as they are drawn; see :class:`SampleFolder`."""
+    """Callback that writes each drawn image to a PNG file as soon as its batch is complete; see :class:`SampleFolder`."""
 
     kind = "images"
 

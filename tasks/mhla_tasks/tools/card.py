@@ -25,7 +25,7 @@ MARK = "<!-- lightning export "
 
 
 def is_own(text: str) -> bool:
-    """Return whether the text of a model card was written by :func:`write_card` and not edited since."""
+    """Return whether a model card is unedited: its text ends in the checksum that :func:`write_card` appends."""
     content, mark, digest = text.rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
 
@@ -37,15 +37,15 @@ def _digest(text: str) -> str:
 def write_card(
     module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
 ) -> None:
-    """Write a model card: the kind of model, how to load it, data, metrics, configuration, versions and license.
+    """Write a model card: type of the model, code that loads it, data, metrics, configuration, versions and license.
 
-    Secrets and the folders of local paths are removed from options. Text from the checkpoint is escaped, so that it is never
-    interpreted as Markdown or HTML.
+    Secrets and the directory parts of local paths are removed from the options. Text from the checkpoint is escaped, so that it
+    is never interpreted as Markdown or HTML.
 
     Args:
         module: the exported module.
         content: entries of the model's checkpoint, without tensors.
-        path: path of the card.
+        path: path of the card to write.
         folder: name of the exported folder.
         loading: Python code that loads the exported folder, with ``FOLDER`` in place of its path.
         license_name: identifier of the model's license; None if it is not known.
@@ -83,7 +83,7 @@ def write_card(
 
 
 def _options(memory: Any) -> dict[str, Any]:
-    """Return the options of model or data stored in a checkpoint, with ``class_path`` if the checkpoint stores it."""
+    """Return the options of a model or data module from its hyperparameters in a checkpoint, as in a configuration file."""
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")
     return {"class_path": class_path, "init_args": arguments} if class_path else arguments
@@ -125,19 +125,19 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Convert a text to one line that Markdown and HTML show literally."""
+    """Convert a text to one line, with the characters escaped that Markdown or HTML would interpret."""
     line = " ".join(harmless(str(text)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
 
 def _code(text: Any) -> str:
-    """Format a text as inline code of Markdown, or escape it if a character in it would end the code or the table cell."""
+    """Format a text as inline code in Markdown; escape it instead if it has a character that would end the code."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML dumper that writes the text of objects that YAML cannot represent."""
+    """YAML dumper that writes ``str(value)`` for objects that YAML cannot represent."""
 
 
 _Plain.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))

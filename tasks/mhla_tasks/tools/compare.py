@@ -25,12 +25,13 @@ PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
 
 @dataclass(frozen=True)
 class Run:
-    """Training run with its recorded results and options.
+    """Completed or unfinished training run: its folder, recorded results and options.
 
     Attributes:
-        folder: folder with ``run.json`` and ``config.yaml``.
+        folder: folder with ``run.json`` and, unless it is missing, ``config.yaml``.
         record: content of ``run.json``, which :class:`lightning_mhla.callbacks.RunReport` writes.
-        options: values of the configuration by their full dotted keys.
+        options: values of the configuration by their dotted keys, such as ``model.attention.kind``; empty without
+            ``config.yaml``.
     """
 
     folder: Path
@@ -38,16 +39,16 @@ class Run:
     options: dict[str, Any]
 
     def final(self, metric: str) -> float | None:
-        """Return the last recorded value of a metric; None if the run does not have the metric."""
+        """Return the last recorded value of a metric; None if the run did not record the metric."""
         points = self.record["metrics"].get(metric)
         return points[-1][1] if points else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read all runs in and below the given folders.
+    """Read all training runs in the given folders and their subfolders.
 
     Args:
-        folders: folders of runs, or folders that contain them at any depth. Duplicates are removed.
+        folders: folders of runs, or folders that contain them at any depth. A run that several folders contain is read once.
 
     Raises:
         FileNotFoundError: if a folder does not contain any run.
@@ -82,13 +83,13 @@ def _read(path: Path) -> Run:
 
 
 def flat(values: Any, before: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to one mapping with dotted keys.
+    """Flatten a nested configuration to one dict with dotted keys, such as ``model.attention.kind``.
 
-    Items of a list of objects are named by their classes.
+    In a list of objects with ``class_path``, such as callbacks, the class name is the key of each object.
 
     Args:
         values: nested mappings, lists and plain values.
-        before: dotted key of ``values`` itself, with which all keys of the result begin.
+        before: dotted key with which all keys of the result begin; empty at the top level.
     """
     if isinstance(values, Mapping) and values:
         parts = (flat(value, f"{before}.{key}" if before else str(key)) for key, value in values.items())
@@ -110,7 +111,7 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """List the configuration keys whose values differ between runs, except loggers and the keys in :data:`PLACES`."""
+    """List the configuration keys whose values differ between runs, except those of loggers and of file locations."""
     configured = [run for run in runs if run.options]
     keys = list(dict.fromkeys(key for run in configured for key in run.options))
     candidates = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
@@ -118,7 +119,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Map each dotted key to the shortest sequence of its last parts that is unique among the keys."""
+    """Map each dotted key to a short name: as few of its last parts as are unique, ``lr`` for ``model.optimizer.lr``."""
     names = {}
     for key in keys:
         parts = key.replace(".init_args", "").split(".")
@@ -131,9 +132,9 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def common_metrics(runs: Sequence[Run]) -> list[str]:
-    """List the names of the metrics that all runs have, those with different values first.
+    """List the metrics that all runs recorded, first those whose final values differ between runs.
 
-    The number of validation samples is omitted if it is the same in all runs.
+    The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
     common = [name for name in runs[0].record["metrics"] if all(name in run.record["metrics"] for run in runs)]
     equal = [name for name in common if len({run.final(name) for run in runs}) == 1]
@@ -141,7 +142,7 @@ def common_metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Return the comparison of runs as a table: the header, and a row of text for each run."""
+    """Return the comparison of runs as a table: a list of column names, and a list of cell texts for each run."""
     names = short_names(differences(runs))
     metrics = common_metrics(runs)
     best = list(dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]))
@@ -160,14 +161,14 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the folder of each run, relative to the common parent folder of all runs."""
+    """Return the path of each run's folder, relative to the common parent folder of all runs."""
     paths = [str(run.folder) for run in runs]
     common = os.path.commonpath(paths) if len(set(paths)) > 1 else ""
     return [os.path.relpath(path, common) if common else path for path in paths]
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Print the comparison of runs as a table. If the output is not a terminal, the table is as wide as its content."""
+    """Print the comparison of runs as a table, which is limited to the width of the terminal, if there is one."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -187,7 +188,7 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a label for each run: its options that differ between the runs, or its folder if none differ."""
+    """Return a label for each run: the values of the options that differ between runs, or its folder if none differ."""
     names = short_names(differences(runs))
     return [
         ", ".join(f"{name}={_text(run.options.get(key))}" for key, name in names.items()) or str(run.folder)
@@ -196,7 +197,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Plot all common metrics over optimizer steps, with a curve for each run.
+    """Plot the metrics that all runs have in common against the optimizer step, with a curve for each run.
 
     Args:
         runs: runs to plot.
@@ -223,7 +224,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the comparison as data for JSON: folder, differing options and record with curves of each run."""
+    """Return a dict for each run that JSON can represent: its folder, its differing options, and its ``run.json``."""
     keys = differences(runs)
     return [
         {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}

@@ -47,18 +47,19 @@ LABELS = ("added_tokens_decoder", "chat_template", "class_names", "label_names",
 def write_export(
     checkpoint: Path, folder: Path, live: bool, options: Mapping[str, Any], license_name: str | None = None
 ) -> None:
-    """Write the model of a checkpoint in the format of its domain's library, with a model card.
+    """Export the model of a checkpoint, with a model card, to a folder that other programs can load.
 
     Args:
         checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
         folder: folder to write the model to.
         live: whether to export the trained weights instead of their moving average, if the checkpoint has both.
-        options: options of the domain, by name.
+        options: export options of the model's task, by name, such as ``adapters``.
         license_name: license of the model, for the card; None if it is not known.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint does not contain a module of a domain, or if an option belongs to a different domain.
+        ValueError: if the checkpoint does not contain a model of a task of this package, or an option is not one of the model's
+            task.
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
@@ -84,12 +85,13 @@ def write_export(
 
 
 def remove_private(folder: Path) -> None:
-    """Remove secrets and the folders of local paths from the configurations in a folder, such as ``config.json``.
+    """Remove secrets, and the directory parts of local paths, from the JSON configurations in an exported folder.
 
-    Libraries store the location that a model or a tokenizer was loaded from in these files. Vocabularies are not changed.
+    In files such as ``config.json``, libraries store the path from which a model or a tokenizer was loaded. Vocabularies are
+    not changed.
 
     Args:
-        folder: folder that will be published.
+        folder: folder that the user may publish. The files in it are changed in place.
     """
     for path in folder.rglob("*.json"):
         if path.name in VOCABULARIES or path.name.endswith(".index.json"):
@@ -104,17 +106,17 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Return whether to drop a file of an earlier export, because libraries would load it together with the new files.
+    """Return whether a file of an earlier export must be deleted, because libraries would load it with the new files.
 
     Args:
-        names: names of files and folders that exports of the domain write.
-        path: path of the file relative to the folder.
+        names: names of files and folders that exports of the model's task write.
+        path: path of the file relative to the exported folder.
     """
     return WEIGHTS.fullmatch(str(path)) is not None or path.parts[0] in names
 
 
 def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
-    """Load the trained module of any domain from a checkpoint, without running code from it.
+    """Load a trained module from a checkpoint of any task, without running code from the checkpoint.
 
     Args:
         checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
@@ -122,7 +124,7 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint does not contain a module of a domain, or its class may not be imported.
+        ValueError: if the checkpoint does not contain a model of a task of this package, or its class may not be imported.
     """
     path = resolve_checkpoint(checkpoint)
     memory = read_header(path).get("hyper_parameters") or {}

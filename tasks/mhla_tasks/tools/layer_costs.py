@@ -21,18 +21,21 @@ from mhla_tasks.tools.export import load_trained
 
 
 def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
-    """Measure the loss with one replaced layer at a time, and choose the layers in which a hybrid model keeps softmax.
+    """Measure how much each replaced attention layer adds to the loss, and choose layers that should keep softmax attention.
+
+    A hybrid model keeps softmax attention in the layers whose replacement costs most.
 
     Args:
         path: checkpoint or run folder of a LinearizedModel or a TimmClassifier.
-        keep: share of the model's layers that keep softmax attention in the hybrid, at least 0 and below 1.
+        keep: share of the layers that keep softmax attention in the hybrid model, at least 0 and below 1.
         batches: number of batches of the run's validation data to measure on.
         accelerator: accelerator of Lightning's Trainer.
 
     Returns:
-        ``original``, ``replaced`` and ``hybrid``: losses in nats per token or image with the original attention, with the new
-        attention in all replaced layers, and with the proposed mixture; ``alone``: the loss with one new layer, by layer
-        number; ``unit``: ``token`` or ``image``; ``kept``: numbers of the kept layers; ``layer_kinds``: kind of each layer.
+        A dict with these entries. ``original``, ``replaced``, ``hybrid``: loss with the original attention in all layers, with
+        the new attention in all replaced layers, and with the hybrid; all in nats per ``unit``. ``alone``: loss with the new
+        attention in a single layer, by layer index. ``unit``: ``"token"`` or ``"image"``. ``kept``: indices of the layers that
+        keep softmax attention. ``layer_kinds``: ``keep`` or ``replace`` for each layer, as the option of the model expects.
 
     Raises:
         ValueError: if the model is of a different class, ``keep`` or ``batches`` is out of range, or the data have no
@@ -100,7 +103,11 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _data(path: Path) -> LightningDataModule:
-    """Create the data module of a run from the options stored in its checkpoint."""
+    """Create the data module of a run from the class name and the options stored in its checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint does not name the data, or its class may not be imported.
+    """
     memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
     class_path = str(memory.get("_class_path", ""))
     if not class_path:

@@ -11,14 +11,14 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 @passes_on
 def doctor(words: Sequence[str]) -> int:
-    """Check this machine: versions, devices, the operator, a short fit; --json for programs."""
+    """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON."""
     from mhla_tasks.tools.doctor import main
 
     return main(words)
 
 
 def completion(parser: ArgumentParser) -> Run:
-    """Print the script with which a shell completes commands, options and configurations.
+    """Print a shell script that completes commands, options and configurations.
 
     lightning completion bash >> ~/.bashrc
     """

@@ -36,8 +36,8 @@ def score(parser: ArgumentParser) -> Run:
         lightning score runs/dit/version_0/samples.npz VIRTUAL_imagenet256_labeled.npz
         lightning score samples/ photos/ --weights weights-inception-2015-12-05-6726825d.pth
 
-    Samples and reference are each a folder of images or an .npz file. The file contains images (arr_0) in the format of
-    predict, reference statistics (mu, sigma, mu_s, sigma_s), or both, in the format of ADM's evaluator.
+    The two arguments, samples and reference, are each a folder of images or an .npz file. The file contains images (arr_0), as
+    the predict command writes them, statistics (mu, sigma, mu_s, sigma_s), or both, in the format of ADM's evaluator.
     """
     parser.add_argument("samples", help="folder of images, or .npz")
     parser.add_argument("reference", help="folder of images, or .npz")
@@ -118,9 +118,9 @@ def layers(parser: ArgumentParser) -> Run:
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 
-    For each layer, the command measures the loss on held-out samples of the run's data with this layer replaced and all others
-    original. It proposes ``layer_kinds`` with the given share of layers kept. Run it after the layer-wise steps of
-    distillation.
+    For each layer, the command measures the loss on held-out samples of the run's data with the new attention in this layer
+    only and softmax attention in all others. The proposed ``layer_kinds`` keep softmax attention in the given share of layers.
+    Run the command after the layer-wise steps of distillation.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel or a TimmClassifier")
     parser.add_argument("--keep", type=float, default=0.25, help="share of layers to keep (default: 0.25)")
@@ -143,7 +143,8 @@ def bench(words: Sequence[str]) -> int | None:
 
         lightning bench attention --device cpu
 
-    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` the options of one. They require a checkout.
+    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` the options of one. The command requires a
+    checkout of the repository.
     """
     return _run_of_checkout("benchmarks", words)
 
@@ -154,19 +155,19 @@ def paper(words: Sequence[str]) -> int | None:
 
         lightning paper --only mnist --seeds 0
 
-    ``lightning paper --list`` lists studies and rows. The command requires a checkout.
+    ``lightning paper --list`` lists studies and rows. The command requires a checkout of the repository.
     """
     return _run_of_checkout("benchmarks.paper", words)
 
 
 def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
-    """Run a module of the repository like ``python -m``.
+    """Run a module of the repository as ``python -m`` does.
 
-    This package must not import the benchmarks, which import it, so they are run by name.
+    The modules are not part of the installed package. They import this package, so this package must not import them.
 
     Args:
-        program: name of the module.
-        words: arguments of the module.
+        program: dotted name of the module, such as ``benchmarks``.
+        words: command-line arguments of the module.
 
     Returns:
         None, or 2 after an error message if the package is not installed from a checkout.

@@ -19,13 +19,13 @@ def export(parser: ArgumentParser) -> Run:
 
         lightning export runs/mnist/version_0/checkpoints/last.ckpt exported
 
-    The folder is loaded by the library of the model's domain: a classifier by ``VisionTransformer.from_pretrained``, a
-    class-to-image model by ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model by
-    ``lightning_mhla.load_swapped`` or, if no layer was replaced, by diffusers' own ``from_pretrained``, and a language model by
+    The task of the model determines how to load the folder: a classifier with ``VisionTransformer.from_pretrained``, a
+    class-to-image model with ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model with
+    ``lightning_mhla.load_swapped`` or, if no layer was replaced, with diffusers' ``from_pretrained``, and a language model with
     ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts a training
-    run from it. Its model card, ``README.md``, states data, configuration, metrics, versions, how to load the model, and the
-    license. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they
-    adapt.
+    run from the exported weights. The model card, ``README.md``, states data, configuration, metrics, versions, how to load the
+    model, and the license. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the
+    weights that they adapt.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint file, or folder of a run")
     parser.add_argument("folder", type=Path, help="folder to write the model to")
@@ -59,7 +59,7 @@ def export(parser: ArgumentParser) -> Run:
 
 
 def import_published(parser: ArgumentParser) -> Run:
-    """Convert weights that the paper's authors published (Wan2.1-MHLA) to a folder that this suite loads.
+    """Convert the Wan2.1-MHLA weights published by the paper's authors to a folder that this package loads.
 
         lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
 
@@ -212,8 +212,8 @@ def timm_script(words: Sequence[str]) -> int | None:
 
         lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
 
-    The options are those of the script. The models are those of ``import lightning_mhla.timm``: mhla_vlt_t, mhla_deit_t and
-    others.
+    The options are those of the script. In addition to timm's models, ``--model`` accepts those that ``lightning_mhla.timm``
+    registers: mhla_vlt_t, mhla_deit_t and others.
     """
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")

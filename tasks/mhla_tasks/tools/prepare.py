@@ -51,11 +51,11 @@ def _caption_key(parser: ArgumentParser) -> None:
 
 
 def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> None:
-    """Add the options of a command that packs a folder of files with captions to a parser.
+    """Add the arguments that ``prepare captions`` and ``prepare clips`` have in common to a parser.
 
     Args:
         parser: parser of the command.
-        samples: plural name of the files, for the help.
+        samples: plural noun for the files in the help, such as ``images``.
         per_shard: default number of samples in a shard.
     """
     parser.add_argument("source", type=Path, help=f"folder of {samples} and captions")
@@ -72,13 +72,13 @@ def _packing(args: Namespace) -> Packing:
 
 
 def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
-    """Print the number of samples in the shards that are complete.
+    """Print how many samples the complete shards contain, and how many this process skipped.
 
     Args:
-        paths: paths of all shards, including those of other processes.
-        samples: plural name of the samples.
+        paths: paths of all shards, including those that other processes write.
+        samples: plural noun for the samples, such as ``images``.
         skipped: number of samples that this process skipped.
-        share: rank and number of the processes that share the shards.
+        share: rank of this process, and number of processes that the shards are divided among.
     """
     from lightning_mhla.data import ShardReader
 
@@ -103,7 +103,8 @@ def images(parser: ArgumentParser) -> Run:
     The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Shards
     of a second prefix in the same folder use the labels of the first, matched by name. Every image is decoded to check it, and
     copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded, such as truncated ones, are skipped
-    with a warning for each, up to a limit. The command resumes after a stop, and reports any change since then.
+    with a warning for each, up to a limit. The command resumes after a stop. It fails if the images or the options have
+    changed since then.
     """
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")
@@ -128,7 +129,7 @@ def images(parser: ArgumentParser) -> Run:
 
 
 def latents(parser: ArgumentParser) -> Run:
-    """Encode images into latent shards by a diffusers VAE, for training without the VAE.
+    """Encode images into latent shards with a diffusers VAE, for training without the VAE.
 
         lightning prepare latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image_size 256
         torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE

@@ -64,13 +64,13 @@ LONGEST = 150
 
 @dataclass(frozen=True)
 class Sweep:
-    """Sweep as described by the command line: one run for each combination of values.
+    """Hyperparameter sweep: one training run for each combination of option values.
 
     Attributes:
-        line: options that all runs share.
+        line: parsed command line with the options that all runs share.
         values: values to combine, by option name.
-        folder: folder for the runs.
-        sbatch: arguments for ``sbatch``; None to train on this machine.
+        folder: folder that contains a folder for each run.
+        sbatch: arguments with which ``sbatch`` submits each run to SLURM; None to train on this machine.
     """
 
     line: CommandLine
@@ -79,7 +79,7 @@ class Sweep:
     sbatch: list[str] | None
 
     def runs(self) -> list[tuple[Path, CommandLine]]:
-        """Return the folder and the command line of each run, one run for each combination of values."""
+        """Return the folder and the parsed command line of each run, one run for each combination of values."""
         combinations = []
         for combination in itertools.product(*self.values.values()):
             options = [
@@ -92,11 +92,11 @@ class Sweep:
 
 @dataclass
 class SweepProgress:
-    """Progress report of a sweep: a line for each run, and on a terminal the current run and the remaining time.
+    """Progress display of a sweep: a line for each ended run and, on a terminal, the current run and the remaining time.
 
     Attributes:
-        count: number of runs.
-        console: console on standard error.
+        count: number of runs in the sweep.
+        console: rich console on standard error.
         seconds: duration in seconds of each run that was trained.
         done: number of runs that have ended.
     """
@@ -108,7 +108,7 @@ class SweepProgress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Show a run as the current one, and measure its duration, while the ``with`` block is executed."""
+        """Context manager that shows a run as the current one, and adds the duration of its block to ``seconds``."""
         start = time.monotonic()
         text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
         with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):
@@ -116,18 +116,18 @@ class SweepProgress:
         self.seconds.append(time.monotonic() - start)
 
     def left(self) -> str:
-        """Return the number of remaining runs and their estimated duration as text; empty before there is an estimate."""
+        """Describe the number of remaining runs and their estimated duration; return an empty text without an estimate."""
         remaining = self.count - self.done
         if not self.seconds or not remaining:
             return ""
         return f"; {remaining} left, about {duration(remaining * sum(self.seconds) / len(self.seconds))}"
 
     def end(self, folder: Path, what: str) -> None:
-        """Print a line about a run that has ended.
+        """Count a run as ended, and print a line about it.
 
         Args:
             folder: folder of the run.
-            what: result of the run, in words.
+            what: result of the run as text, such as its duration.
         """
         self.done += 1
         self.say(f"[{self.done}/{self.count}] {folder}: {what}{self.left()}")
@@ -157,10 +157,10 @@ def split_values(text: str) -> list[str]:
 
 
 def read_sweep(line: CommandLine) -> Sweep:
-    """Read the values to combine and other options of a sweep from a command line.
+    """Build a sweep from a parsed command line with ``--sweep`` options.
 
     Raises:
-        UsageError: if the command is not ``fit``, a sweep has no values, or a key or a value occurs twice.
+        UsageError: if the command is not ``fit``, a ``--sweep`` has no values, or a key or a value occurs twice.
     """
     if line.command != "fit":
         raise UsageError(f"--sweep trains several runs: use lightning fit, not lightning {line.command}")
@@ -183,12 +183,13 @@ def read_sweep(line: CommandLine) -> Sweep:
 
 
 def name_of(chosen: dict[str, str]) -> str:
-    """Return the name of the folder for the run with a combination of values.
+    """Return the folder name of the run with a combination of option values, such as ``lr=0.001,depth=12``.
 
-    A hash is appended if the values cannot be part of a folder name literally, so that different values have different names.
+    Characters that are unsuitable for a file name are replaced, secrets are removed, and long names are cut. In these cases a
+    hash is appended, so that different values have different names.
 
     Args:
-        chosen: value of each swept option, by the option's name.
+        chosen: value of each option of the sweep, by the option's name.
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
@@ -197,13 +198,14 @@ def name_of(chosen: dict[str, str]) -> str:
 
 
 def run(words: Sequence[str]) -> int:
-    """Train all runs of a sweep, or submit them to SLURM, and compare them.
+    """Train all runs of a sweep one after the other and compare them, or submit them to SLURM.
 
     Args:
-        words: arguments after the name of the program.
+        words: command-line arguments after the name of the program.
 
     Returns:
-        The exit status: 0, 1 if a run failed, or the status of a run that ended the sweep.
+        The exit status: 0 if all runs succeeded; 1 if a run failed; or the status of a run that ended the sweep early, because
+        of a usage error or a signal.
     """
     try:
         line = read_words(words, LIGHTNING)
@@ -247,7 +249,7 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
         folder: folder of the run.
         status: exit status of the run.
         seconds: duration in seconds.
-        printed: size in bytes of the output of earlier starts, which is skipped.
+        printed: number of bytes that earlier starts of the run wrote to its output file; they are skipped.
     """
     if status:
         output = (folder / OUTPUT).read_bytes()[printed:].decode(errors="replace") if (folder / OUTPUT).exists() else ""
@@ -262,12 +264,12 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
 
 
 def _state(folder: Path, line: CommandLine, queues: bool) -> str:
-    """Return the reason why a run need not be started now, such as that it has finished; empty if it has to be started.
+    """Return why a run must not be started now, such as ``finished before``; return an empty text to start it.
 
     Args:
         folder: folder of the run.
-        line: options of the run.
-        queues: whether runs are submitted to SLURM.
+        line: parsed command line of the run.
+        queues: whether runs are submitted to SLURM, so that a queued job counts as started.
     """
     if _finished(folder, line):
         return "finished before"
@@ -284,7 +286,7 @@ def _state(folder: Path, line: CommandLine, queues: bool) -> str:
 
 
 def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
-    """Submit a run to SLURM, and store the number of its job.
+    """Submit a run to SLURM with ``sbatch``, and store the job number in its folder.
 
     Args:
         folder: folder of the run.
@@ -292,7 +294,7 @@ def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
         progress: progress report of the sweep.
 
     Returns:
-        The exit status of ``sbatch``.
+        The exit status of ``sbatch``; 2 if the program is not installed.
     """
     # The script reads RUN_DIR from the environment, which SBATCH_EXPORT=NONE would drop without --export=ALL.
     command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={folder.name}", *words]
@@ -309,7 +311,7 @@ def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
 
 
 def _compare(folder: Path, runs: Sequence[Path]) -> None:
-    """Print the comparison of the runs that have a ``run.json``, and plot their curves."""
+    """Print a comparison of the runs that have a ``run.json``, and plot their metrics to a picture in ``folder``."""
     trained = [run_folder for run_folder in runs if (run_folder / RECORD).exists()]
     if unrecorded := [run_folder.name for run_folder in runs if run_folder not in trained]:
         sys.stderr.write(
@@ -325,7 +327,7 @@ def _compare(folder: Path, runs: Sequence[Path]) -> None:
 
 
 def _saved_arguments(line: CommandLine) -> dict[str, Any]:
-    """Return the arguments of a run without secrets, and hashes of the configuration files that they name."""
+    """Return the arguments of a run without secrets, and SHA-256 hashes of the configuration files that they name."""
     files = {
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
     }
@@ -343,7 +345,7 @@ def _is_file(path: str) -> bool:
 
 
 def _begin(folder: Path, line: CommandLine) -> None:
-    """Store the arguments of a run in its folder, and mark the record of an earlier run there as unfinished."""
+    """Store the arguments of a run in its folder, and mark an existing ``run.json`` there as unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     if record.exists():
@@ -352,7 +354,7 @@ def _begin(folder: Path, line: CommandLine) -> None:
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:
-    """Return whether a run with the same arguments and configurations has finished in a folder."""
+    """Return whether a run with the same arguments and configuration files has already finished in this folder."""
     try:
         record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):
@@ -362,11 +364,11 @@ def _finished(folder: Path, line: CommandLine) -> bool:
 
 
 def _wait(command: list[str], output: Path | None = None) -> int:
-    """Run a command and wait for it. Signals are forwarded, and the command has unlimited time to save its state.
+    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to it, and it is never killed.
 
     Args:
         command: program and arguments.
-        output: file to which its output is appended; None to leave the output on the terminal.
+        output: file to which the command's output is appended; None to show the output on the terminal.
 
     Returns:
         The exit status of the command; 130 after Ctrl+C.

@@ -14,16 +14,17 @@ from mhla_tasks.video.strips import draw_strips, write_animation
 
 
 class ClipPictures(DrawnSamples):
-    """Callback that draws a clip for each prompt, with the weights that validation uses.
+    """Callback that draws a clip for each prompt during training, and shows the clips as pictures.
 
-    The clips are written to ``pictures/`` in the log folder, as strips of frames (``clips-step*.png``) and as an animation
-    (``clips-step*.gif``); the strips also go to TensorBoard. Each clip starts from the same noise every time.
+    The clips are written to ``pictures/`` in the log folder: as rows of frames (``clips-step*.png``), which also go to
+    TensorBoard, and as an animation (``clips-step*.gif``). The weights are those that validation uses: their moving average, if
+    the run keeps one. Each clip starts from the same noise every time.
 
     Args:
         prompts: prompts to draw a clip for.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
         at_end: whether to draw with the final weights.
-        frames: number of frames in a strip.
+        frames: number of frames that a row shows.
         seed: seed of the noise.
     """
 
@@ -41,7 +42,7 @@ class ClipPictures(DrawnSamples):
         self.frames = frames
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write the clips as strips of frames and as an animation."""
+        """Write the clips as a picture with a row of frames for each clip, and as an animated GIF."""
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_strips(list(zip(self.prompts, samples, strict=True)), self.frames)
         pictures.mkdir(parents=True, exist_ok=True)

@@ -23,15 +23,15 @@ EARLY = 0.25
 def read_clip(
     data: bytes, name: str, frames: int, fps: float | None, position: float, size: tuple[int, int] | None = None
 ) -> Tensor:
-    """Read a clip of frames from a video, decoded as described in :mod:`mhla_tasks.video.decode`.
+    """Decode a clip of frames from a video file; :mod:`mhla_tasks.video.decode` describes the decoding.
 
     Args:
         data: contents of the MP4 file.
         name: name of the file, for messages.
         frames: number of frames in the clip.
-        fps: number of frames per second of video; None for consecutive frames.
+        fps: number of frames to take per second of video; None to take consecutive frames.
         position: start of the clip within the video, from 0 (earliest) to 1 (latest). The clip starts at the beginning if the
-            file has fewer frames than its duration and rate imply.
+            file has fewer frames than its duration and frame rate imply.
         size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
 
     Returns:
@@ -68,7 +68,7 @@ def check_video(data: bytes, name: str) -> None:
         name: name of the file, for messages.
 
     Raises:
-        BrokenSampleError: if the file is cut off or cannot be decoded.
+        BrokenSampleError: if the file is truncated or cannot be decoded.
     """
     with open_video(data, name) as video:
         first = next(video.frames(), None)
@@ -83,12 +83,12 @@ def check_video(data: bytes, name: str) -> None:
 
 
 def _too_short(video: Video, frames: int, fps: float | None, span: float) -> bool:
-    """Check whether a video is too short for a clip, according to the numbers in the file.
+    """Return whether a video is too short for a clip, judging by the frame count and duration in the file's metadata.
 
     Args:
         video: opened video.
         frames: number of frames in the clip.
-        fps: number of frames per second of video; None for consecutive frames.
+        fps: number of frames to take per second of video; None to take consecutive frames.
         span: time from the first to the last frame of the clip, in seconds.
     """
     if fps is None and video.count:
@@ -101,8 +101,8 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
 
     Args:
         video: opened video.
-        start: time of the first frame, in seconds. Frames are taken from about half a frame earlier, so that a clip at the end
-            of the video is complete.
+        start: time of the first frame, in seconds from the start of the video. Frames up to about half a frame interval earlier
+            count too, so that a clip at the end of the video is complete.
         count: number of frames.
     """
     start -= 0.5 / video.rate
@@ -116,11 +116,11 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
 
 
 def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[Any]:
-    """Yield ``count`` frames: those on screen at ``start`` and every ``step`` seconds after it.
+    """Yield the ``count`` frames that a player shows at ``start`` and every ``step`` seconds after it.
 
-    A frame is on screen until the next one begins, the last frame for its duration. The file rounds the times of frames, and
-    cameras are not exact, so a frame counts from slightly before its time: by a quarter of its own duration, of the previous
-    frame's or of ``step``, whichever is shortest.
+    Times are in seconds from the start of the video. A frame is shown until the next one begins, and the last frame for its
+    duration. Timestamps are not exact, because files round them and cameras vary. A frame therefore counts as shown slightly
+    before its timestamp: by a quarter of its duration, of the previous frame's duration or of ``step``, whichever is shortest.
     """
     yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
@@ -138,13 +138,13 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
-    """Convert a frame ``[H, W, 3]`` to ``[3, H, W]``, scaled and center-cropped to ``size`` if given."""
+    """Convert a frame ``[H, W, 3]`` uint8 to ``[3, H, W]``; scale and center-crop it to ``size`` unless that is None."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     return pixels if size is None else cover(pixels, *size)
 
 
 def cover(image: Tensor, height: int, width: int) -> Tensor:
-    """Scale an image ``[3, H, W]`` uint8 until it just covers ``height x width``, and crop it to the center."""
+    """Scale an image ``[3, H, W]`` uint8 until it just covers ``height x width``, then center-crop it to this size."""
     scale = max(height / image.shape[-2], width / image.shape[-1])
     size = [max(height, round(image.shape[-2] * scale)), max(width, round(image.shape[-1] * scale))]
     if size != list(image.shape[-2:]):
@@ -158,10 +158,10 @@ def to_signed(clip: Tensor) -> Tensor:
 
 
 def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
-    """Write frames to an H.264 MP4 file atomically. Odd sides are cropped by one pixel.
+    """Write frames to an H.264 MP4 file atomically. An odd height or width is cropped by one pixel.
 
-    Equal frames always give equal files only with ``crf=0``. At other values x264 (core 165) reads uninitialized memory when it
-    chooses which detail to drop, so one pixel may differ by one level, which grows to ten levels in later frames.
+    Only with ``crf=0`` do the same frames always give the same file. With other values, x264 (core 165) reads uninitialized
+    memory when it chooses which detail to drop: a pixel may differ by one level out of 255, and by ten in later frames.
 
     Args:
         path: path of the MP4 file.

@@ -22,17 +22,17 @@ WAN_LENGTH = 512
 
 
 class ClipData(CaptionedData):
-    """Captioned clips; a kind of data implements :meth:`clips` for training and validation.
+    """Base class of data modules with captioned video clips. A subclass implements :meth:`clips`.
 
     Args:
-        prompts: prompts that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        prompts: prompts for which the predict command draws samples.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     extension = VIDEO
 
     def clips(self, stage: str) -> SampleSource:
-        """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the sample source of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
     @override
@@ -44,13 +44,13 @@ class MovingDigits(ClipData):
     """Handwritten digits of scikit-learn that move over a canvas, with captions such as "a seven moving right".
 
     Args:
-        frames: number of frames of a clip.
+        frames: number of frames in a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -79,13 +79,13 @@ class MovingMnist(MovingDigits):
     """Handwritten digits of MNIST, 20 x 20 pixels, that move over a canvas, with captions such as "a seven moving right".
 
     Args:
-        frames: number of frames of a clip.
+        frames: number of frames in a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
     """
 
     digits = "mnist"
@@ -106,22 +106,22 @@ class MovingMnist(MovingDigits):
 class VideoShards(ClipData):
     """Videos with captions in WebDataset tar shards: NNN.mp4 with NNN.txt, or with NNN.json.
 
-    Each epoch cuts another clip out of a training video; validation takes the middle. Videos that cannot be read, are too
-    short or lack a caption are skipped in training, with a warning each, and counted.
+    Training cuts a clip at a random position from each video in each epoch; validation uses the middle of each video. In
+    training, videos that cannot be read, are too short or lack a caption are skipped, with a warning for each, and counted.
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
-        val: shards to validate on, in the same forms.
-        frames: number of frames of a clip; 1 more than a multiple of 4 for Wan's VAE.
-        height: in pixels; videos are shrunk to cover it, and the middle is cut out.
-        width: in pixels; videos are shrunk to cover it, and the middle is cut out.
-        fps: frames a second that are taken; null for every frame as it comes.
-        caption_key: entry of NNN.json that is the caption.
-        batch_size: samples of a batch over all processes together.
+        val: shards for validation, in the same forms.
+        frames: number of frames in a clip; 1 more than a multiple of 4 for Wan's VAE.
+        height: height in pixels to which frames are scaled and center-cropped.
+        width: width in pixels to which frames are scaled and center-cropped.
+        fps: number of frames to take per second of video; null to take consecutive frames.
+        caption_key: key of the caption in NNN.json.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        prompts: prompts that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        prompts: prompts for which the predict command draws samples.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class VideoShards(ClipData):
 
 
 class VideoLatentShards(EncodedShards):
-    """Latents and encoded captions in shards, as ``lightning prepare clip-latents`` writes them.
+    """Clip latents and embedded captions in shards that ``lightning prepare clip-latents`` wrote.
 
-    Arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
+    The arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
     """
 
     extension = VIDEO

@@ -64,8 +64,8 @@ class Video:
 
     Attributes:
         rate: average number of frames per second.
-        count: number of frames according to the file; 0 if unknown.
-        last: time of the last frame in seconds according to the file; None if unknown.
+        count: number of frames according to the file's metadata; 0 if unknown.
+        last: time of the last frame according to the file's metadata, in seconds after the first frame; None if unknown.
     """
 
     def __init__(self, container: Any, stream: Any, name: str) -> None:
@@ -82,13 +82,14 @@ class Video:
         self._graph_of: tuple[Any, ...] = ()
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, float, Any]]:
-        """Yield the frames in display order.
+        """Decode and yield frames in display order, to the end of the video.
 
         Args:
-            start: time in seconds after the first frame of the video; the first frame that is yielded is shown at or before it.
+            start: time in seconds after the first frame of the video. Decoding begins at a key frame, so that the first yielded
+                frame begins at or before this time, possibly much earlier.
 
         Yields:
-            Time and duration in seconds, and PyAV's frame.
+            Time after the first frame of the video and duration, both in seconds, and the frame as a PyAV object.
         """
         if start > 0:
             self._seek(int((start + self._origin) / self.stream.time_base))
@@ -102,14 +103,14 @@ class Video:
         yield from self._decoded()
 
     def last_frames(self) -> Iterator[Any]:
-        """Yield PyAV's frames from the last key frame to the end; all remaining frames if the duration is unknown."""
+        """Yield the PyAV frames from the last key frame to the end, or from the current position if the duration is unknown."""
         if self.stream.duration:
             self._seek((self.stream.start_time or 0) + self.stream.duration - 1)
         for _, _, frame in self._decoded():
             yield frame
 
     def pixels(self, frame: Any) -> np.ndarray:
-        """Convert a PyAV frame to RGB pixels ``[H, W, 3]`` uint8, as ffmpeg shows it.
+        """Convert a PyAV frame to RGB pixels ``[H, W, 3]`` uint8, rotated and scaled for display as in ffmpeg.
 
         Raises:
             BrokenSampleError: if the frame is damaged, or its orientation or size is not supported.
@@ -123,7 +124,7 @@ class Video:
         return self._graph.pull().to_ndarray(format="rgb24")
 
     def check_complete(self, frame: Any) -> None:
-        """Check that a frame is not damaged; ffmpeg would conceal the damage.
+        """Check that a decoded frame is not damaged. ffmpeg marks damaged frames, but conceals the damage in their pixels.
 
         Raises:
             BrokenSampleError: if the frame is damaged.
@@ -146,8 +147,8 @@ class Video:
     def _last(self) -> float | None:
         """Return the time of the last frame in seconds; None if unknown.
 
-        The duration and the number of frames in the file may disagree, because an edit list shortens only the duration. The
-        earlier of the two resulting times is returned.
+        The duration and the number of frames in the metadata may disagree, because an edit list, which selects the part of an
+        MP4 file to play, shortens only the duration. The earlier of the two resulting times is returned.
         """
         ends = [self.count / self.rate] if self.count else []
         if self.stream.duration:
@@ -161,7 +162,7 @@ class Video:
         return () if data is None else tuple(np.frombuffer(bytes(data), np.int32).tolist())
 
     def _build(self, layout: tuple[Any, ...], matrix: tuple[int, ...]) -> Any:
-        """Build the filter graph that converts decoded frames of one layout and display matrix to pixels."""
+        """Build the ffmpeg filter graph that converts frames with this pixel layout and display matrix to RGB pixels."""
         import av.filter
 
         width, height, format_name, colorspace, color_range = layout
@@ -195,20 +196,21 @@ class Video:
 
 
 def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...]], bool]:
-    """Choose the ffmpeg filters that rotate and mirror a frame as its display matrix says.
+    """Choose the ffmpeg filters that rotate and mirror a frame as the display matrix of a video requires.
 
     The matrix maps column x and row y of a stored frame to ``a x + c y`` and ``b x + d y``. Its translation is ignored, since
     it does not change the picture. Its scale is ignored, too, because the aspect ratio of the pixels includes it.
 
     Args:
-        matrix: nine numbers of the display matrix, row by row, as libavutil stores them; empty without a matrix.
+        matrix: the nine entries ``a, b, u, c, d, v, tx, ty, w`` of the display matrix, as libavutil stores them; empty if the
+            video has none.
         name: name of the file, for messages.
 
     Returns:
         Names and arguments of the filters, and whether they swap height and width.
 
     Raises:
-        BrokenSampleError: if the matrix does anything but rotate by multiples of 90 degrees and mirror.
+        BrokenSampleError: if the matrix rotates by an angle that is not a multiple of 90 degrees, or skews.
     """
     if not any(matrix):  # without a matrix, or with zeros only, frames are shown as stored
         return [], False
@@ -227,18 +229,18 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
 
 @contextmanager
 def open_video(data: bytes, name: str) -> Iterator[Video]:
-    """Context manager that opens an MP4 file for decoding.
+    """Context manager that opens the contents of an MP4 file for decoding.
 
     Args:
         data: contents of the file.
-        name: name of the file, for messages.
+        name: name of the file, for error messages.
 
     Yields:
-        The video stream, or the one that ffmpeg would choose among several; cover pictures do not count.
+        The opened video. Of several video streams, it uses the one that ffmpeg would choose. Cover pictures are ignored.
 
     Raises:
-        BrokenSampleError: if the file cannot be decoded, here or later inside the ``with`` block; the message names the file
-            and the reason.
+        BrokenSampleError: if the file cannot be decoded, on opening or later inside the ``with`` block; the message names the
+            file and the reason.
     """
     import av
 
@@ -263,7 +265,7 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
 
 
 def check_format(data: bytes, name: str) -> None:
-    """Check that a video file is not empty and does not have a format other than MP4.
+    """Reject a video file that is empty, or whose first bytes are those of a format other than MP4.
 
     Args:
         data: contents of the file.
@@ -282,7 +284,11 @@ def check_format(data: bytes, name: str) -> None:
 
 
 def missing_bytes(data: bytes) -> int:
-    """Return how many bytes are missing from the MP4 boxes that decoding needs; 0 if these boxes are complete."""
+    """Return the number of bytes that a truncated MP4 file lacks at its end; 0 if all sections for decoding are complete.
+
+    An MP4 file is a sequence of sections (boxes), each of which begins with its size. Sections that decoding does not use may
+    be truncated.
+    """
     # A box begins with a size of 4 bytes and its type; size 1 means that a size of 8 bytes follows (ISO 14496-12).
     position = 0
     while data[4:8] in BOXES and position + 8 <= len(data):
@@ -299,7 +305,7 @@ def missing_bytes(data: bytes) -> int:
 
 
 def _chosen_stream(container: Any, name: str) -> Any:
-    """Choose the video stream as ffmpeg does: the largest one, with a bonus for streams marked as default."""
+    """Choose the video stream that ffmpeg would: the one with the largest frames, preferring streams marked as default."""
     streams = [stream for stream in container.streams.video if not _disposition(stream) & COVER]
     if not streams:
         only = ", only a cover picture" if container.streams.video else ""

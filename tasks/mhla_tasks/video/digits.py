@@ -18,12 +18,12 @@ MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
 
 def caption(label: int, move: str) -> str:
-    """Return the caption of a clip of a digit: ``a seven moving right`` for label 7 and move ``right``."""
+    """Return the caption of a clip with a moving digit, such as ``a seven moving right`` for label 7 and move ``right``."""
     return f"a {NAMES[label]} moving {move}"
 
 
 def every_caption() -> list[str]:
-    """Return all captions: every digit in every direction."""
+    """Return the captions of all clips of moving digits: every digit from zero to nine in every direction."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 
@@ -32,7 +32,7 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
     Args:
         digit: image of the digit, ``[1, S, S]`` in 0 .. 1.
-        move: direction: left, right, up or down.
+        move: direction in which the digit moves: left, right, up or down.
         frames: number of frames in the clip.
         height: height of the canvas in pixels, at least S.
         width: width of the canvas in pixels, at least S.
@@ -61,7 +61,7 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
 @cache
 def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
-    """Load digits for clips. MNIST's are scaled to 20 x 20 pixels, so that they have room to move.
+    """Load handwritten digits to show in clips. MNIST's are scaled to 20 x 20 pixels, so that they have room to move.
 
     Args:
         name: data set: ``digits`` (scikit-learn) or ``mnist``.

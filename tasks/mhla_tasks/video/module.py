@@ -23,13 +23,13 @@ from mhla_tasks.video.writer import ClipWriter
 
 
 class VideoDiffusion(CaptionedDiffusion):
-    """A Wan transformer trained on captioned clips or their latents, and sampled by prompt.
+    """Text-to-video model: a Wan transformer with replaced attention, trained on captioned clips or their latents.
 
-    Further arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+    The other arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
 
     Args:
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
-            null to replace all.
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces the attention of two layers
+            out of three, [keep] of none; null to replace all.
         vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
     """
 

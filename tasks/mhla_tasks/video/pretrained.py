@@ -38,7 +38,7 @@ PUBLISHED_GRID = (3, 5, 10)
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of the original Wan, or of the authors' Wan-MHLA, to diffusers' names.
+    """Convert the weights of the original Wan, or of Wan-MHLA as published by the MHLA authors, to diffusers' names.
 
     Args:
         state: weights by published name; the module's docstring lists the names.
@@ -47,7 +47,7 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         The weights by diffusers' name.
 
     Raises:
-        ValueError: if the weights belong to an attention of the authors' that this package does not have.
+        ValueError: if the weights belong to a variant of the authors' attention that this package does not support.
     """
     converted: dict[str, Tensor] = {}
     for name, tensor in convert_wan_transformer_to_diffusers(dict(state)).items():
@@ -82,18 +82,18 @@ WAN = Host(
 
 
 def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> Any:
-    """Load the Wan-MHLA that the paper's authors published; its sizes are derived from the weights.
+    """Load the Wan-MHLA transformer that the authors of the MHLA paper published, with sizes derived from the weights.
 
     Args:
-        path: path of the authors' file.
-        block_grid: number of blocks along frames, rows and columns. The weights show only the product of the three.
+        path: path of the file that the authors published.
+        block_grid: number of attention blocks along frames, rows and columns. The weights determine only their product.
 
     Returns:
         A diffusers transformer with replaced attention, in evaluation mode.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if the file does not hold a Wan-MHLA, or it has a different number of blocks.
+        ValueError: if the file does not contain a Wan-MHLA transformer, or its number of blocks is not that of ``block_grid``.
     """
     state = read_weights(path, WAN)
     mixing = {

@@ -12,7 +12,7 @@ Sampler = Literal["unipc", "euler"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Options for sampling clips.
+    """Options for drawing video clips and writing them to files.
 
     Args:
         sampler: unipc (Wan's default) or euler.

@@ -23,7 +23,7 @@ class CaptionedClips:
         frames: number of frames in a clip.
         height: height in pixels that frames are scaled and cropped to.
         width: width in pixels that frames are scaled and cropped to.
-        fps: frames per second; None for consecutive frames of the video.
+        fps: number of frames to take per second of video; None to take consecutive frames.
         anywhere: whether clips are cut at a random position instead of from the middle.
     """
 
@@ -54,7 +54,10 @@ class CaptionedClips:
 
 
 class ShardClips(CaptionedClips):
-    """Sample source of clips cut from videos in shards; ``options`` are those of :class:`CaptionedClips`."""
+    """Sample source of clips cut from the videos in shards.
+
+    The arguments are a reader of the shards, the key of captions in JSON files, and those of :class:`CaptionedClips`.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,10 @@ class ShardClips(CaptionedClips):
 
 
 class ClipFolder(CaptionedClips):
-    """Sample source of clips cut from the ``.mp4`` files below a folder; ``options`` are those of :class:`CaptionedClips`."""
+    """Sample source of clips cut from the ``.mp4`` files in a folder and its subfolders.
+
+    The arguments are the folder, the key of captions in JSON files, and those of :class:`CaptionedClips`.
+    """
 
     def __init__(
         self,

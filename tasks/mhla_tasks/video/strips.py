@@ -24,7 +24,7 @@ FRAME, LETTER = 0.9, 0.075
 
 
 def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str = "") -> Figure:
-    """Draw a figure with a row for each clip: its caption, and frames at equal distances.
+    """Draw a figure with a row for each clip, which shows its caption and evenly spaced frames.
 
     Args:
         clips: caption and frames ``[F, C, H, W]`` uint8 of each clip, all with the same height and width.

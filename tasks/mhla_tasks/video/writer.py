@@ -15,7 +15,7 @@ from mhla_tasks.video.strips import draw_strips
 
 
 class ClipWriter(SampleFolder):
-    """Callback that writes clips as MP4 files as they are drawn; see :class:`SampleFolder`."""
+    """Callback that writes each drawn clip to an MP4 file as soon as its batch is complete; see :class:`SampleFolder`."""
 
     kind = "videos"
 

@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
         words: arguments after ``lightning doctor``.
 
     Returns:
-        The exit status: 1 if a finding is wrong, otherwise 0.
+        The exit status: 1 if a finding has the status ``wrong``, otherwise 0.
     """
     parser = argparse.ArgumentParser(
         prog="lightning doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

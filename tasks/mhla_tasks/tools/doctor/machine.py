@@ -27,7 +27,7 @@ PICTURES = 48
 
 
 def versions() -> Iterator[Finding]:
-    """Check Python, the required packages, and the packages that only some domains require."""
+    """Check the versions of Python, of the required packages, and of the packages that only some tasks require."""
     from packaging.markers import default_environment
     from packaging.requirements import Requirement
 
@@ -59,7 +59,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Check processor, memory, and GPUs with their driver, CUDA and NCCL."""
+    """Check the processor, the memory, and the GPUs with their driver, CUDA and NCCL."""
     import torch
 
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -96,7 +96,7 @@ def devices() -> Iterator[Finding]:
 
 
 def storage() -> Iterator[Finding]:
-    """Check the free space and the speed of the working folder's disk and of shared memory."""
+    """Check the free space and speed of the disk that holds the current directory, and of shared memory."""
     free = shutil.disk_usage(Path.cwd()).free / GIB
     yield Finding(
         "storage", "room for runs", "ok" if free >= LEAST_DISK_GIB else "wrong", f"{free:.1f} GiB free in {Path.cwd()}",

@@ -41,7 +41,11 @@ The others are measured with a rotary embedding.
 
 
 def forms() -> Iterator[Finding]:
-    """Check the PyTorch forms, and on a GPU the Triton kernels, for each dtype and direction with all widths."""
+    """Compare all implementations of the MHLA operator with a float64 reference, and check that they are deterministic.
+
+    Implementations are the algorithms (forms) in PyTorch and, on a GPU, in Triton. Each is run with all dtypes and head widths,
+    causal and bidirectional.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
     for backend, form, dtype, causal in product(backends, get_args(ChosenForm), BOUNDS, (False, True)):
@@ -79,7 +83,7 @@ def forms() -> Iterator[Finding]:
 
 
 def kernels(device: torch.device) -> Iterator[Finding]:
-    """Test the kernels that models of the domains use, and store new verdicts on whether ``backend="auto"`` may use them."""
+    """Test the Triton kernels at the shapes of typical models, and store whether ``backend="auto"`` may use each of them."""
     forget_kept(f"cuda:{device.index or 0}")
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
@@ -99,7 +103,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def speed() -> Iterator[Finding]:
-    """Measure a forward and backward pass of the operator at shapes of models, compared with torch's softmax attention."""
+    """Measure the time of the MHLA operator and of torch's softmax attention, forward and backward, at typical shapes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, (batch, heads, tokens, block, key, value, causal) in SHAPES[device.type].items():
@@ -126,8 +130,11 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
     Args:
         widths: width of keys and of values.
         device: device of the tensors.
-        spans: whether to create 300 tokens and exponential coefficients, for the spanning form. If false, there are 83
-            tokens, which are three blocks, and dense coefficients.
+        spans: whether to create 300 tokens and exponential mixing coefficients, as the form ``spanning`` requires. If false,
+            there are 83 tokens, which are three blocks, and a dense matrix of mixing coefficients.
+
+    Returns:
+        Queries, keys, values and one (dense) or two (exponential) tensors of mixing coefficients.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -18,11 +18,11 @@ class Finding:
     """Result of one check of ``lightning doctor``.
 
     Attributes:
-        part: group of checks that this one belongs to.
+        part: name of the group of checks that this check belongs to.
         name: name of the checked item.
         status: ``"ok"``; ``"note"`` for a problem that does not prevent training; ``"wrong"`` for one that does.
         found: short description of the result.
-        advice: remedy, if the status is not ok.
+        advice: suggested remedy; empty if the status is ok.
         values: measured values, with units in their names.
     """
 
@@ -38,11 +38,11 @@ Examination = Callable[[], Iterator[Finding]]
 
 
 def examine(part: str, examination: Examination) -> Iterator[Finding]:
-    """Run a group of checks, and yield its findings, its duration, and the error that ended it, if any.
+    """Run a group of checks, and yield its findings, followed by the error that ended it, if any, and its duration.
 
     Args:
         part: name of the group.
-        examination: function that runs the checks.
+        examination: function that runs the checks and yields their findings.
     """
     start = time.perf_counter()
     try:
@@ -54,7 +54,7 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Return all findings as data for JSON, with the worst status under ``verdict``."""
+    """Return a dict that JSON can represent: all ``findings``, and their worst status as ``verdict``."""
     return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
 
 

@@ -46,7 +46,7 @@ OPTIONS = (
 
 
 def fit() -> Iterator[Finding]:
-    """Train a small model by ``lightning fit`` in a separate process, and check that its loss falls."""
+    """Train a small image classifier with ``lightning fit`` in a separate process, and check that its loss falls."""
     if find_spec("sklearn") is None:
         advice = "pip install 'lightning-mhla[classification]'"
         yield Finding("training", "fit", "note", "not tried: the digits come with scikit-learn", advice)
