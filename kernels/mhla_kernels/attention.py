@@ -44,7 +44,7 @@ def mhla_attention(
 ) -> Tensor:
     r"""Compute linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
 
-    **Features must be nonnegative while** ``normalize`` **is on. By default, q and k must be mapped already.** Pass
+    **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
     ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative features raise a
     ValueError on a CPU, and on an accelerator at the first call. Compiled graphs do not detect them.
 
@@ -150,9 +150,13 @@ def attention_matrix(
 
 
 def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
-    """Return the cheapest form, or block summaries where ``torch.export`` leaves N open.
+    """Choose the cheapest form for a call, or ``"chunked"`` if the number of tokens is symbolic, as under ``torch.export``.
 
-    The Triton kernels stay inside each packed sequence, so their cost is that of sequences of average length.
+    The Triton kernels compute no token pairs across packed sequences, so their cost is that of sequences of average length.
+
+    Args:
+        problem: checked arguments of the call.
+        fused: whether Triton kernels would run the call, instead of PyTorch.
     """
     q, layout, mixing, causal = problem.q, problem.layout, problem.mixing, problem.weighting.causal
     if layout.is_open:

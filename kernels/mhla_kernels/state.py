@@ -153,7 +153,7 @@ class BlockState:
         return self.with_tensors(tensors, lengths, self.own_names)
 
     def with_tensors(self, tensors: dict[str, Tensor], lengths: tuple[int, ...], owned: tuple[str, ...]) -> Self:
-        """Return a copy of the state with other tensors.
+        """Return a copy of the state with different tensors.
 
         Args:
             tensors: new tensors by name.
@@ -191,7 +191,7 @@ class BlockState:
             accumulate: dtype of the sums in the call.
 
         Raises:
-            ValueError: if one of these differs, which the message names, or if the state was donated.
+            ValueError: if one of these differs from the state, or if the state was donated. The message names the difference.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -210,10 +210,11 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that a new state owns, when all of them except perhaps ``finished`` are new.
+        """Return the names of the tensors that the next state owns, if it has new tensors except perhaps ``finished``.
 
         Args:
-            owned: names of the tensors that the previous state owned; the new one owns ``finished`` only if it is among them.
+            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if it is among
+                them.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
@@ -358,7 +359,7 @@ torch.serialization.add_safe_globals([StateKind])
 
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None) -> StateKind:
-    """Describe the generation states that a call can continue.
+    """Return the properties that a generation state must have for a call to continue it.
 
     Args:
         q: queries, ``[..., K]``.
@@ -416,7 +417,7 @@ def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows]
 
 
 def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
-    """Return the coefficients that blocks have for themselves, m[i, i].
+    """Return the coefficient m[i, i] with which one block in each batch row weighs its own summary.
 
     Args:
         mixing: the coefficients.

@@ -49,7 +49,7 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a trial in which a kind of fused kernel was compared with PyTorch.
+    """Result of the trial of a Triton kernel: whether its outputs and gradients agree with those of PyTorch.
 
     Attributes:
         agrees: whether the kernel may be used.
@@ -159,14 +159,14 @@ def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def withdraw(kind: str, device: str, reason: str) -> None:
-    """Stop using a kind of kernel in this process, and warn about it once, with the reason."""
+    """Stop using a kind of Triton kernel in this process, and warn about it once, with the reason."""
     if kind not in _withdrawn:
         _withdrawn[kind] = reason
         _warn(kind, device, reason)
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the kinds of kernels that this process no longer uses, each with the reason."""
+    """Return the kinds of Triton kernels that this process no longer uses, by name, each with the reason."""
     return dict(_withdrawn)
 
 
@@ -217,7 +217,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear this process's record of trials; verdicts stored in the cache stay."""
+    """Clear this process's record of kernel trials; verdicts stored in the cache folder stay."""
     for record in (_verdicts, _withdrawn, _unknown):
         record.clear()
     environment.cache_clear()

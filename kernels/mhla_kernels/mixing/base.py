@@ -118,11 +118,11 @@ class Mixing(ABC):
     def matrix(self, blocks: int) -> Tensor:
         """Return the coefficients as a matrix ``[M, M]``, or ``[H, M, M]`` with one for each head.
 
-        M is at least ``blocks``, unless the coefficients cover fewer blocks.
+        M may be larger than ``blocks``. It is smaller only if the coefficients cover fewer blocks.
         """
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the coefficients m[i, i] that blocks have for themselves.
+        """Return the coefficients m[i, i] with which blocks weigh their own summaries.
 
         Args:
             index: indices i of the blocks; a list is copied to the device.
@@ -173,16 +173,16 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """Number R of running sums that replace the finished blocks; None if every summary is stored."""
+        """Number R of running sums that stand for the finished blocks in generation; None if all summaries are stored."""
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Make room in the tensor of finished summaries for new blocks.
+        """Enlarge the tensor of finished block summaries if it has no room for new blocks.
 
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
             blocks: capacity that is needed.
-            owned: whether blocks are appended to the tensor one by one; it then at least doubles when it grows.
+            owned: whether blocks are appended one by one; the capacity then at least doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.
@@ -254,7 +254,7 @@ class Mixing(ABC):
         return None
 
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix summaries of a sequence that several processes share, for the blocks of this process.
+        """Mix block summaries of a sequence that is distributed over processes, for the blocks of this process.
 
         Args:
             summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
@@ -279,7 +279,7 @@ class Mixing(ABC):
     # The choice between forms, and the fused kernels.
 
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Return the coefficients in the form that the fused kernels take. By default this is the matrix.
+        """Return the coefficients as the tensors that the Triton kernels read; by default, one matrix.
 
         Args:
             blocks: number of blocks.

@@ -167,7 +167,7 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """Number R of running sums that replace the finished blocks: one for each term."""
+        """Number R of running sums that stand for all finished blocks in a generation state: one for each term."""
         return self.terms
 
     @override
@@ -203,7 +203,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix a shared sequence by running sums, of which processes exchange one for each term and direction."""
+        """Mix blocks distributed over processes, which exchange one running sum for each term and direction."""
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
         flat = summary.flatten(3)

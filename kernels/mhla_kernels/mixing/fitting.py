@@ -99,7 +99,7 @@ def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tenso
 
 
 def _nonnegative_least_squares(features: Tensor, target: Tensor, start: Tensor, sweeps: int) -> Tensor:
-    """Solve ``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
+    """Solve ``argmin_{a >= 0} |features a - target|`` for each head, by coordinate descent on the normal equations.
 
     Args:
         features: R features for each of n targets, ``[H, n, R]``.

@@ -71,7 +71,7 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 class Traffic:
     """Number of bytes that one process receives in a forward pass of one layer, for the two ways of exchange.
 
-    The backward pass exchanges gradients for the same numbers, in float32.
+    The backward pass exchanges as many numbers, namely their gradients, in float32.
 
     Attributes:
         summaries: bytes of the block summaries of the other processes, or of their running sums.

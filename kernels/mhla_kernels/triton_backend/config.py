@@ -76,7 +76,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendTiles(Tiles):
-    """Tile sizes of the kernel that computes outputs, and of the gradient of the coefficients in the parallel form.
+    """Tile sizes of a kernel that works on token pairs: for outputs, gradients of q, k and v, or the gradient of mixing.
 
     Attributes:
         rows: number of tokens along the rows of a score tile.
@@ -204,7 +204,7 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:
-    """Return the number of parts into which the gradient of mixing splits its sum over the entries of a summary.
+    """Return into how many parts the kernel for the gradient of mixing splits its sum over the entries of a summary.
 
     There are enough parts to fill a GPU with programs, and each has at least 1024 numbers to sum.
 
@@ -216,7 +216,7 @@ def mixing_gradient_parts(tiles: int, width: int) -> int:
 
 
 def mixing_gradient_columns(chip: int) -> int:
-    """Return how many entries of a summary the gradient of mixing loads at a time.
+    """Return how many entries of a summary the kernel for the gradient of mixing loads at a time.
 
     Args:
         chip: compute capability times ten.
@@ -226,7 +226,7 @@ def mixing_gradient_columns(chip: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """Tile sizes of a scan over blocks.
+    """Tile sizes of the kernels for exponential mixing, which scan over the blocks.
 
     Attributes:
         columns: number of summary entries.

@@ -157,7 +157,7 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the matrix to the object that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Wrap the matrix in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
@@ -184,6 +184,6 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of the diagonal coefficients m[i, i] in place, see :meth:`TritonMixer.add_own`."""
+        """Add the gradients of m[i, i] from token pairs inside blocks, in place; see :meth:`TritonMixer.add_own`."""
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

@@ -31,7 +31,7 @@ class TritonMixer(Protocol):
         """
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the coefficients to the object that the PyTorch forms take."""
+        """Wrap the coefficient tensors in the subclass of :class:`Mixing` that the PyTorch forms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """Return the coefficients that kernels apply to pairs of tokens, with strides along heads, query and key blocks.
@@ -52,7 +52,7 @@ class TritonMixer(Protocol):
         """
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of the coefficients m[i, i] through pairs of tokens in one block, for the causal form.
+        """Add the gradients of the coefficients m[i, i] that arise from token pairs inside a block of causal attention.
 
         Args:
             call: call of the operator.

@@ -212,11 +212,11 @@ def turn_fused(
 def sound_kernel(
     device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
 ) -> str:
-    """Return the name of a kind of rotary kernel; an empty string if it may not be used on a device.
+    """Return the name of the rotary kernel for these options, or an empty string if its trial on the device did not succeed.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.
-        device_index: index of the device; None for the type alone.
+        device_index: index of the device; None for the current one.
         dtype: ``"float32"`` or ``"bfloat16"``.
         width: number of features, D.
         relu: whether the feature map is applied.
@@ -238,6 +238,9 @@ def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, de
         relu: whether the feature map is applied.
         interleaved: whether features 2i and 2i + 1 are a pair.
         device: device to run on.
+
+    Returns:
+        Verdict that says whether all errors are within the bounds for the dtype, and lists them.
     """
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)

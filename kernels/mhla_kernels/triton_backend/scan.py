@@ -140,7 +140,7 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert amplitudes and decays to the object that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Wrap amplitudes and decays in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
@@ -164,7 +164,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each of them; see :meth:`TritonMixer.add_own`."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 

@@ -140,7 +140,7 @@ def running_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the summaries of the pieces of each block, and replace each by the sum of the earlier pieces of the block.
+    """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
 
     With ``REVERSE``, it is replaced by the sum of the later pieces. Grid: (B * H * blocks, column parts). ``pieces_summary``:
     ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary``: ``[B * H, blocks, WIDTH]``.

@@ -30,7 +30,8 @@ class BlockTables:
 
     Attributes:
         layout: partition of the tokens; chunks take the place of blocks in the spanning form.
-        table: ``[7, M]`` int32; :data:`START` and the names beside it are its rows.
+        table: ``[7, M]`` int32; row :data:`START` holds the first token of each block, and the constants beside START name the
+            other rows.
         sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
     """
 
@@ -124,7 +125,7 @@ def _one_sequence(layout: TokenLayout, start: Tensor, end: Tensor) -> BlockTable
 
 
 def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
-    """Tables of packed sequences, made on the device without reading the bounds back.
+    """Make the tables of packed sequences on the device, without reading their bounds back to the CPU.
 
     S sequences with N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
     at its end may be unused.
