@@ -218,7 +218,7 @@ class Backbone(LayoutTables):
 
     @property
     def layers(self) -> list[Block]:
-        """Transformer blocks, from first to last."""
+        """The backbone's transformer blocks, from first to last."""
         return cast(list[Block], list(self.blocks))
 
     @property

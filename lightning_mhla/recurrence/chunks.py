@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 def chunk_tokens(width: int) -> int:
     """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
-    A longer chunk has a larger matrix of weights, and a shorter one has more states. On a CPU, 32 tokens measured fastest for
+    Longer chunks need larger matrices of weights, and shorter chunks need more states. On a CPU, 32 tokens measured fastest for
     up to 32 features and 64 tokens for more, forward and backward.
     """
     return 32 if width <= 32 else 64
