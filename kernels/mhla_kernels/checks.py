@@ -35,9 +35,9 @@ def check_problem(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check one call of the operator, and return it as one object.
+    """Check the arguments of one :func:`mhla_kernels.mhla_attention` call, and return them as one object.
 
-    :func:`mhla_kernels.mhla_attention` documents the arguments and the errors. Devices are checked by :func:`check_devices`.
+    That function documents the arguments and the errors. Devices are checked by :func:`check_devices`.
     """
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)

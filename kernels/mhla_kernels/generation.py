@@ -218,7 +218,12 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
-    """Return the number of real tokens of each row as Python integers; ``lengths`` None means that all tokens are real.
+    """Return how many tokens of each row are not padding, as Python integers.
+
+    Args:
+        lengths: number of these tokens, ``[B]``; None if there is no padding.
+        batch: number of rows, B.
+        tokens: number of tokens in a row, N.
 
     Raises:
         ValueError: unless ``lengths`` holds an integer from 0 to ``tokens`` for each row.
@@ -234,14 +239,14 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
 
 
 def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
-    """Return the mask of the real tokens of each row.
+    """Return the mask of the tokens that are not padding.
 
     Args:
-        counts: number of real tokens of each row.
+        counts: number of these tokens in each row; padding is on the right.
         q: tensor ``[B, N, ...]`` that gives N and the device.
 
     Returns:
-        ``[B, N]`` bool, True for the first ``counts`` tokens of each row; None if all tokens are real.
+        ``[B, N]`` bool, True for the first ``counts`` tokens of each row; None if there is no padding.
     """
     tokens = q.shape[1]
     if all(count == tokens for count in counts):
@@ -253,10 +258,10 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
     """Check that the coefficients cover the last token of each row.
 
     Args:
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        before: tokens of each row before the call.
-        counts: tokens of each row in the call.
+        before: number of tokens of each row before the call.
+        counts: number of tokens of each row in the call.
 
     Raises:
         ValueError: if there are more blocks than coefficients, or if the state has a different number of rows.
@@ -292,7 +297,7 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
     Args:
         state: state from the last call, which does not change.
         counts: number of new tokens of each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         writes: whether memory may be written to, see :meth:`BlockState.advance`.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
@@ -317,10 +322,10 @@ def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """Lay out tokens ``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``.
+    """Lay out tokens in blocks ``[B, H, M, C, D]``, the first of which may begin with slots for earlier tokens.
 
     Args:
-        x: ``[B, N, H, D]``.
+        x: tokens, ``[B, N, H, D]``.
         offsets: slot of the first token of each row in its first block; earlier slots are zero.
         block_size: tokens in a block.
     """

@@ -35,7 +35,7 @@ class Weighting(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Checked tensors and options of a call of the operator.
+    """Checked tensors and options of one call of the attention operator.
 
     Attributes:
         q: queries, ``[B, N, H, Dk]``.

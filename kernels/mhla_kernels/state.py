@@ -241,7 +241,7 @@ class BlockState:
         """Close the open block of every row that gets a token and whose open block is full, and open an empty block there.
 
         Args:
-            mixing: the coefficients.
+            mixing: mixing coefficients between blocks.
             moves: for each row, whether it gets a token.
             writes: whether existing memory may be written to, see :meth:`may_write`.
             donated: whether the tensors that this state owns may be written to as well.
@@ -279,7 +279,7 @@ class Draft:
 
     Args:
         state: state to start from; its tensors are written to only if ``donated``.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         finished: number of finished blocks to make room for.
         writes: whether any tensor may be written to in place.
         donated: whether tensors that ``state`` owns may be written to in place.
@@ -294,7 +294,7 @@ class Draft:
             self.put_all("finished", room)
 
     def put_all(self, name: str, x: Tensor) -> None:
-        """Replace a tensor by a new one, which the state under construction then owns.
+        """Replace a state tensor by a new one, which the state under construction then owns.
 
         Args:
             name: name of the tensor.
@@ -304,7 +304,7 @@ class Draft:
         self.mine.add(name)
 
     def put(self, name: str, rows: Rows, values: Tensor) -> None:
-        """Replace rows of a tensor.
+        """Replace the values of a state tensor in some rows of the batch.
 
         Args:
             name: name of the tensor.
@@ -364,7 +364,7 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
     Args:
         q: queries, ``[..., K]``.
         v: values, ``[..., V]``.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
         near: number of heads and width of the keys in a softmax window; None without a window.
     """
@@ -420,7 +420,7 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
     """Return the coefficient m[i, i] with which one block in each batch row weighs its own summary.
 
     Args:
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         blocks: index i of a block for each row of the batch.
 
     Returns:
@@ -438,7 +438,7 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
         start: state in which the first block of the call is open in every row.
         summaries_BHMW: summaries of the M blocks of the call; the first one includes the earlier tokens of the block.
         counts: number of new tokens in each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """
     size = start.kind.block_size

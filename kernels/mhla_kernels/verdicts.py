@@ -290,8 +290,8 @@ def _is_fatal(error: BaseException) -> bool:
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     """Run the trial of a kernel, and store its verdict.
 
-    While it runs, a locked mark file exists. If the trial crashes the process, the file stays, so that later processes know.
-    A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
+    While it runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes of the
+    crash. A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
     temporary, and its verdict is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()

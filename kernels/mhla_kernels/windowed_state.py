@@ -278,7 +278,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
         start: state in which the first block of the call is open in every row.
         sums: summaries of the M blocks of the call, ``[B, H, M, W]``.
         firsts: index of the call's first block in each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
 
     Returns:
         Mixed summaries, ``[B, H, M, W]``.
@@ -312,7 +312,7 @@ def _close(
         sums: summaries of these blocks, ``[B, H, M, W]``; the first one includes the earlier tokens of the block.
         counts: number of new tokens in each row.
         firsts: index of the call's first block in each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """
     size = start.kind.block_size

@@ -45,7 +45,7 @@ class LearnedFeatures(nn.Module):
             weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map queries and keys ``[B, N, H, Dk]``.
+        """Compute the features of queries and keys, both ``[B, N, H, Dk]``.
 
         Returns:
             Features of queries ``[B, N, H, 2 Dk]`` divided by the largest one, the logarithm ``[B, N, H]`` of that divisor,

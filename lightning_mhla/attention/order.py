@@ -39,7 +39,7 @@ class TokenOrder(LayoutTables):
 
     @property
     def placement(self) -> Placement:
-        """Permutation of the tokens of the last :meth:`fit`."""
+        """Permutation of the tokens, for the layout of the last :meth:`fit`."""
         return Placement(self.layout, self.order, self.inverse, {})
 
     @staticmethod

@@ -56,9 +56,10 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
 class MagnitudeAwareLinearAttention(Attention, kind="mala"):
     r"""Magnitude-aware linear attention (MALA, arXiv 2507.00698). Arguments as for :class:`Attention`.
 
-    With features ELU + 1, ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``:
-    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``. The magnitude of a query changes how sharp its weights
-    are, as with softmax. Without rotary embedding the weights sum to 1.
+    The features of queries and keys are ELU + 1. The output is
+    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``, with ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and
+    ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``, where rot is rotary embedding. The magnitude of a query changes how sharp its
+    weights are, as with softmax. Without rotary embedding, the weights sum to 1.
 
     Raises:
         ValueError: if the layer is causal.

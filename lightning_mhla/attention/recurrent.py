@@ -28,7 +28,7 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class RecurrentOptions:
-    """Options of all recurrent kinds.
+    """Options that all recurrent attention kinds have in common.
 
     Args:
         direction: direction in which bidirectional attention reads the tokens: both (the sum of two recurrences), alternate
@@ -42,7 +42,7 @@ class RecurrentOptions:
 
 @dataclass(frozen=True)
 class ConvolvedOptions(RecurrentOptions):
-    """Options of recurrent kinds with a short convolution.
+    """Options of recurrent attention kinds that begin with a short convolution.
 
     Args:
         direction: see :class:`RecurrentOptions`.

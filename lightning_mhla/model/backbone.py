@@ -202,7 +202,7 @@ class Backbone(LayoutTables):
         return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
-        """Return this process's part of sequences that several processes share.
+        """Return which part of each sequence this process holds, if sequences are distributed over processes.
 
         Args:
             group: process group.

@@ -59,7 +59,7 @@ class ChunkedInputs(NamedTuple):
 def check(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Check the arguments that all recurrences share.
+    """Check the shapes of the arguments that all recurrences have in common.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.

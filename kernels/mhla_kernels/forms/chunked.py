@@ -35,7 +35,7 @@ class Mixer:
     """Callable that applies mixing coefficients to block summaries, separately for each packed sequence.
 
     Attributes:
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         own: coefficient m[i, i] with which each block weighs its own tokens, ``[M]`` or ``[H, M]`` (the last axis may be 1).
         sequences: bounds of the packed sequences in blocks, see :class:`BlockPartition`.
     """
@@ -136,7 +136,7 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """Return for each tile the sum of the tiles before it, along axis 3.
+    """Compute, for each tile, the sum of the tiles before it along axis 3: an exclusive cumulative sum.
 
     This is never computed as ``cumsum - x``: a large value would remain in it as a rounding error.
     """

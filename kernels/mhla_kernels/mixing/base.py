@@ -307,7 +307,7 @@ class Mixing(ABC):
 
 
 def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
-    """Return names and values of the fields that are not learned tensors."""
+    """Return names and values of a mixing's dataclass fields, except for its learned tensors."""
     names = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
     return tuple((name, getattr(mixing, name)) for name in names)
 

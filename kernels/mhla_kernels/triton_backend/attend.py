@@ -167,9 +167,9 @@ def attend_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute one ``[ROWS, OUTPUTS]`` tile of the result of a mode; the module docstring defines the modes.
+    """Compute one ``[ROWS, OUTPUTS]`` tile of the outputs, or of the gradient of q, k or v, as ``MODE`` selects.
 
-    Grid: (B * H * tiles, output parts).
+    The module docstring defines the modes and the tensors. Grid: (B * H * tiles, output parts).
 
     Chunked form (``SUMMARY``): ``table`` is the block table. A block has ``pieces`` pieces of ``piece_size`` tokens, and a
     piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for

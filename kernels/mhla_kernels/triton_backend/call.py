@@ -124,7 +124,7 @@ class Call:
 
     @property
     def summary_width(self) -> int:
-        """Numbers in a summary: K * V of the key-value products and K of the sum of keys."""
+        """Number of entries in a block summary: K * V sums of key-value products, then K sums of keys."""
         return self.key_width * (self.value_width + 1)
 
     @property

@@ -148,7 +148,7 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryTiles(Tiles):
-    """Tile sizes of the summaries kernel: ``tokens`` at a time are added to a ``keys`` x ``values`` part of a block summary."""
+    """Tile sizes of the kernel for block summaries, which adds ``tokens`` at a time to a ``keys`` x ``values`` part of one."""
 
     tokens: int
     keys: int
@@ -156,7 +156,7 @@ class SummaryTiles(Tiles):
 
 
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
-    """Choose the tile sizes of the summaries kernel.
+    """Choose the tile sizes of the kernel that computes block summaries.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -187,7 +187,7 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
-    """Choose the tile sizes of mixing by a matrix and of its gradient, with fewer rows for at most 32 blocks.
+    """Choose the tile sizes of the kernels for mixing by a matrix and for its gradient: fewer rows for up to 32 blocks.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -238,6 +238,6 @@ class ScanTiles(Tiles):
 
 
 def scan_tiles(terms: int) -> ScanTiles:
-    """Choose the tile sizes of the scan of exponential mixing, for a number of exponential terms."""
+    """Choose the tile sizes of the kernels for exponential mixing with ``terms`` exponential terms."""
     padded = 1 << (terms - 1).bit_length()
     return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)

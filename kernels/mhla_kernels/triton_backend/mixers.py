@@ -22,7 +22,7 @@ class TritonMixer(Protocol):
         """Mix block summaries by the coefficients of a call.
 
         Args:
-            call: call of the operator, with the coefficients.
+            call: arguments and tables of the operator's call, including the coefficients.
             summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed coefficients, as the backward pass does.
 
@@ -43,7 +43,7 @@ class TritonMixer(Protocol):
         """Compute the gradients of the coefficients through the mixing of summaries.
 
         Args:
-            call: call of the operator, with the coefficients.
+            call: arguments and tables of the operator's call, including the coefficients.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
             summary: summaries of the blocks, ``[B * H, M, W]`` float32.
 
@@ -55,7 +55,7 @@ class TritonMixer(Protocol):
         """Add the gradients of the coefficients m[i, i] that arise from token pairs inside a block of causal attention.
 
         Args:
-            call: call of the operator.
+            call: arguments and tables of the operator's call.
             gradients: result of :meth:`gradients`, changed in place.
             own: gradient of m[i, i] for each block i, ``[B * H, M]`` float32.
         """

@@ -223,7 +223,7 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     """Compute the gradient of the matrix of coefficients from token pairs.
 
     Args:
-        call: the call, in the parallel or spanning form.
+        call: arguments and tables of the operator's call, in the parallel or spanning form.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         weights: inverse normalizer 1 / n_t of each token, and the gradient g_t of n_t, ``[B * H, N]`` float32 each; None
             without normalizer.

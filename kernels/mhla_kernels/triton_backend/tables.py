@@ -69,12 +69,12 @@ def span_of_tile(tile: int, block_size: int) -> int:
 
 
 def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.device) -> list[Tensor]:
-    """Make the tables that the kernels of a form read.
+    """Make the lookup tables that the Triton kernels for one form of the operator read.
 
     Args:
         layout: partition of the tokens, with ``cu_seqlens`` on the device.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        in_chunk: blocks in a chunk, for the spanning form.
+        in_chunk: number of blocks in a chunk; used only in the spanning form.
         device: device of the tables.
 
     Returns:
@@ -92,7 +92,7 @@ def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.d
 
 
 def make_tables(layout: TokenLayout, device: torch.device) -> BlockTables:
-    """Make the tables for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
+    """Make the lookup tables of a partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
 
     Args:
         layout: partition of the tokens, with ``cu_seqlens`` on the device.

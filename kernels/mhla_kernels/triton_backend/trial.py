@@ -24,7 +24,7 @@ LONGEST = 4096
 
 
 class Kind(NamedTuple):
-    """Properties of a call of the operator that decide which kernels it compiles, except for alignments and strides.
+    """Properties of an operator call that decide which Triton kernels it compiles, except for alignments and strides.
 
     Attributes:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
