@@ -70,8 +70,8 @@ def mhla_attention(
         scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the normalizer.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
-        key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block, give zeros
-            as queries and pass no gradient. A row that sees no key gives zeros.
+        key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block. Their outputs
+            are zero, and no gradient passes through them. The output of a token that sees no key is zero, too.
         cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1. Blocks are
             counted from the first token of each sequence. Packed sequences need causal attention, exactly M blocks in every
             non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are checked at once; values

@@ -38,10 +38,10 @@ by #10988), and read shared memory or registers of Hopper's matrix products out 
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Check that the names of a form and of a backend are known.
+    """Check that ``form`` and ``backend`` are names that the operator knows.
 
     Raises:
-        ValueError: if one of them is not.
+        ValueError: if a name is unknown; the message lists the known ones.
     """
     for option, value, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if value not in choices:

@@ -51,7 +51,7 @@ def mhla_prefill(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply the causal operator to the next tokens of every row, and return the state after them.
+    """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the state after them.
 
     A sequence may be cut into any number of calls, at any tokens. The outputs are those of one causal pass.
 
@@ -61,8 +61,8 @@ def mhla_prefill(
         v: values, ``[B, N, Hkv, V]``.
         mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
         block_size: tokens in a block.
-        lengths: ``[B]`` integers, the number of real tokens of each row (rows are padded on the right); None if all N are
-            real. Reading a tensor on an accelerator waits for the device.
+        lengths: ``[B]`` integers, the number of tokens of each row without its padding on the right; None without padding.
+            Reading a tensor on an accelerator waits for the device.
         state: state from the last call; None at the start. It is not changed.
         normalize: as for :func:`mhla_attention`.
         scale: as for :func:`mhla_attention`.
@@ -72,7 +72,7 @@ def mhla_prefill(
         backend: backend of a first call (``state`` None), as for :func:`mhla_attention`.
 
     Returns:
-        Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
+        Outputs ``[B, N, H, V]``, zero for padding, and the new state.
 
     Raises:
         ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
@@ -134,7 +134,7 @@ def mhla_step(
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply the causal operator to one more token of every row.
+    """Apply causal :func:`mhla_attention` to one more token of every row, and return the state after it.
 
     The time is O(K V). Where a block begins, it is O(M K V) for dense mixing of M blocks and O(R K V) for exponential mixing
     with R terms.

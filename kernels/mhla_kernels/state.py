@@ -83,7 +83,7 @@ def _from_json(values: list[Any]) -> Context:
 
 @dataclass(frozen=True, eq=False)
 class BlockState:
-    """Base class of generation states: the tensors that replace earlier keys and values.
+    """Base class of generation states, whose tensors take the place of the keys and values of earlier tokens.
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
@@ -125,7 +125,7 @@ class BlockState:
 
     @property
     def bytes(self) -> int:
-        """Memory of the tensors in bytes."""
+        """Memory of all tensors of the state, in bytes."""
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def __copy__(self) -> Self:
@@ -173,7 +173,7 @@ class BlockState:
         """Check that no step has taken over the memory of the state.
 
         Raises:
-            ValueError: if one has; the message names the alternatives.
+            ValueError: if a step has taken it over; the message names the alternatives.
         """
         if self.spent:
             raise ValueError(
@@ -269,7 +269,7 @@ class BlockState:
         Args:
             draft: the state under construction.
             rows: rows in which to open the block.
-            block: index of the block.
+            block: index of the block to open.
         """
         raise NotImplementedError
 
@@ -331,7 +331,7 @@ class Draft:
         self.put("mixture", rows, self.mixing.read(self.tensors["finished"][rows], reader))
 
     def state(self, lengths: tuple[int, ...]) -> Any:
-        """Create the new state from the draft.
+        """Create the finished generation state from the draft.
 
         Args:
             lengths: number of tokens so far in each row.

@@ -180,7 +180,7 @@ class Attention(AttentionKind):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> tuple[Tensor, Any]:
-        """Apply causal attention to the next tokens of every row.
+        """Apply the causal layer to the next tokens of every row, during generation.
 
         Args:
             x: tokens ``[B, N, dim]``. Tokens of a row beyond its count are padding on the right.

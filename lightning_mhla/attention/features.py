@@ -116,7 +116,7 @@ def apply_features(
 def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """Scale each key by N times its softmax weight for the mean query (RALA, arXiv 2411.07635).
 
-    Computes ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j``.
+    The result is ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j``.
 
     Args:
         q: mapped queries ``[B, N, H, Dk]``.

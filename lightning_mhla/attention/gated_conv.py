@@ -83,7 +83,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the convolution as a matrix ``[B, H, N, N]``, averaged over the features of each head, without the gate."""
+        """Return the convolution weights as a matrix ``[B, H, N, N]``, averaged over each head's features, without the gate."""
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
         each = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first

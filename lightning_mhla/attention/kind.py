@@ -135,7 +135,7 @@ class AttentionKind(nn.Module):
         return apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, self.config.gate_activation)
 
     def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
-        """Apply causal attention to the next tokens of every row.
+        """Compute causal attention for the next tokens of every row, from the state after the previous tokens.
 
         Args:
             inputs: inputs of the next tokens. Tokens of a row beyond its count are padding on the right.

@@ -46,7 +46,7 @@ class LocalPositionalEncoding(LayoutTables):
         Args:
             v: values in block order.
             key_mask: ``[B, N]`` bool, False for hidden tokens, which count as zeros.
-            placement: permutation of the tokens; None for that of the last :meth:`fit`.
+            placement: permutation of the tokens into block order; None for the one of the last :meth:`fit`.
         """
         v = hide_rows(v, key_mask)
         if placement is not None:

@@ -88,7 +88,7 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the coefficients as the operator's argument ``mixing``.
+        """Return the coefficients as the argument ``mixing`` of :func:`mhla_kernels.mhla_attention`.
 
         Args:
             block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
@@ -138,7 +138,7 @@ class MixingCoefficients(nn.Module):
 
 
 class DenseCoefficients(MixingCoefficients):
-    """Dense mixing: one free coefficient for each pair of blocks.
+    """Module of dense mixing coefficients: one free coefficient for each pair of blocks.
 
     Args:
         layout: token grid and its blocks.
@@ -248,7 +248,7 @@ class DenseCoefficients(MixingCoefficients):
 
 
 class ExponentialCoefficients(MixingCoefficients):
-    """Exponential mixing: a sum of exponentials of block distance, at linear cost, for sequences of any length.
+    """Module of exponential mixing coefficients: a sum of exponentials of block distance, at linear cost.
 
     Args:
         layout: token grid and its blocks, without prefix tokens, which have no position on the grid.

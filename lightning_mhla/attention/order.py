@@ -77,5 +77,5 @@ class RasterOrder(TokenOrder):
     @staticmethod
     @override
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the same grid as a single block, whose order is raster order."""
+        """Return the layout of the same token grid as a single block, whose block order is raster order."""
         return replace(layout, blocks=(1,) * len(layout.grid), block_size=None)

@@ -139,7 +139,7 @@ class SequenceRotary:
         Args:
             x: tokens in the operator's order.
             given: angles from the caller, in the order in which the tokens entered; None for positions counted from 0.
-            order: permutation from the order of entry to the operator's; None if they are the same.
+            order: permutation from the order of entry into that of the operator, ``[N]``; None if they are the same.
             cu_seqlens: bounds of packed sequences, see :func:`sequence_positions`.
             share: part of each sequence that this process holds; None for complete sequences.
         """

@@ -81,7 +81,7 @@ class RecurrentState:
 
     @property
     def bytes(self) -> int:
-        """Memory of the tensors in bytes."""
+        """Memory of all tensors of the state, in bytes."""
         return sum(x.numel() * x.element_size() for x in (self.memory, self.last) if x is not None)
 
 
@@ -299,7 +299,7 @@ def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
-    """Concatenate two attention inputs with the same number of rows along the batch axis."""
+    """Concatenate the tensors of two inputs with the same number of rows, along the batch axis."""
     x, q, k, v = (torch.cat([getattr(one, name), getattr(two, name)]) for name in ("x", "q", "k", "v"))
     mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
     if one.rotary is None or two.rotary is None:

@@ -64,7 +64,7 @@ class KeyValueState:
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
-    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v`` by torch's fused kernels. Arguments as for :class:`Attention`."""
+    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v`` with torch's fused kernels. Arguments as for :class:`Attention`."""
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
@@ -144,7 +144,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Compute scaled dot-product attention ``[B, N, H, Dv]``; keys and values may have fewer heads."""
+        """Compute outputs ``[B, N, H, Dv]`` with torch's kernels; keys and values may have fewer heads than queries."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = self.heads != self.key_value_heads
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)

@@ -66,7 +66,7 @@ def check(
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
         initial_state: ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
-        cu_seqlens: first token of each packed sequence, and N; None for one sequence in each row.
+        cu_seqlens: index of the first token of each packed sequence, followed by N; None for one sequence in each row.
 
     Returns:
         ``cu_seqlens`` as a list of integers, or None.
@@ -98,7 +98,7 @@ def check_gate(name: str, gate: Tensor, shape: Sequence[int]) -> None:
 
     Args:
         name: name of the argument, for the message.
-        gate: the tensor.
+        gate: tensor to check.
         shape: the required shape.
 
     Raises:

@@ -31,7 +31,7 @@ class BlockShares(Protocol):
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process in the process group."""
 
     @property
     def own(self) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class Mixing(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Learned tensors by name."""
+        """Learned tensors that determine the coefficients, by name."""
         return {name: getattr(self, name) for name in self.learned}
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -90,7 +90,7 @@ class Mixing(ABC):
         return None
 
     def of_heads(self, heads: slice) -> Self | None:
-        """Return the coefficients of a range of heads; None if the kind cannot be split by head."""
+        """Return the coefficients of a range of heads; None if this kind of mixing cannot be split by head."""
         return self if self.heads is None else None
 
     def _of_first_axis(self, heads: slice) -> Self:

@@ -83,7 +83,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """Name of the exchange that needs fewer bytes."""
+        """Way of exchange that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 

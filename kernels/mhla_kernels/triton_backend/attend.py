@@ -67,7 +67,7 @@ def _through_summary(
     NORMALIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Add the contribution of one summary (S, z) to the accumulators of a tile of row tokens.
+    """Add the contribution of one block summary (sums S of ``k v^T`` and z of k) to the accumulators of a tile of tokens.
 
     ``total`` gets ``x S``. With ``NORMALIZE``, z is used as well: mode OUT adds ``x z`` to ``normalizer``, DQ adds ``z`` to
     ``keys``, and DK adds ``z`` to ``total``. ``x`` is loaded in slices of ``SLICE`` features.

@@ -165,7 +165,7 @@ class Call:
         """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            The table of the tiles for packed sequences (otherwise a table that kernels do not read), and their number.
+            Table of the tiles, which kernels read only if sequences are packed, and number of tiles.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)

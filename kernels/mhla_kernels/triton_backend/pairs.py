@@ -147,9 +147,9 @@ def pair_gradient_kernel(
 ):
     """Compute the part of the gradient of mixing that comes from one tile of ``ROWS`` keys and all queries that see them.
 
-    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before, query block by key
-    block. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``,
-    ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
+    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with
+    zeros before the launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With
+    ``CHUNKS``, ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -115,7 +115,7 @@ def launch_rotary(
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
-    """Apply the feature map and the rotary embedding with the fused kernel; the operator ``torch.ops.mhla.rotary``.
+    """Apply the feature map and rotary embedding with one Triton kernel; registered as ``torch.ops.mhla.rotary``.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.
@@ -123,7 +123,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, g
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        guard: kind of kernel to withdraw if it fails; empty to raise its errors.
+        guard: name under which the kernel is withdrawn, and replaced by PyTorch, if it fails; empty to raise its errors.
 
     Returns:
         ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
@@ -185,7 +185,7 @@ rotary.register_autograd(_backward, setup_context=_setup_context)
 def turn_fused(
     x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, only_if_sound: bool
 ) -> Tensor | None:
-    """Apply the feature map and the rotary embedding with the fused kernel.
+    """Apply the feature map and rotary position embedding to queries or keys with one Triton kernel.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.

@@ -90,7 +90,7 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute the gradients of ``amplitude`` and ``decay`` from some of the ``WIDTH`` entries of all summaries.
+    """Compute the contribution of one part of the ``WIDTH`` summary entries to the gradients of amplitudes and decays.
 
     Grid: (B * H * column parts). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
     ``amplitude_gradient`` and ``decay_gradient``: ``[B * H, parts, TERMS]`` float32; the caller sums the parts.

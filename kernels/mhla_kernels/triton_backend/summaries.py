@@ -62,7 +62,7 @@ def summaries_kernel(
     VALUES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the summary ``S = sum_j k_j v_j^T``, ``z = sum_j k_j`` of one piece of a block, for some features.
+    """Compute the summary ``S = sum_j k_j v_j^T``, ``z = sum_j k_j`` of one piece of a block, for one part of the features.
 
     A program computes ``KEYS`` rows and ``VALUES`` columns of S. Grid: (B * H * blocks * pieces, key parts * value parts).
     ``summary``: ``[B * H, blocks * pieces, K * V + K]``.

@@ -46,7 +46,7 @@ class BlockTables:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, M; for packed sequences an upper bound of it."""
+        """Number of blocks, M; for packed sequences, an upper bound of that number."""
         return self.table.shape[1]
 
     @property
@@ -78,8 +78,9 @@ def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.d
         device: device of the tables.
 
     Returns:
-        The fields ``table`` and ``sequences`` of :class:`BlockTables`. In the parallel form also the row of each token's block
-        in the matrix of coefficients, and in the spanning form its block counted from the start of its chunk, ``[N]`` int32.
+        The fields ``table`` and ``sequences`` of :class:`BlockTables`. The parallel form has a third table, ``[N]`` int32: for
+        each token, the row of its block in the matrix of coefficients. In the spanning form, the third table has the index of
+        each token's block within its chunk.
     """
     if form == "spanning":
         tables = make_tables(layout.in_chunks(in_chunk), device)

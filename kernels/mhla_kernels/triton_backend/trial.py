@@ -79,7 +79,7 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def make_problem(kind: Kind, device: torch.device) -> Arguments:
-    """Create the arguments of a small call of the operator, with random tokens in two heads, for a trial.
+    """Create the arguments of a small operator call with random tokens in two heads, for the trial of its kernels.
 
     There are three blocks, or two more than :data:`MANY` if ``kind.many``. In the spanning form, the blocks fill two chunks and
     a part of a third.
