@@ -80,9 +80,9 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat keys and values for every query head: with Hkv key heads, query head h takes key head ``h // (H / Hkv)``.
 
     Args:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, Hkv, Dk]``.
-        v: ``[B, N, Hkv, Dv]``.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``.
 
     Returns:
         Keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``.

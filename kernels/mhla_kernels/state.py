@@ -35,13 +35,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class StateKind:
-    """Properties that a generation state and the calls that continue it must share.
+    """Properties that must be the same in a generation state and in every call that continues it.
 
     Attributes:
         mixing: kind of mixing.
-        running_sums: number of running sums that replace the finished blocks; None if every summary is stored.
+        running_sums: number of running sums that stand for all finished blocks; None if every block summary is stored.
         block_size: tokens in a block.
-        key_width: width of the keys that are summed, K.
+        key_width: width of the keys in block summaries, K.
         value_width: width of the values, V.
         near: number of heads and width of the keys in a softmax window; None without a window.
     """

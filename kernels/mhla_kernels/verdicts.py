@@ -113,7 +113,7 @@ def folder_of(device: str) -> Path:
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a fused kernel may be used on a device, from a stored verdict or else from a new trial.
+    """Return whether a Triton kernel may be used on a device, from a stored trial result or else from a new trial.
 
     Args:
         kind: kind of kernel, a name that can be part of a file name.
@@ -171,10 +171,10 @@ def withdrawn() -> dict[str, str]:
 
 
 def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-    """Run a kernel; if it fails, withdraw it for the rest of the process and compute the result with PyTorch.
+    """Run a Triton kernel; if it fails, stop using it in this process and compute the result with PyTorch.
 
     Args:
-        kind: kind of kernel; an empty name means that every error of ``run`` is raised.
+        kind: name of the kind of kernel; if it is empty, every error of ``run`` is raised.
         device: device that the kernel runs on.
         run: function that calls the kernel.
         instead: function that computes the same result with PyTorch.
@@ -197,7 +197,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
 
 
 def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Withdraw every kernel that any process of a group has withdrawn.
+    """Stop using every Triton kernel that any process of a group has stopped using.
 
     This is a collective operation: every process of the group must call it.
 
@@ -248,7 +248,7 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
 
 
 def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
-    """Compare a result with the expected one.
+    """Return the relative error of a result, and a message if the error exceeds a bound.
 
     Args:
         name: name of the result, for the message.

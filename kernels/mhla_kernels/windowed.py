@@ -154,12 +154,12 @@ def joined(
         k: keys, ``[B, H, M, C, Dk]``.
         v: values, ``[B, H, M, C, V]``.
         f: features of the queries, ``[B, H, M, C, K]``.
-        far: logarithm of the weight of far tokens, ``[B, H, M, C, 1]``.
+        far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
         k_before: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v_before: values of the block before each block, ``[B, H, M, C, V]``.
         mixed: mixed summaries of the far blocks, with totals of their weights, ``[B, H, M, K, V + 1]``.
         seen: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
-        seen_before: mask of these slots in the block before each block, ``[B, M, C]`` bool.
+        seen_before: the same mask for the block before each block, ``[B, M, C]`` bool.
         scale: factor on the scores of near tokens.
 
     Returns:
@@ -224,7 +224,7 @@ def check_window(
     """Check the arguments of :func:`mhla_window_attention`, which documents them and the errors.
 
     Returns:
-        The checked options of the call.
+        Checked arguments and options of the call.
     """
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:

@@ -25,11 +25,11 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 
 class Attention(AttentionKind):
-    """Self-attention over the tokens of a layout: projections, an operator, then norm, ``lepe`` and gate.
+    """Self-attention layer: projections, an attention operator, then norm, ``lepe`` and gate. Base class of all kinds.
 
-    A kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, declares options of the kind
-    itself. YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
+    An attention kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
+    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, declares options of the kind itself.
+    YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
 
     Args:
         dim: width of the tokens.

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class HeadDecay(nn.Module):
-    """Step size and decay of each token and head (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464).
+    """Module for step size and decay of each token and head (Mamba-2, arXiv 2405.21060; Gated DeltaNet, 2412.06464).
 
     ``step = softplus(W x + bias)`` and ``log_decay = -exp(rate) step``. Initially, ``exp(rate)`` is uniform between
     ``least_rate`` and 16, and the steps for x = 0 are log-uniform between 0.001 and 0.1.

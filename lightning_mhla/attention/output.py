@@ -41,7 +41,7 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
 
 @torch.no_grad()
 def open_stage(gate: nn.Linear | None, lepe: LocalPositionalEncoding | None, activation: GateActivation) -> None:
-    """Initialize gate and ``lepe`` so that they do not change the output.
+    """Initialize the output gate and ``lepe``, each unless it is None, so that they do not change the output.
 
     Raises:
         ValueError: if the gate has no bias.

@@ -68,10 +68,10 @@ def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of documents packed the way transformers' collators pack them: positions restart inside a row.
+    """Find the bounds of documents that are packed as in transformers' collators: positions restart inside a row.
 
     Args:
-        position_ids: ``[N]``, ``[1, N]`` or ``[B, N]``.
+        position_ids: position of each token in its document, ``[N]``, ``[1, N]`` or ``[B, N]``.
         x: tokens ``[B, N, ...]``.
 
     Returns:

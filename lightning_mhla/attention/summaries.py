@@ -45,7 +45,7 @@ class SummaryAttention(Attention):
 
         Args:
             q: mapped queries ``[B, N, H, Dk]``.
-            placement: permutation of the tokens; None for that of the last :meth:`fit`.
+            placement: permutation of the tokens into block order; None for the one of the last :meth:`fit`.
         """
         raise NotImplementedError
 

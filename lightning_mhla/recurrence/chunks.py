@@ -116,7 +116,7 @@ def prepare(
     initial_state: Tensor | None,
     bounds: list[int] | None,
 ) -> ChunkedInputs:
-    """Split the checked inputs of a recurrence into chunks, in the dtype of its sums. No chunk spans two packed sequences.
+    """Split the checked inputs of a recurrence into chunks. No chunk spans two packed sequences.
 
     Args:
         q: queries, ``[B, N, H, K]``.

@@ -53,9 +53,10 @@ class BlockShares(Protocol):
 class Mixing(ABC):
     """Mixing coefficients ``m[i, j]``: the weight that query block i gives to the summary of block j.
 
-    A kind is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and defines
-    :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can compute
-    at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read them.
+    A kind of mixing is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and
+    defines :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can
+    compute at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read
+    them.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -165,7 +166,7 @@ class Mixing(ABC):
     def span(self, blocks: int, causal: bool) -> Span:
         """Return the coefficients within and between chunks of ``blocks`` blocks.
 
-        Only kinds whose :meth:`span_terms` is not None implement this method.
+        Only kinds of mixing whose :meth:`span_terms` is not None implement this method.
         """
         raise NotImplementedError
 

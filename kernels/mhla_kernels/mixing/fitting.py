@@ -19,7 +19,7 @@ def fit_exponentials(
     """Fit a sum of exponentials to dense coefficients; :meth:`ExponentialMixing.fit` documents the arguments and errors.
 
     Returns:
-        Amplitudes, decays and explained variance.
+        Amplitudes, decays and explained variance, each with heads as axis 0 if ``mixing`` has them.
     """
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")

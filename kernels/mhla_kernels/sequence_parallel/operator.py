@@ -67,12 +67,12 @@ def mhla_sequence_parallel(
     over the group, as for any weight that is applied to these tokens alone.
 
     Args:
-        q: ``[B, n, H, Dk]``, queries of this process's n tokens of N.
-        k: ``[B, n, Hkv, Dk]``; Hkv divides H, as for :func:`mhla_kernels.mhla_attention`.
-        v: ``[B, n, Hkv, Dv]``.
+        q: queries of this process's n tokens, ``[B, n, H, Dk]``.
+        k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H, as for :func:`mhla_kernels.mhla_attention`.
+        v: values, ``[B, n, Hkv, Dv]``.
         mixing: coefficients for the complete sequence, the same on every process.
         group: the processes in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
-        tokens: N of the complete sequence.
+        tokens: number of tokens of the complete sequence, N.
         block_size: tokens in a block; the last block of the sequence may be shorter. Give exactly one of this and
             ``block_offsets``.
         block_offsets: M + 1 integers for the complete sequence; bidirectional only.

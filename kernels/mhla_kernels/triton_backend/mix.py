@@ -37,7 +37,7 @@ def mix_kernel(
     TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over the blocks b of i's sequence.
+    """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
     With ``CAUSAL`` the sum is over b < i. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
     b > i. Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``.

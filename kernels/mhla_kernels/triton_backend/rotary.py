@@ -86,8 +86,8 @@ def launch_rotary(
     """Apply the feature map and the rotary embedding with the Triton kernel, or compute the gradient of its input.
 
     Args:
-        x: input, or in the backward pass the gradient of the output, ``[B, N, H, D]``.
-        raw: input, ``[B, N, H, D]``.
+        x: queries or keys, or in the backward pass the gradient of the output, ``[B, N, H, D]``.
+        raw: queries or keys, also in the backward pass, ``[B, N, H, D]``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.

@@ -42,7 +42,7 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of i's sequence.
+    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of the same sequence.
 
     With ``REVERSE``, it sums over the later blocks.
 
