@@ -44,7 +44,7 @@ def mhla_attention(
 ) -> Tensor:
     r"""Compute linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
 
-    **Features must be nonnegative while** ``normalize`` **is on. By default, q and k must be mapped already.** Pass
+    **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
     ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative features raise a
     ValueError on a CPU, and on an accelerator at the first call. Compiled graphs do not detect them.
 
@@ -70,8 +70,8 @@ def mhla_attention(
         scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the normalizer.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
-        key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block, give zeros
-            as queries and pass no gradient. A row that sees no key gives zeros.
+        key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block. Their outputs
+            are zero, and no gradient passes through them. The output of a token that sees no key is zero, too.
         cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1. Blocks are
             counted from the first token of each sequence. Packed sequences need causal attention, exactly M blocks in every
             non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are checked at once; values
@@ -150,9 +150,13 @@ def attention_matrix(
 
 
 def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
-    """Return the cheapest form, or block summaries where ``torch.export`` leaves N open.
+    """Choose the cheapest form for a call, or ``"chunked"`` if the number of tokens is symbolic, as under ``torch.export``.
 
-    The Triton kernels stay inside each packed sequence, so their cost is that of sequences of average length.
+    The Triton kernels compute no token pairs across packed sequences, so their cost is that of sequences of average length.
+
+    Args:
+        problem: checked arguments of the call.
+        fused: whether Triton kernels would run the call, instead of PyTorch.
     """
     q, layout, mixing, causal = problem.q, problem.layout, problem.mixing, problem.weighting.causal
     if layout.is_open:

@@ -38,10 +38,10 @@ by #10988), and read shared memory or registers of Hopper's matrix products out 
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Check that the names of a form and of a backend are known.
+    """Check that ``form`` and ``backend`` are names that the operator knows.
 
     Raises:
-        ValueError: if one of them is not.
+        ValueError: if a name is unknown; the message lists the known ones.
     """
     for option, value, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
         if value not in choices:
@@ -52,7 +52,8 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
     """Choose between PyTorch and Triton for a call.
 
     Args:
-        backend: requested backend: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton where it can be trusted.
+        backend: requested backend: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on a GPU that it supports, unless the
+            installed version may miscompile the kernels there.
         q: queries.
         k: keys.
         v: values.
@@ -77,7 +78,7 @@ def is_native(q: Tensor) -> bool:
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return the reason why ``"auto"`` does not choose the Triton kernels, and warn about it once; None if there is none."""
+    """Return why ``backend="auto"`` does not trust the installed Triton on this device, and warn once; None if it does."""
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())

@@ -31,7 +31,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Whether new tensors on ``device`` hold data; they do not while torch traces with fake tensors."""
+    """Return whether new tensors on ``device`` hold data, which they do not while torch traces with fake tensors."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -42,7 +42,7 @@ _of_graphs: dict[tuple[Any, ...], Any] = {}
 
 
 def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table:
-    """Return ``make(device, *sizes)`` from a cache, since every layer needs the same table at every step.
+    """Return the index table ``make(device, *sizes)``, from a cache if possible, since all layers need it at every step.
 
     Tables are cached for each stream, so that a table is written before the same stream reads it. While a CUDA graph is
     captured, the table of any stream is used: capture starts when the device has finished all earlier work. The table is then
@@ -79,7 +79,7 @@ PRIMES = (7, 11, 13)
 
 
 def is_dynamic(size: int) -> bool:
-    """Whether ``torch.export`` or ``torch.compile`` leaves a size open, so that no branch may depend on it."""
+    """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``, so that no branch may depend on it."""
     if isinstance(size, torch.SymInt):
         return True
     # Dynamo shows open sizes as plain integers. All remainders are known only for a plain number. The remainder of an open size
@@ -92,7 +92,7 @@ def is_dynamic(size: int) -> bool:
 def divide_up(number: int, size: int) -> int:
     """Return ``number / size``, rounded up.
 
-    Graphs that compute an open size as ``-(-number // size)`` fail their own guards (torch 2.15).
+    Graphs that compute a symbolic size as ``-(-number // size)`` fail their own guards (torch 2.15).
     """
     return (number + size - 1) // size
 
@@ -100,16 +100,16 @@ def divide_up(number: int, size: int) -> int:
 def at_most(number: int, most: int) -> int:
     """Return the smaller of ``number`` and ``most``.
 
-    This is a branch because graphs with an open number in ``min`` fail their own guards (torch 2.15).
+    This is a branch because graphs with a symbolic number in ``min`` fail their own guards (torch 2.15).
     """
     return most if number > most else number
 
 
 def surely_equal(one: int, two: int) -> bool:
-    """Whether two sizes are equal; in a compiled graph, whether they are equal for every size that the graph is for.
+    """Return whether two sizes are equal; in a compiled graph, whether they are equal for every size that the graph accepts.
 
-    A plain comparison would limit the graph to sizes that the blocks divide, and compile another graph for the remaining
-    sizes.
+    In a graph, ``one == two`` would become a guard. The graph would then accept only sizes that the blocks divide, and torch
+    would compile another graph for the remaining sizes.
     """
     if not torch.compiler.is_compiling():
         return one == two
@@ -119,9 +119,10 @@ def surely_equal(one: int, two: int) -> bool:
 
 
 def count_blocks(tokens: int, block_size: int) -> int:
-    """Return the number of blocks that hold ``tokens`` tokens; for an open number, up to two more.
+    """Return the number of blocks that ``tokens`` tokens fill; an upper bound if the number of tokens is symbolic.
 
-    ``torch.export`` turns sizes of 0 and 1 into constants, so an open number of blocks must be at least 2.
+    The bound is up to two blocks too large. ``torch.export`` turns sizes of 0 and 1 into constants, so a symbolic number of
+    blocks must be at least 2.
     """
     if not is_dynamic(tokens):
         return divide_up(tokens, block_size)
@@ -133,13 +134,14 @@ def count_blocks(tokens: int, block_size: int) -> int:
 class TokenLayout(NamedTuple):
     """Partition of the tokens of a row into equal blocks, uneven blocks, or packed sequences of equal blocks.
 
-    A layout consists of sizes alone. :meth:`partition` makes the tables that put tokens in block order.
+    A layout holds only sizes and offsets. :meth:`partition` makes the index tables that put tokens in block order.
 
     Attributes:
         tokens: number of tokens N.
         block_size: tokens in a block; 0 for uneven blocks.
-        block_offsets: first token of each block, and N, for uneven blocks; None for equal blocks.
-        cu_seqlens: first token of each packed sequence, and N, ``[S + 1]``; None if the row is one sequence.
+        block_offsets: index of the first token of each uneven block, followed by N; None for equal blocks.
+        cu_seqlens: index of the first token of each packed sequence, followed by N, ``[S + 1]``; None if the row is one
+            sequence.
     """
 
     tokens: int
@@ -149,12 +151,12 @@ class TokenLayout(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is left open, see :func:`is_dynamic`."""
+        """Whether the number of tokens is symbolic, see :func:`is_dynamic`."""
         return is_dynamic(self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks M; for packed sequences an upper bound for all of them together."""
+        """Number of blocks M; for packed sequences, an upper bound of their total number of blocks."""
         if self.block_offsets is not None:
             return len(self.block_offsets) - 1
         blocks = divide_up(self.tokens, self.block_size)
@@ -163,7 +165,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Largest number of blocks that one sequence of the row can have, by which coefficients are made."""
+        """Largest number of blocks that one sequence of the row can have, which the mixing coefficients must cover."""
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
     @property
@@ -174,11 +176,11 @@ class TokenLayout(NamedTuple):
         return at_most(self.block_size, self.tokens)
 
     def in_chunks(self, blocks: int) -> TokenLayout:
-        """Return the layout whose blocks are chunks of ``blocks`` equal blocks, at most all tokens."""
+        """Return a layout for chunks: each of its blocks joins ``blocks`` equal blocks of this layout."""
         return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
 
     def token_blocks(self, device: torch.device) -> TokenBlocks:
-        """Compute the block and the sequence of every token by the definition, without waiting for the device."""
+        """Compute the block index and the sequence index of every token, without waiting for the device."""
         position = torch.arange(self.tokens, device=device)
         if self.block_offsets is not None:
             inner = on_device(self.block_offsets[1:-1], device)
@@ -190,7 +192,7 @@ class TokenLayout(NamedTuple):
         return TokenBlocks((position - bounds[sequence]) // self.block_size, sequence)
 
     def partition(self, device: torch.device) -> BlockPartition:
-        """Make the tables of the layout, without waiting for the device."""
+        """Make the index tables that lay out tokens in blocks, without waiting for the device."""
         if self.block_offsets is not None:
             return keep(_uneven_partition, device, self.block_offsets)
         if self.cu_seqlens is not None:
@@ -203,11 +205,11 @@ class TokenLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Block of each token, and the sequence that the block belongs to.
+    """Block index of each token, and index of the packed sequence that contains the token.
 
     Attributes:
         block: ``[N]`` int64, index of the block within the token's own sequence.
-        sequence: ``[N]`` int64, index of the packed sequence, or None if the row is one sequence.
+        sequence: ``[N]`` int64, index of the packed sequence; None if the row is one sequence.
     """
 
     block: Tensor
@@ -215,16 +217,17 @@ class TokenBlocks:
 
 
 class BlockPartition(NamedTuple):
-    """Layout of the tokens of one row in ``blocks`` blocks of ``slots`` slots each; slots without a token are zero.
+    """Assignment of a row's tokens to ``blocks`` blocks of ``slots`` slots each; a slot without a token holds zeros.
 
     Attributes:
         tokens: number of tokens N.
         blocks: number of blocks M, or an upper bound of it for packed sequences.
-        slots: C, the size of the largest block.
-        slot: ``[N]`` int64, the flat slot of each token, or None if token t is in slot t.
-        local: ``[M]`` int64, for packed sequences: index of the block within its sequence.
-        owner: ``[M]`` int64, for packed sequences: the sequence of the block, S for a block that is not in use.
-        sequences: for packed sequences whose bounds the CPU can read: first block and end of each non-empty sequence.
+        slots: number of slots in a block, C: the size of the largest block.
+        slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t.
+        local: ``[M]`` int64, index of each block within its packed sequence; None if the row is one sequence.
+        owner: ``[M]`` int64, index of each block's packed sequence, S for an unused block; None if the row is one sequence.
+        sequences: first block of each non-empty packed sequence, and the block after its last one; None if the row is one
+            sequence, or if only the device knows the bounds.
     """
 
     tokens: int
@@ -262,7 +265,7 @@ class BlockPartition(NamedTuple):
         return x[:, : self.tokens]
 
     def line_up(self, *tokens: Tensor) -> list[Tensor]:
-        """Lay out each ``[B, N, H, D]`` in slots ``[B, H, M * C, D]``; these are views if every slot holds a token."""
+        """Lay out tensors ``[B, N, H, D]`` in the slots of all blocks, ``[B, H, M * C, D]``; as views if all slots are full."""
         if self.is_full:
             return [x.transpose(1, 2) for x in tokens]
         return [self.split(x).flatten(2, 3) for x in tokens]
@@ -273,7 +276,7 @@ class BlockPartition(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether token t is in slot t and the number of tokens is left open."""
+        """Whether the number of tokens is symbolic; token t is then in slot t."""
         return self.slot is None and is_dynamic(self.tokens)
 
     @property
@@ -282,7 +285,12 @@ class BlockPartition(NamedTuple):
         return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
-        """Return the coefficients ``[..., M, M]`` between the blocks of this partition, zero across packed sequences."""
+        """Return coefficients ``[..., M, M]`` for all pairs of blocks of the partition.
+
+        Args:
+            mixing: coefficients for the blocks of one sequence, ``[..., m, m]``. They are repeated for each packed sequence,
+                with zeros between different sequences.
+        """
         if self.local is None or self.owner is None:
             if is_dynamic(self.blocks):  # blocks after the last token are empty, so their coefficients do not matter
                 index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
@@ -294,10 +302,10 @@ class BlockPartition(NamedTuple):
 
 
 def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.device) -> BlockPartition:
-    """Return the partition of packed sequences, each of which has blocks of its own.
+    """Return the partition of packed sequences, in which no block spans two sequences.
 
-    If only the device knows the bounds of S sequences of N tokens in all, they have at most ``N // block_size + S`` blocks, and
-    the partition has that many.
+    Sometimes only the device knows the bounds of the sequences. S sequences with N tokens in total have at most
+    ``N // block_size + S`` blocks, and the partition then has that many.
     """
     tokens, block_size = layout.tokens, layout.block_size
     slots = at_most(tokens, block_size)

@@ -35,9 +35,9 @@ def check_problem(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check one call of the operator, and return it as one object.
+    """Check the arguments of one :func:`mhla_kernels.mhla_attention` call, and return them as one object.
 
-    :func:`mhla_kernels.mhla_attention` documents the arguments and the errors. Devices are checked by :func:`check_devices`.
+    That function documents the arguments and the errors. Devices are checked by :func:`check_devices`.
     """
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
@@ -96,10 +96,10 @@ def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out
     Args:
         features: features ``[B, N, H, D]`` by name.
         key_mask: ``[B, N]`` bool; False tokens may hold any value.
-        way_out: remedy, for the message.
+        way_out: remedy, which the error message ends with.
 
     Raises:
-        ValueError: naming the features and the smallest value.
+        ValueError: if a feature is negative; the message names the features and the smallest value.
     """
     if not has_values(*features.values()):
         return
@@ -137,7 +137,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sdpa_order(q: Tensor) -> str:
-    """Return a hint for tensors in the order of scaled_dot_product_attention; empty unless N is below H."""
+    """Return an error hint that tensors may have the order of SDPA, ``[B, H, N, D]``; an empty string unless N is below H."""
     _, tokens, heads, _ = q.shape
     if tokens >= heads:
         return ""
@@ -175,7 +175,7 @@ def check_devices(problem: Problem) -> None:
     A result that involves a tensor on the meta device would have no values.
 
     Raises:
-        ValueError: naming the tensor and its device.
+        ValueError: if a tensor is on a different device than q; the message names both.
     """
     device = problem.q.device
     tensors = ("k", problem.k), ("v", problem.v), *problem.mixing.tensors.items(), ("key_mask", problem.key_mask)
@@ -189,7 +189,7 @@ def check_span(problem: Problem) -> None:
     """Reject coefficients and blocks that the spanning form does not support.
 
     Raises:
-        ValueError: naming the coefficients or the blocks.
+        ValueError: if the coefficients have no running sums, the blocks differ in size, or the number of tokens is symbolic.
     """
     mixing, layout = problem.mixing, problem.layout
     if mixing.span_terms(problem.weighting.causal) is None:
@@ -210,7 +210,7 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
 
 
 def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Tensor) -> None:
-    """Check that the coefficients cover the blocks of one sequence."""
+    """Check that the coefficients cover all blocks of a sequence; bidirectional attention needs exactly one row per block."""
     size = mixing.blocks
     if size is None:
         return
@@ -231,10 +231,14 @@ def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Ten
 
 
 def read_numbers(values: Tensor, name: str) -> list[Any]:
-    """Return the values of a tensor as Python numbers; ``torch.vmap`` must not map over them.
+    """Return the values of an integer tensor as a list, after a check that ``torch.vmap`` does not map over the tensor.
+
+    Args:
+        values: the tensor.
+        name: name of the tensor, for the error message.
 
     Raises:
-        ValueError: for a tensor that ``torch.vmap`` maps over.
+        ValueError: if ``torch.vmap`` maps over the tensor.
     """
     if not torch.compiler.is_compiling():
         if is_mapped(values):

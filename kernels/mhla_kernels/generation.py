@@ -51,7 +51,7 @@ def mhla_prefill(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply the causal operator to the next tokens of every row, and return the state after them.
+    """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the state after them.
 
     A sequence may be cut into any number of calls, at any tokens. The outputs are those of one causal pass.
 
@@ -61,8 +61,8 @@ def mhla_prefill(
         v: values, ``[B, N, Hkv, V]``.
         mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
         block_size: tokens in a block.
-        lengths: ``[B]`` integers, the number of real tokens of each row (rows are padded on the right); None if all N are
-            real. Reading a tensor on an accelerator waits for the device.
+        lengths: ``[B]`` integers, the number of tokens of each row without its padding on the right; None without padding.
+            Reading a tensor on an accelerator waits for the device.
         state: state from the last call; None at the start. It is not changed.
         normalize: as for :func:`mhla_attention`.
         scale: as for :func:`mhla_attention`.
@@ -72,7 +72,7 @@ def mhla_prefill(
         backend: backend of a first call (``state`` None), as for :func:`mhla_attention`.
 
     Returns:
-        Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
+        Outputs ``[B, N, H, V]``, zero for padding, and the new state.
 
     Raises:
         ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
@@ -134,9 +134,10 @@ def mhla_step(
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply the causal operator to one more token of every row.
+    """Apply causal :func:`mhla_attention` to one more token of every row, and return the state after it.
 
-    The time is O(K V). Where a block begins, it is O(M K V) for dense and O(R K V) for exponential mixing.
+    The time is O(K V). Where a block begins, it is O(M K V) for dense mixing of M blocks and O(R K V) for exponential mixing
+    with R terms.
 
     Args:
         q: query, ``[B, H, K]``.
@@ -199,7 +200,7 @@ def check_tokens(q: Tensor) -> None:
     """Check that the query of a prefill has an axis of tokens.
 
     Raises:
-        ValueError: naming the shape, and the function that takes one token.
+        ValueError: if q does not have four axes; the message names the function that takes a single token.
     """
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
@@ -209,7 +210,7 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that the tensors of a step have no axis of tokens.
 
     Raises:
-        ValueError: naming the shapes, and the function that takes several tokens.
+        ValueError: if the tensors do not have three axes; the message names the function that takes several tokens.
     """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
@@ -217,7 +218,12 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
-    """Return the number of real tokens of each row as Python integers; ``lengths`` None means that all tokens are real.
+    """Return how many tokens of each row are not padding, as Python integers.
+
+    Args:
+        lengths: number of these tokens, ``[B]``; None if there is no padding.
+        batch: number of rows, B.
+        tokens: number of tokens in a row, N.
 
     Raises:
         ValueError: unless ``lengths`` holds an integer from 0 to ``tokens`` for each row.
@@ -233,14 +239,14 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
 
 
 def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
-    """Return the mask of the real tokens of each row.
+    """Return the mask of the tokens that are not padding.
 
     Args:
-        counts: number of real tokens of each row.
+        counts: number of these tokens in each row; padding is on the right.
         q: tensor ``[B, N, ...]`` that gives N and the device.
 
     Returns:
-        ``[B, N]`` bool, True for the first ``counts`` tokens of each row; None if all tokens are real.
+        ``[B, N]`` bool, True for the first ``counts`` tokens of each row; None if there is no padding.
     """
     tokens = q.shape[1]
     if all(count == tokens for count in counts):
@@ -252,10 +258,10 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
     """Check that the coefficients cover the last token of each row.
 
     Args:
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        before: tokens of each row before the call.
-        counts: tokens of each row in the call.
+        before: number of tokens of each row before the call.
+        counts: number of tokens of each row in the call.
 
     Raises:
         ValueError: if there are more blocks than coefficients, or if the state has a different number of rows.
@@ -272,12 +278,12 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
 
 
 class Piece(NamedTuple):
-    """Start of a call that continues a state.
+    """Starting point of a call that appends tokens to a generation state.
 
     Attributes:
-        start: state in which the first block of the call is open in every row.
-        firsts: index of the first block of each row.
-        offsets: slot of the first token of each row in its first block.
+        start: generation state in which the first block of the call is open in every row.
+        firsts: index of the first block that the call adds to, in each row.
+        offsets: number of tokens that this block already holds, in each row.
     """
 
     start: Any
@@ -286,12 +292,12 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Prepare a state for more tokens; the state itself is not changed.
+    """Prepare a generation state for new tokens: close full blocks, and find where the new tokens of each row begin.
 
     Args:
-        state: state from the last call.
+        state: state from the last call, which does not change.
         counts: number of new tokens of each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         writes: whether memory may be written to, see :meth:`BlockState.advance`.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
@@ -311,15 +317,15 @@ def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
 
 
 def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
-    """Compute the summaries ``[B, H, M, W]`` of blocks of keys and values."""
+    """Compute the summary of each block, ``k^T v`` (flattened) followed by the sum of the keys: ``[B, H, M, K * V + K]``."""
     return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
 
 
 def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """Lay out tokens ``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``.
+    """Lay out tokens in blocks ``[B, H, M, C, D]``, the first of which may begin with slots for earlier tokens.
 
     Args:
-        x: ``[B, N, H, D]``.
+        x: tokens, ``[B, N, H, D]``.
         offsets: slot of the first token of each row in its first block; earlier slots are zero.
         block_size: tokens in a block.
     """
@@ -338,7 +344,7 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
 
 
 def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """Return the tokens of blocks: the reverse of :func:`in_blocks`.
+    """Take tokens out of blocks ``[B, H, M, C, D]``, the reverse of :func:`in_blocks`.
 
     Args:
         out: ``[B, H, M, C, D]``.
@@ -359,7 +365,10 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """Mixer of blocks that continue a state: it adds the finished blocks and the earlier tokens of the open block."""
+    """Mixer for the blocks of a call that continues a generation state.
+
+    It includes the finished blocks of the state, and the earlier tokens of the state's open block.
+    """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
         groups = groups_of_rows(firsts, [True] * len(firsts), start.open.device)
@@ -375,7 +384,7 @@ class _ContinuedMixer(Mixer):
         self.start, self.groups, self.key_value = start, groups, key_value
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Return mixed summaries, of S ``[B, H, M, K, V]`` or of z ``[B, H, M, K]``, in the same shape."""
+        """Mix the key-value sums ``[B, H, M, K, V]`` or the key sums ``[B, H, M, K]`` of the blocks, into the same shape."""
         part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
         begun = self.start.open[..., part]
         flat = add_to_first(summary.flatten(3), begun)
@@ -387,5 +396,5 @@ class _ContinuedMixer(Mixer):
 
 
 def _count(rows: Rows, state: BlockState) -> int:
-    """Return the number of rows that ``rows`` selects."""
+    """Return how many rows of the batch an index tensor, or a slice of all rows, selects."""
     return len(state.lengths) if isinstance(rows, slice) else len(rows)

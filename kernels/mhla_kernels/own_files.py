@@ -51,8 +51,8 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         flags: flags of ``os.open``; with ``os.O_CREAT``, a missing file is created.
 
     Raises:
-        ForeignFileError: if it is a link, is not a regular file, or belongs to a different user. If ``flags`` allow writing,
-            also if it has a second hard link, which may be in any folder.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to a different user. If ``flags`` allow
+            writing, also if it has a second hard link, which may be in any folder.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
@@ -81,7 +81,7 @@ def read_own(path: Path, most: int) -> bytes:
         most: largest allowed size in bytes.
 
     Raises:
-        ForeignFileError: if it is a link, is not a regular file, or belongs to a different user.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to a different user.
         ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:
@@ -92,7 +92,7 @@ def read_own(path: Path, most: int) -> bytes:
 
 
 def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Check that an entry of a cache is a file or folder of this user, not a link and not of a different user.
+    """Check that an entry of a cache folder has the expected type, is not a link, and belongs to this user.
 
     Args:
         path: path of the file or folder.
@@ -100,8 +100,8 @@ def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callabl
         is_kind: function of :mod:`stat` that tests for the expected type, a regular file or a folder.
 
     Raises:
-        ForeignFileError: if it is a link or not of the expected type, or belongs to a different user.
-        FileNotFoundError: if it does not exist.
+        ForeignFileError: if the path is a link, has a different type, or belongs to a different user.
+        FileNotFoundError: if the path does not exist.
     """
     status = path.lstat() if status is None else status
     if not is_kind(status.st_mode):

@@ -16,7 +16,7 @@ from mhla_kernels.mixing import Mixing
 
 
 class Weighting(NamedTuple):
-    """Rule by which products of queries and keys become weights.
+    """Options that determine attention weights from products of queries and keys: causality, and normalization or a scale.
 
     Attributes:
         causal: whether token t attends to tokens ``j <= t`` only.
@@ -35,7 +35,7 @@ class Weighting(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Checked tensors and options of a call of the operator.
+    """Checked tensors and options of one call of the attention operator.
 
     Attributes:
         q: queries, ``[B, N, H, Dk]``.
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
         v: values, ``[B, N, Hkv, Dv]``; the output has their dtype.
         mixing: coefficients.
         layout: partition of the tokens into blocks.
-        weighting: rule by which products of queries and keys become weights.
+        weighting: causality and normalization of the weights.
         feature_map: feature map that is still to be applied to q and k.
         key_mask: ``[B, N]`` bool, False for tokens that are still to be masked; None if there are none.
     """
@@ -64,10 +64,10 @@ class Problem(NamedTuple):
 
 
 def prepare(problem: Problem) -> Problem:
-    """Return the problem as the PyTorch forms take it.
+    """Convert a checked call to the inputs of the PyTorch forms.
 
-    Keys and values are repeated for every query head, everything is in the dtype of the sums, features are mapped, and masked
-    tokens are zero.
+    Keys and values are repeated for every query head, and all tensors get the dtype of the sums. The feature map is applied,
+    and masked tokens become zero.
     """
     dtype = problem.accumulate
     k, v = repeat_heads(problem.q, problem.k, problem.v)
@@ -80,9 +80,9 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat keys and values for every query head: with Hkv key heads, query head h takes key head ``h // (H / Hkv)``.
 
     Args:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, Hkv, Dk]``.
-        v: ``[B, N, Hkv, Dv]``.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``.
 
     Returns:
         Keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``.
@@ -97,11 +97,13 @@ def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
 
 
 def nothing(problem: Problem, *others: Tensor) -> Tensor:
-    """Return the outputs ``[B, N, H, Dv]`` of a problem that has no rows, tokens, heads or features: zeros.
+    """Return zero outputs ``[B, N, H, Dv]`` for a call without batch rows, tokens, heads or features.
+
+    The outputs depend on all input tensors, so that autograd gives each of them a gradient of zeros.
 
     Args:
-        problem: the problem.
-        others: tensors that get zeros as gradients, like those of the problem.
+        problem: checked arguments of the call.
+        others: further tensors that get a gradient of zeros.
     """
     q, k, v = problem.q, problem.k, problem.v
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=v.dtype)

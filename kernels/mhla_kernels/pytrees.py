@@ -25,7 +25,7 @@ def register(
         kind: class to register.
         tensors: names of the attributes that are its leaves.
         context: function that returns everything else that an instance holds, as a hashable value.
-        build: function that makes an instance of the leaves by name and the context.
+        build: function that makes an instance from its leaves, by name, and its context.
         to_json: function that converts the context to a JSON value, for saved programs.
         from_json: function that converts the JSON value back to the context.
     """

@@ -35,13 +35,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class StateKind:
-    """Properties that a generation state and the calls that continue it must share.
+    """Properties that must be the same in a generation state and in every call that continues it.
 
     Attributes:
         mixing: kind of mixing.
-        running_sums: number of running sums that replace the finished blocks; None if every summary is stored.
+        running_sums: number of running sums that stand for all finished blocks; None if every block summary is stored.
         block_size: tokens in a block.
-        key_width: width of the keys that are summed, K.
+        key_width: width of the keys in block summaries, K.
         value_width: width of the values, V.
         near: number of heads and width of the keys in a softmax window; None without a window.
     """
@@ -83,7 +83,7 @@ def _from_json(values: list[Any]) -> Context:
 
 @dataclass(frozen=True, eq=False)
 class BlockState:
-    """Base class of generation states: the tensors that replace earlier keys and values.
+    """Base class of generation states, whose tensors take the place of the keys and values of earlier tokens.
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
@@ -125,7 +125,7 @@ class BlockState:
 
     @property
     def bytes(self) -> int:
-        """Memory of the tensors in bytes."""
+        """Memory of all tensors of the state, in bytes."""
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def __copy__(self) -> Self:
@@ -153,7 +153,7 @@ class BlockState:
         return self.with_tensors(tensors, lengths, self.own_names)
 
     def with_tensors(self, tensors: dict[str, Tensor], lengths: tuple[int, ...], owned: tuple[str, ...]) -> Self:
-        """Return a copy of the state with other tensors.
+        """Return a copy of the state with different tensors.
 
         Args:
             tensors: new tensors by name.
@@ -173,7 +173,7 @@ class BlockState:
         """Check that no step has taken over the memory of the state.
 
         Raises:
-            ValueError: if one has; the message names the alternatives.
+            ValueError: if a step has taken it over; the message names the alternatives.
         """
         if self.spent:
             raise ValueError(
@@ -191,7 +191,7 @@ class BlockState:
             accumulate: dtype of the sums in the call.
 
         Raises:
-            ValueError: if one of these differs, which the message names, or if the state was donated.
+            ValueError: if one of these differs from the state, or if the state was donated. The message names the difference.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -210,10 +210,11 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that a new state owns, when all of them except perhaps ``finished`` are new.
+        """Return the names of the tensors that the next state owns, if it has new tensors except perhaps ``finished``.
 
         Args:
-            owned: names of the tensors that the previous state owned; the new one owns ``finished`` only if it is among them.
+            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if it is among
+                them.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
@@ -240,7 +241,7 @@ class BlockState:
         """Close the open block of every row that gets a token and whose open block is full, and open an empty block there.
 
         Args:
-            mixing: the coefficients.
+            mixing: mixing coefficients between blocks.
             moves: for each row, whether it gets a token.
             writes: whether existing memory may be written to, see :meth:`may_write`.
             donated: whether the tensors that this state owns may be written to as well.
@@ -268,7 +269,7 @@ class BlockState:
         Args:
             draft: the state under construction.
             rows: rows in which to open the block.
-            block: index of the block.
+            block: index of the block to open.
         """
         raise NotImplementedError
 
@@ -278,7 +279,7 @@ class Draft:
 
     Args:
         state: state to start from; its tensors are written to only if ``donated``.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         finished: number of finished blocks to make room for.
         writes: whether any tensor may be written to in place.
         donated: whether tensors that ``state`` owns may be written to in place.
@@ -293,7 +294,7 @@ class Draft:
             self.put_all("finished", room)
 
     def put_all(self, name: str, x: Tensor) -> None:
-        """Replace a tensor by a new one, which the state under construction then owns.
+        """Replace a state tensor by a new one, which the state under construction then owns.
 
         Args:
             name: name of the tensor.
@@ -303,7 +304,7 @@ class Draft:
         self.mine.add(name)
 
     def put(self, name: str, rows: Rows, values: Tensor) -> None:
-        """Replace rows of a tensor.
+        """Replace the values of a state tensor in some rows of the batch.
 
         Args:
             name: name of the tensor.
@@ -330,7 +331,7 @@ class Draft:
         self.put("mixture", rows, self.mixing.read(self.tensors["finished"][rows], reader))
 
     def state(self, lengths: tuple[int, ...]) -> Any:
-        """Create the new state from the draft.
+        """Create the finished generation state from the draft.
 
         Args:
             lengths: number of tokens so far in each row.
@@ -358,12 +359,12 @@ torch.serialization.add_safe_globals([StateKind])
 
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None) -> StateKind:
-    """Describe the generation states that a call can continue.
+    """Return the properties that a generation state must have for a call to continue it.
 
     Args:
         q: queries, ``[..., K]``.
         v: values, ``[..., V]``.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
         near: number of heads and width of the keys in a softmax window; None without a window.
     """
@@ -416,10 +417,10 @@ def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows]
 
 
 def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
-    """Return the coefficients that blocks have for themselves, m[i, i].
+    """Return the coefficient m[i, i] with which one block in each batch row weighs its own summary.
 
     Args:
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         blocks: index i of a block for each row of the batch.
 
     Returns:
@@ -437,7 +438,7 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
         start: state in which the first block of the call is open in every row.
         summaries_BHMW: summaries of the M blocks of the call; the first one includes the earlier tokens of the block.
         counts: number of new tokens in each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """
     size = start.kind.block_size

@@ -49,7 +49,7 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a trial in which a kind of fused kernel was compared with PyTorch.
+    """Result of the trial of a Triton kernel: whether its outputs and gradients agree with those of PyTorch.
 
     Attributes:
         agrees: whether the kernel may be used.
@@ -113,7 +113,7 @@ def folder_of(device: str) -> Path:
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a fused kernel may be used on a device, from a stored verdict or else from a new trial.
+    """Return whether a Triton kernel may be used on a device, from a stored trial result or else from a new trial.
 
     Args:
         kind: kind of kernel, a name that can be part of a file name.
@@ -159,22 +159,22 @@ def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def withdraw(kind: str, device: str, reason: str) -> None:
-    """Stop using a kind of kernel in this process, and warn about it once, with the reason."""
+    """Stop using a kind of Triton kernel in this process, and warn about it once, with the reason."""
     if kind not in _withdrawn:
         _withdrawn[kind] = reason
         _warn(kind, device, reason)
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the kinds of kernels that this process no longer uses, each with the reason."""
+    """Return the kinds of Triton kernels that this process no longer uses, by name, each with the reason."""
     return dict(_withdrawn)
 
 
 def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-    """Run a kernel; if it fails, withdraw it for the rest of the process and compute the result with PyTorch.
+    """Run a Triton kernel; if it fails, stop using it in this process and compute the result with PyTorch.
 
     Args:
-        kind: kind of kernel; an empty name means that every error of ``run`` is raised.
+        kind: name of the kind of kernel; if it is empty, every error of ``run`` is raised.
         device: device that the kernel runs on.
         run: function that calls the kernel.
         instead: function that computes the same result with PyTorch.
@@ -197,7 +197,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
 
 
 def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Withdraw every kernel that any process of a group has withdrawn.
+    """Stop using every Triton kernel that any process of a group has stopped using.
 
     This is a collective operation: every process of the group must call it.
 
@@ -217,7 +217,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear this process's record of trials; verdicts stored in the cache stay."""
+    """Clear this process's record of kernel trials; verdicts stored in the cache folder stay."""
     for record in (_verdicts, _withdrawn, _unknown):
         record.clear()
     environment.cache_clear()
@@ -248,7 +248,7 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
 
 
 def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
-    """Compare a result with the expected one.
+    """Return the relative error of a result, and a message if the error exceeds a bound.
 
     Args:
         name: name of the result, for the message.
@@ -290,8 +290,8 @@ def _is_fatal(error: BaseException) -> bool:
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     """Run the trial of a kernel, and store its verdict.
 
-    While it runs, a locked mark file exists. If the trial crashes the process, the file stays, so that later processes know.
-    A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
+    While it runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes of the
+    crash. A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
     temporary, and its verdict is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()

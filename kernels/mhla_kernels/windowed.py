@@ -62,7 +62,7 @@ def mhla_window_attention(
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
         mixing: nonnegative coefficients, as for causal :func:`mhla_kernels.mhla_attention`.
         block_size: tokens in a block.
-        far: logarithm of the weight of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
+        far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         key_mask: ``[B, N]`` bool; False tokens are not attended to and give zeros.
         cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1.
@@ -102,12 +102,19 @@ def mhla_window_attention(
 
 
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
-    """Return zeros for a call that has nothing to attend with; all its tensors get zeros as gradients."""
+    """Return zero outputs for a call without batch rows, tokens, heads or features; all its tensors get zero gradients.
+
+    Args:
+        problem: checked arguments of the call.
+        f: features of the queries.
+        g: features of the keys.
+        far: logarithm of a factor on the weights of far tokens, or None.
+    """
     return nothing(problem, f, g, *([] if far is None else [far]))
 
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
-    """Expand the logarithm of the weight of far tokens to one number for each query and head.
+    """Expand the logarithmic factor on the weights of far tokens to one number for each query and head.
 
     Args:
         far: tensor broadcastable to ``[B, N, H]``; None for zeros.
@@ -147,12 +154,12 @@ def joined(
         k: keys, ``[B, H, M, C, Dk]``.
         v: values, ``[B, H, M, C, V]``.
         f: features of the queries, ``[B, H, M, C, K]``.
-        far: logarithm of the weight of far tokens, ``[B, H, M, C, 1]``.
+        far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
         k_before: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v_before: values of the block before each block, ``[B, H, M, C, V]``.
         mixed: mixed summaries of the far blocks, with totals of their weights, ``[B, H, M, K, V + 1]``.
         seen: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
-        seen_before: mask of these slots in the block before each block, ``[B, M, C]`` bool.
+        seen_before: the same mask for the block before each block, ``[B, M, C]`` bool.
         scale: factor on the scores of near tokens.
 
     Returns:
@@ -217,7 +224,7 @@ def check_window(
     """Check the arguments of :func:`mhla_window_attention`, which documents them and the errors.
 
     Returns:
-        The checked options of the call.
+        Checked arguments and options of the call.
     """
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:

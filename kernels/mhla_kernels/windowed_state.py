@@ -98,7 +98,7 @@ def mhla_window_prefill(
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
         mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
         block_size: tokens in a block.
-        far: logarithm of the weight of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
+        far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None if there is no padding.
         state: state from the last call; None at the start. It is not changed.
@@ -175,8 +175,8 @@ def mhla_window_step(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    A step takes time O(C Dk + K V), with C tokens in a block. At the first token of a block, it takes the time of
-    :func:`mhla_kernels.mhla_step` there.
+    A step takes time O(C Dk + K V), with C tokens in a block. At the first token of a block, it takes as long as
+    :func:`mhla_kernels.mhla_step` does at such a token.
 
     Args:
         q: query, ``[B, H, Dk]``.
@@ -187,7 +187,7 @@ def mhla_window_step(
         mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
-        far: logarithm of the weight of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
+        far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         donate_state: let the new state take over the memory of ``state``, which must not be used afterwards.
 
@@ -278,7 +278,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
         start: state in which the first block of the call is open in every row.
         sums: summaries of the M blocks of the call, ``[B, H, M, W]``.
         firsts: index of the call's first block in each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
 
     Returns:
         Mixed summaries, ``[B, H, M, W]``.
@@ -312,7 +312,7 @@ def _close(
         sums: summaries of these blocks, ``[B, H, M, W]``; the first one includes the earlier tokens of the block.
         counts: number of new tokens in each row.
         firsts: index of the call's first block in each row.
-        mixing: the coefficients.
+        mixing: mixing coefficients between blocks.
         writes: whether memory may be written to, see :meth:`BlockState.may_write`.
     """
     size = start.kind.block_size

@@ -25,11 +25,11 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 
 class Attention(AttentionKind):
-    """Self-attention over the tokens of a layout: projections, an operator, then norm, ``lepe`` and gate.
+    """Self-attention layer: projections, an attention operator, then norm, ``lepe`` and gate. Base class of all kinds.
 
-    A kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, declares options of the kind
-    itself. YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
+    An attention kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
+    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, declares options of the kind itself.
+    YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
 
     Args:
         dim: width of the tokens.
@@ -99,7 +99,7 @@ class Attention(AttentionKind):
         return f"heads={self.heads}, causal={self.causal}, layout={self.layout}"
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Switch to tokens of a different layout. Learned parameters stay the same.
+        """Adapt the layer to a different token layout. Learned parameters stay the same.
 
         Args:
             layout: layout with as many axes and prefix tokens as the one that the layer was built with.
@@ -114,7 +114,7 @@ class Attention(AttentionKind):
                     part.fit(operator_layout, device)
 
     def flops(self, tokens: int) -> float:
-        """Count the floating-point operations of the forward pass on one sequence of ``tokens``, with projections."""
+        """Count the floating-point operations of the forward pass on one sequence of ``tokens`` tokens, with projections."""
         projections = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)]
         return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
 
@@ -149,9 +149,10 @@ class Attention(AttentionKind):
                 :func:`lightning_mhla.attention.positions.grid_angles`.
             cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
             projections: projections to use if the layer has none of its own.
-            share: part of a sequence that these tokens are, if processes share the sequence; causal attention only.
-            layout: layout of these tokens. It does not change the layer, so that graphs can use it, in which :meth:`fit`
-                would be a side effect. None for the layout of the last :meth:`fit`.
+            share: part of each sequence that this process holds, if sequences are distributed over processes; causal attention
+                only. None for complete sequences.
+            layout: layout of these tokens, for this call only; None for the layout of the last :meth:`fit`. Compiled graphs use
+                it, because :meth:`fit` would be a side effect.
 
         Raises:
             ValueError: if the number of tokens does not fit the layout, or the kind does not support an input.
@@ -179,7 +180,7 @@ class Attention(AttentionKind):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> tuple[Tensor, Any]:
-        """Apply causal attention to the next tokens of every row.
+        """Apply the causal layer to the next tokens of every row, during generation.
 
         Args:
             x: tokens ``[B, N, dim]``. Tokens of a row beyond its count are padding on the right.
@@ -265,7 +266,7 @@ class Attention(AttentionKind):
             )
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Compute the permutation of a layout's tokens, without empty slots for kinds that do not support a mask."""
+        """Compute the token permutation of a layout for one call; slots may stay empty only if the kind supports a mask."""
         if not self.uses_blocks:
             return Placement(layout, None, None, {})
         return layout.place(device, gaps="key_mask" in self.handles)

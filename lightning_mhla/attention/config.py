@@ -131,7 +131,7 @@ class AttentionConfig:
             )
 
     def _checked_options(self) -> dict[str, Any] | None:
-        """Return the options of the kind, completed by defaults; None for a kind without options."""
+        """Check the ``options`` that belong to the kind, and add defaults; None for a kind without options."""
         kind = KINDS[self.kind].Options
         if kind is None:
             if self.options:
@@ -140,17 +140,17 @@ class AttentionConfig:
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
     def at_layer(self, layer: int) -> AttentionConfig:
-        """Return the configuration of a layer, counted from 0."""
+        """Return the configuration for the layer with index ``layer``; options such as ``direction`` may depend on it."""
         options = KINDS[self.kind].options_at(self.options, layer)
         return self if options == self.options else replace(self, options=options)
 
     def with_kind(self, kind: str) -> AttentionConfig:
-        """Return the configuration with a different kind. Options of the kind are dropped if the kind changes."""
+        """Return a copy of the configuration with ``kind`` set, without ``options`` if the kind changes."""
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
-    """Log once which options differ from their defaults although the kind does not use them."""
+    """Log, once for each kind, the options that are set in ``config`` although its kind does not use them."""
     _report(
         config.kind, tuple(f.name for f in fields(config) if f.name in unused and getattr(config, f.name) != f.default)
     )

@@ -39,13 +39,13 @@ class LearnedFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set both matrices to a multiple of the identity."""
+        """Set the query and key matrices of every head to ``Dk ** -0.25`` times the identity."""
         width = self.query.shape[-1]
         for weight in (self.query, self.key):
             weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map queries and keys ``[B, N, H, Dk]``.
+        """Compute the features of queries and keys, both ``[B, N, H, Dk]``.
 
         Returns:
             Features of queries ``[B, N, H, 2 Dk]`` divided by the largest one, the logarithm ``[B, N, H]`` of that divisor,
@@ -81,7 +81,15 @@ def apply_features(
     key_weighting: bool = False,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-    """Apply feature map, key weighting and rotary embedding to queries and keys ``[B, N, H, Dk]``.
+    """Apply a feature map, key weighting and rotary embedding to queries and keys.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        features: name of the feature map.
+        rotary: rotary angles of the tokens; None for no rotation.
+        key_weighting: whether to scale the keys by :func:`weighted_keys`.
+        key_mask: ``[B, N]`` bool, False for hidden tokens; None without a mask.
 
     Returns:
         Queries, keys, and the feature map that the operator still has to apply: ``"relu"``, which costs nothing there, or
@@ -108,7 +116,7 @@ def apply_features(
 def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """Scale each key by N times its softmax weight for the mean query (RALA, arXiv 2411.07635).
 
-    Computes ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j``.
+    The result is ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j``.
 
     Args:
         q: mapped queries ``[B, N, H, Dk]``.

@@ -25,7 +25,7 @@ class ConvolutionOptions:
     """Options of the gated convolution.
 
     Args:
-        conv: taps of the convolution.
+        conv: number of taps of the convolution: how many tokens an output depends on, including its own.
     """
 
     conv: int = 3
@@ -56,7 +56,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def projected_heads(self) -> tuple[int, int, int]:
-        """Return no heads for keys."""
+        """Return the numbers of query, key and value heads that the projection outputs; there are no keys."""
         return self.heads, 0, self.heads
 
     @override
@@ -83,7 +83,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the weights of the convolution without the gate, averaged over the features of a head."""
+        """Return the convolution weights as a matrix ``[B, H, N, N]``, averaged over each head's features, without the gate."""
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
         each = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first

@@ -17,11 +17,12 @@ from lightning_mhla.recurrence import gated_delta_rule
 
 
 class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
-    """Gated DeltaNet (arXiv 2412.06464, section 3.4); arguments as for :class:`Attention`.
+    """Attention layer of Gated DeltaNet (arXiv 2412.06464, section 3.4); arguments as for :class:`Attention`.
 
-    Queries, keys and values pass a causal depthwise convolution over 4 tokens and SiLU. Queries and keys are normalized to
-    unit length. For each head, ``beta = sigmoid(W_b x)`` and ``log_decay = -exp(rate) softplus(W_a x + bias)``. The output
-    passes an RMSNorm for each head and a SiLU gate. There is no positional encoding.
+    Queries, keys and values pass a causal depthwise convolution over 4 tokens and SiLU. Queries and keys are then normalized to
+    unit length. The gates of :func:`lightning_mhla.recurrence.gated_delta_rule` are ``beta = sigmoid(W_b x)`` and
+    ``log_decay = -exp(rate) softplus(W_a x + bias)`` for each head, where ``rate`` and ``bias`` are learned. The output passes
+    an RMSNorm for each head and a SiLU gate. There is no positional encoding.
     """
 
     Options = ConvolvedOptions

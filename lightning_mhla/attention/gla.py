@@ -22,7 +22,7 @@ class GLAOptions(RecurrentOptions):
 
     Args:
         direction: see :class:`RecurrentOptions`.
-        backend: see there.
+        backend: see :class:`RecurrentOptions`.
         decay_rank: rank of the projection that computes the decays.
         decay_divisor: divisor of the log-decays, so that decays start near 1.
     """
@@ -39,9 +39,9 @@ class GLAOptions(RecurrentOptions):
 class GatedLinearAttention(RecurrentAttention, kind="gla"):
     """Gated linear attention (GLA, arXiv 2312.06635, section 4); arguments as for :class:`Attention`.
 
-    ``log_decay = logsigmoid(W2 W1 x + b) / 16`` with W1 of rank 16. The output passes an RMSNorm for each head and a SiLU
-    gate. There is no feature map, normalizer or positional encoding. In GLA, keys have half the width of the model
-    (``key_width``).
+    The decay of a key's feature at a token x is given by ``log_decay = logsigmoid(W2 W1 x + b) / 16``, with W1 of rank 16. The
+    output passes an RMSNorm for each head and a SiLU gate. There is no feature map, normalizer or positional encoding. The
+    paper's keys have half the width of the model (set ``key_width`` for it).
     """
 
     Options = GLAOptions

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class HeadDecay(nn.Module):
-    """Step size and decay of each token and head (Mamba-2, arXiv 2405.21060; Gated DeltaNet, arXiv 2412.06464).
+    """Module for step size and decay of each token and head (Mamba-2, arXiv 2405.21060; Gated DeltaNet, 2412.06464).
 
     ``step = softplus(W x + bias)`` and ``log_decay = -exp(rate) step``. Initially, ``exp(rate)`` is uniform between
     ``least_rate`` and 16, and the steps for x = 0 are log-uniform between 0.001 and 0.1.
@@ -29,20 +29,20 @@ class HeadDecay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new rates and steps. The projection has its own initialization."""
+        """Draw new initial values for ``rate`` and ``bias``. The weights of the projection do not change."""
         rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
         self.rate.copy_(rates.clamp(min=1e-3).log())
         steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()
         self.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute steps and log-decays ``[B, N, H]`` float32 of tokens ``[B, N, dim]``."""
+        """Compute the steps and the log-decays of tokens ``[B, N, dim]``, both ``[B, N, H]`` float32."""
         steps = F.softplus(self.proj(x).float() + self.bias.float())
         return steps, -self.rate.float().exp() * steps
 
 
 class HeadScale(nn.Module):
-    """Learned factor for each of ``heads`` heads, initially 1 (Mamba-2's D)."""
+    """Module with one learned factor for each of ``heads`` heads, initially 1: the parameter D of Mamba-2."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()

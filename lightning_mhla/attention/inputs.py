@@ -37,8 +37,10 @@ class AttentionInputs:
         key_mask: ``[B, N]`` bool, False for hidden tokens, which are zero. None without a mask.
         rotary: angles by which q and k are rotated; None without rotary embedding.
         cu_seqlens: first token of each packed sequence (B = 1), followed by N; None for one sequence per row.
-        share: part of a sequence that these tokens are, if processes share the sequence; None for complete sequences.
-        placement: permutation of the tokens if :meth:`Attention.forward` is given their layout; None for the layer's own.
+        share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
+            sequences.
+        placement: permutation of the tokens if :meth:`Attention.forward` was called with ``layout``; None for the permutation
+            of the layer's own layout.
     """
 
     x: Tensor
@@ -53,16 +55,16 @@ class AttentionInputs:
 
     @property
     def given(self) -> list[str]:
-        """Names of the optional inputs that there are."""
+        """Names of the optional inputs that are not None."""
         return [name for name in OPTIONAL if getattr(self, name) is not None]
 
     def repeated(self, repeats: int) -> AttentionInputs:
-        """Repeat every key and value head ``repeats`` times, so that neighboring query heads share one."""
+        """Return inputs with every key and value head repeated ``repeats`` times in a row, once for each query head."""
         if repeats == 1:
             return self
         return replace(self, k=self.k.repeat_interleave(repeats, 2), v=self.v.repeat_interleave(repeats, 2))
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys, rotated if there are angles."""
+        """Queries and keys after rotary embedding; unchanged if ``rotary`` is None."""
         return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

@@ -27,11 +27,12 @@ REMOVED = {
 
 
 class AttentionKind(nn.Module):
-    """Members of a kind. Kinds derive from :class:`lightning_mhla.attention.Attention`, the layer that uses these members.
+    """Base class of attention kinds: what a kind declares and which methods it overrides, without the layer's forward pass.
 
-    A kind implements :meth:`attend`, and :meth:`continue_from` if it can generate. It overrides what its operator does in a
-    different way: ``Order`` for a different order of the tokens, :meth:`projected_heads` for the heads that the projection
-    outputs, :meth:`operator_inputs` for those that the operator takes, :meth:`finish` for norm, ``lepe`` and gate.
+    Kinds derive from the complete layer, :class:`lightning_mhla.attention.Attention`. A kind implements :meth:`attend`, and
+    :meth:`continue_from` if it can generate. It overrides the members whose defaults do not fit its operator: ``Order`` for the
+    order of the tokens, :meth:`projected_heads` for the heads that the projection outputs, :meth:`operator_inputs` for those
+    that the operator takes, and :meth:`finish` for norm, ``lepe`` and gate.
     """
 
     kind: ClassVar[str | None] = None
@@ -65,10 +66,11 @@ class AttentionKind(nn.Module):
             KINDS[kind] = cls
 
     def check_supported(self, config: AttentionConfig, layout: BlockLayout, causal: bool) -> None:
-        """Check that the kind can have a configuration and a layout.
+        """Check that the kind supports a configuration, a token layout and causal or bidirectional attention.
 
         Raises:
-            ValueError: if the configuration has a different kind, or the layout does not support causal attention.
+            ValueError: if the configuration has a different kind, the kind is only causal, or the layout or ``lepe`` does not
+                support causal attention.
         """
         if self.kind not in (None, config.kind):
             raise ValueError(
@@ -88,7 +90,12 @@ class AttentionKind(nn.Module):
 
     @classmethod
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
-        """Return the options of the kind itself for a layer, counted from 0. Kinds override it if options depend on it."""
+        """Return the options for one layer, from those of the configuration; unchanged unless the kind overrides this method.
+
+        Args:
+            options: options of the kind; None for a kind without options.
+            layer: index of the layer, counted from 0.
+        """
         return options
 
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -99,10 +106,11 @@ class AttentionKind(nn.Module):
         return inputs.repeated(self.heads // self.key_value_heads)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Apply the operator and return ``[B, N, H, Dv]``.
+        """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens. Every attention kind implements this method.
 
         Args:
-            inputs: inputs of the operator, in its order. Optional ones are None unless ``handles`` names them.
+            inputs: queries, keys and values with the other inputs of the operator, in its token order. Optional inputs are None
+                unless ``handles`` names them.
         """
         raise NotImplementedError
 
@@ -127,7 +135,7 @@ class AttentionKind(nn.Module):
         return apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, self.config.gate_activation)
 
     def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
-        """Apply causal attention to the next tokens of every row.
+        """Compute causal attention for the next tokens of every row, from the state after the previous tokens.
 
         Args:
             inputs: inputs of the next tokens. Tokens of a row beyond its count are padding on the right.
@@ -141,11 +149,11 @@ class AttentionKind(nn.Module):
         raise NotImplementedError
 
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of :meth:`attend` on one sequence of ``tokens``, two for each multiply-add."""
+        """Count the floating-point operations of :meth:`attend` on a sequence of ``tokens`` tokens: two per multiply-add."""
         raise NotImplementedError(f"the operations of {type(self).__name__} are not counted")
 
     def require(self, *names: str) -> None:
-        """Check that the kind supports optional inputs or generation.
+        """Check that the kind supports the named optional inputs, or generation.
 
         Args:
             *names: keys of :data:`UNHANDLED`: optional inputs, or ``"state"`` for generation.

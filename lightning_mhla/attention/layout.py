@@ -174,22 +174,19 @@ class BlockLayout:
 
     @cached_property
     def operator_blocks(self) -> dict[str, Any]:
-        """Operator argument: ``block_size`` if all blocks but a shorter last one are equal, else ``block_offsets``."""
+        """Keyword argument of the operator: ``block_size`` if only the last block may be shorter, else ``block_offsets``."""
         sizes = self.block_sizes
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}
         return {"block_offsets": (0, *accumulate(sizes))}
 
     def place(self, device: torch.device, gaps: bool = True) -> Placement:
-        """Compute the permutation of the tokens into block order inside a compiled graph.
-
-        With ``gaps``, tensor arithmetic keeps every size from becoming a constant of the graph.
-
-        Every block gets as many slots as the largest block has tokens, so that all blocks are equal. Empty slots are masked.
+        """Compute the permutation of the tokens into block order, for use in a compiled graph.
 
         Args:
             device: device of the tokens.
-            gaps: whether slots may stay empty. If not, sizes become constants of the graph.
+            gaps: whether slots may stay empty. If so, every block gets as many slots as the largest block has tokens, empty
+                slots are masked, and tensor arithmetic keeps sizes symbolic. If not, sizes become constants of the graph.
         """
         if self.block_size is not None:
             return Placement(self, None, None, {"block_size": self.block_size})
@@ -212,7 +209,15 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Raster index of the token in each slot, and whether there is one; both ``[M, C]``, without the prefix."""
+        """Compute the raster index of the token in each slot, and whether the slot holds a token, without prefix tokens.
+
+        Args:
+            sizes: number of slots of a block along each axis.
+            device: device of the results.
+
+        Returns:
+            Indices, int64, and mask, bool; both ``[M, C]`` for M blocks of C slots.
+        """
         axes = len(self.grid)
         token = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)
         filled = torch.ones_like(token, dtype=torch.bool)
@@ -228,7 +233,13 @@ class BlockLayout:
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
-        """Slot of each raster token, ``[N]``, in blocks of ``slots`` slots, without the prefix."""
+        """Compute the slot of each raster token, ``[N]`` int64, without prefix tokens.
+
+        Args:
+            sizes: number of slots of a block along each axis.
+            slots: total number of slots of a block.
+            device: device of the result.
+        """
         block = within = torch.zeros(1, dtype=torch.int64, device=device)
         for length, count, size in zip(self.grid, self.block_grid, sizes, strict=True):
             position = torch.arange(length, device=device)
@@ -240,14 +251,14 @@ class BlockLayout:
 
 
 class LayoutTables(nn.Module):
-    """Module that rebuilds the buffers derived from its layout whenever it is moved.
+    """Module whose buffers depend only on its token layout, and are rebuilt whenever it moves to a device or dtype.
 
     ``to_empty`` and FSDP2 allocate uninitialized memory for buffers that were on the meta device, and checkpoints do not
     hold them.
     """
 
     def tables(self) -> dict[str, Tensor]:
-        """Return the buffers by name, on the CPU."""
+        """Compute the buffers from the layout and return them by name, on the CPU."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:

@@ -13,8 +13,8 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 class LocalPositionalEncoding(LayoutTables):
     """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
 
-    Inputs and outputs are in block order; a precomputed index gathers the grid. The output of prefix tokens, which have no
-    neighbors, is zero.
+    Inputs and outputs are in block order. Precomputed indices bring the values into the order of the grid and back. The output
+    of prefix tokens, which have no neighbors, is zero.
     """
 
     to_grid: Tensor
@@ -30,7 +30,7 @@ class LocalPositionalEncoding(LayoutTables):
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Switch to the permutations of a different layout."""
+        """Adapt the module to a different token layout; the weights of the convolution stay the same."""
         self.layout = layout
         for name, values in self.tables().items():
             setattr(self, name, values.to(device))
@@ -46,7 +46,7 @@ class LocalPositionalEncoding(LayoutTables):
         Args:
             v: values in block order.
             key_mask: ``[B, N]`` bool, False for hidden tokens, which count as zeros.
-            placement: permutation of the tokens; None for that of the last :meth:`fit`.
+            placement: permutation of the tokens into block order; None for the one of the last :meth:`fit`.
         """
         v = hide_rows(v, key_mask)
         if placement is not None:
@@ -56,7 +56,7 @@ class LocalPositionalEncoding(LayoutTables):
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
     def _placed(self, v: Tensor, placement: Placement) -> Tensor:
-        """Convolve where slots may be empty. Their outputs are hidden later."""
+        """Convolve values in a placement whose slots may be empty. The layer hides the outputs of empty slots later."""
         layout, order, inverse = placement.layout, placement.order, placement.inverse
         prefix = layout.prefix_tokens
         tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])

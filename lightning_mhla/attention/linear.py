@@ -24,7 +24,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return coefficients of 1. Causal attention uses exponential mixing without decay, at linear cost."""
+        """Return coefficients that are all 1, and the block size; for causal attention, exponential mixing without decay."""
         if self.causal:
             ones = q.new_ones(1)
             return ExponentialMixing(ones, ones - 1), {"block_size": CHUNK}

@@ -28,24 +28,27 @@ class Mamba2Options(ConvolvedOptions):
 
     Args:
         direction: see :class:`RecurrentOptions`.
-        backend: see there.
+        backend: see :class:`RecurrentOptions`.
         conv: see :class:`ConvolvedOptions`.
-        groups: number of heads of B and C, a divisor of the number of heads. null means the number of key and value heads if
-            it is smaller than the number of heads, else 1.
+        groups: number of heads of B and C (keys and queries), a divisor of the number of heads. None means the layer's number
+            of key and value heads if it is smaller than the number of heads, else 1.
     """
 
     groups: int | None = None
 
 
 class Mamba2(RecurrentAttention, kind="mamba2"):
-    """The mixer of Mamba-2 (arXiv 2405.21060, sections 6 and 7); arguments as for :class:`Attention`.
+    """The mixer layer of Mamba-2 (arXiv 2405.21060, sections 6 and 7); arguments as for :class:`Attention`.
 
-    In Mamba-2's names the queries are C, the keys B and the values x; the width of a key is its state size N and that of a
-    value its head width P. B and C have few heads (``groups``), which serve all those of x. All three pass a causal depthwise
-    convolution over 4 tokens and SiLU. ``state = exp(dt A) state + dt B x^T`` and ``y = C state + D x``, with
-    ``dt = softplus(W x + bias)``, A = -exp(rate) and D learned for each head; then an RMSNorm over all heads together of
-    ``y SiLU(z)``, z being a projection of the input. No position. Mamba-2 has N = 128, P = 64 and heads that are together
-    twice as wide as the model.
+    In the notation of Mamba-2, queries are C, keys are B, and values are x. The width of a key is the state size N, and the
+    width of a value is the head width P. B and C have only ``groups`` heads, each of which serves several heads of x.
+
+    C, B and x pass a causal depthwise convolution over 4 tokens and SiLU. Then ``state = exp(dt A) state + dt B x^T`` and
+    ``y = C state + D x``, where ``dt = softplus(W x + bias)``, and A = -exp(rate) and D are learned for each head. The output
+    is ``y SiLU(z)``, normalized by an RMSNorm over all heads together, where z is a projection of the input. There is no
+    positional encoding.
+
+    The published models have N = 128, P = 64 and heads that are together twice as wide as the model.
     """
 
     Options = Mamba2Options
@@ -60,7 +63,7 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
 
     @override
     def projected_heads(self) -> tuple[int, int, int]:
-        """Return ``groups`` heads for B and C; another module's projections have their own."""
+        """Return the numbers of heads of C, B and x: ``groups``, ``groups`` and H if the layer has its own projections."""
         if not self.projects:
             return super().projected_heads()
         fewer = self.key_value_heads if self.key_value_heads < self.heads else 1
@@ -88,11 +91,11 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
 
     @override
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """Add D x."""
+        """Add the skip connection ``D x`` to the outputs, where D is a learned factor for each head and x are the values."""
         return out + self.through.weight.to(out.dtype)[:, None] * operands.v
 
     @override
     def finish(self, out: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Apply the gate first, then one norm over all heads."""
+        """Merge the heads, add ``lepe`` if any, multiply by the gate, and normalize over all heads together."""
         assert self.norm is not None
         return self.norm(apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, "silu"))

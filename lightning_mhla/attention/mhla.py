@@ -98,7 +98,7 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Switch to the blocks of a different layout; coefficients come from :meth:`MixingCoefficients.forward`."""
+        """Adapt the layer to a different token layout. The coefficients of a grid are resized in each forward pass."""
         super().fit(layout, device)
         self.blocks = layout.operator_blocks
 
@@ -116,7 +116,7 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def extend(self, tokens: int) -> None:
-        """Extend a causal layer to ``tokens`` tokens; dense coefficients by :func:`mhla_kernels.extend_mixing`."""
+        """Extend a causal layer to ``tokens`` tokens. Dense coefficients grow by :func:`mhla_kernels.extend_mixing`."""
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
@@ -128,7 +128,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Count the multiply-adds of complete summaries that mixing needs for ``tokens`` tokens."""
+        """Return how many weighted block summaries mixing adds up, over all blocks of a sequence of ``tokens`` tokens."""
         blocks = tokens * self.layout.num_blocks / self.layout.num_tokens
         if isinstance(self.mixing, ExponentialCoefficients):
             # each term keeps a running sum of summaries, updated and read once for each block
@@ -137,6 +137,6 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of the chunked form on ``tokens`` tokens."""
+        """Count the floating-point operations of attention by block summaries, on a sequence of ``tokens`` tokens."""
         size = self.layout.num_tokens / self.layout.num_blocks
         return self.summary_flops(tokens, size if self.causal else None, self.summaries_mixed(tokens))

@@ -77,7 +77,7 @@ def _check_init(init: str) -> None:
 
 
 class MixingCoefficients(nn.Module):
-    """Base of the mixing coefficients of one layer, which stay in float32 whatever the precision of the model.
+    """Base class of modules that hold a layer's mixing coefficients, in float32 whatever the model's precision.
 
     The operator needs non-negative coefficients. :meth:`forward` and :meth:`matrix` return :func:`bounded` values, so that any
     optimizer, average or checkpoint may set the parameters.
@@ -88,15 +88,15 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the operator's argument ``mixing``.
+        """Return the coefficients as the argument ``mixing`` of :func:`mhla_kernels.mhla_attention`.
 
         Args:
-            block_grid: number of blocks along each axis of the present tokens; None for the learned block grid.
+            block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
         """
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Set the initial values again, for a module whose memory was allocated after creation on the meta device."""
+        """Set the parameters to their initial values, for example when a module from the meta device has been given memory."""
         raise NotImplementedError
 
     def resize(self, block_grid: tuple[int, ...]) -> None:
@@ -108,7 +108,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def bring_inside_(self) -> None:
-        """Replace the parameters by their bounded values, before other programs read them. Results do not change."""
+        """Replace the parameters by their bounded values, for programs that read them directly; results do not change."""
         raise NotImplementedError
 
     def extend(self, blocks: int) -> None:
@@ -116,7 +116,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Fit a parameter of a different layer's coefficients to the blocks and heads of this layer.
+        """Convert a parameter of another layer's mixing coefficients to the blocks and heads of this layer.
 
         Args:
             name: name of the parameter.
@@ -124,7 +124,7 @@ class MixingCoefficients(nn.Module):
             block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
 
         Returns:
-            Values in the shape of this layer's parameter; None if they cannot be fitted.
+            Values in the shape of this layer's parameter; None if they cannot be converted.
         """
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class MixingCoefficients(nn.Module):
 
 
 class DenseCoefficients(MixingCoefficients):
-    """Dense mixing: one free coefficient for each pair of blocks.
+    """Module of dense mixing coefficients: one free coefficient for each pair of blocks.
 
     Args:
         layout: token grid and its blocks.
@@ -204,7 +204,16 @@ class DenseCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Fit coefficients: extend or cut causal ones, resize others."""
+        """Convert another layer's matrix to this layer's blocks and heads: extend or cut it if causal, otherwise resize it.
+
+        Args:
+            name: name of the parameter.
+            values: matrix of the other layer, ``[M', M']`` or ``[H', M', M']``.
+            block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
+
+        Returns:
+            Values in the shape of this layer's parameter; None if they cannot be converted.
+        """
         if values.dim() not in (2, 3) or values.shape[-1] != values.shape[-2] or self.prefix_tokens:
             return None
         values, blocks = bounded(values), math.prod(self.grid)
@@ -239,7 +248,7 @@ class DenseCoefficients(MixingCoefficients):
 
 
 class ExponentialCoefficients(MixingCoefficients):
-    """Exponential mixing: a sum of exponentials of block distance, at linear cost, for sequences of any length.
+    """Module of exponential mixing coefficients: a sum of exponentials of block distance, at linear cost.
 
     Args:
         layout: token grid and its blocks, without prefix tokens, which have no position on the grid.
@@ -297,7 +306,13 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """Build the mixing. For a different block grid, decays over the full length of an axis stay the same."""
+        """Return the coefficients as an :class:`ExponentialMixing`.
+
+        For a different block grid, decays per block are rescaled: the decay over the full length of an axis stays the same.
+
+        Args:
+            block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
+        """
         amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
             return ExponentialMixing(amplitude, bounded(self.decay, high=LARGEST_DECAY), self.grid)
@@ -313,7 +328,18 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Fit the parameters. Decays over the full length of an axis stay the same."""
+        """Convert another layer's amplitudes or decays to this layer's blocks and heads.
+
+        Decays are rescaled so that the decay over the full length of an axis stays the same.
+
+        Args:
+            name: ``"amplitude"`` or ``"decay"``.
+            values: values of the parameter in the other layer.
+            block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
+
+        Returns:
+            Values in the shape of this layer's parameter; None if they cannot be converted.
+        """
         own, high = (self.amplitude, UPPER) if name == "amplitude" else (self.decay, LARGEST_DECAY)
         values = bounded(values, high=high)
         axes = own.dim() - self.amplitude.dim()
@@ -325,7 +351,7 @@ class ExponentialCoefficients(MixingCoefficients):
         return fitted if fitted is not None and fitted.shape == own.shape else None
 
     def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
-        """Compute the decays per block for blocks that are larger or smaller than the learned ones."""
+        """Compute decays per block for a different block grid, with the same decay over the full length of each axis."""
         old = (self.blocks,) if self.grid is None else self.grid
         scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
         return bounded(self.decay, high=LARGEST_DECAY) * (scale[0] if self.grid is None else scale)
@@ -342,12 +368,20 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def extend(self, blocks: int) -> None:
-        """Change the size of :meth:`matrix`. The parameters fit any length."""
+        """Set the number of blocks of :meth:`matrix` to ``blocks``. The parameters do not change, since they fit any length."""
         self.blocks = blocks
 
 
 def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
-    """Repeat shared coefficients for all heads, or average those of the heads; None if the numbers of heads differ."""
+    """Convert coefficients to the number of heads of ``own``: repeat shared ones for every head, or average those of all heads.
+
+    Args:
+        values: coefficients, with an axis of heads in front if each head has its own.
+        own: parameter that determines the shape of the result.
+
+    Returns:
+        Converted values; None if both have an axis of heads, of different lengths.
+    """
     if values.dim() < own.dim():
         return values.expand(own.shape[0], *values.shape).clone()
     if values.dim() > own.dim():

@@ -12,7 +12,7 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class TokenOrder(LayoutTables):
-    """Permutation of a layer's tokens into the order of its operator, and back. :meth:`fit` comes before the first use.
+    """Permutation of a layer's tokens into the order of its operator, and back. Call :meth:`fit` before the first use.
 
     Args:
         block_ordered: whether tokens enter and leave in block order instead of raster order.
@@ -31,7 +31,7 @@ class TokenOrder(LayoutTables):
             self.register_buffer("inverse", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Switch to the permutation of a layout's tokens."""
+        """Compute the permutation for a token layout, on ``device`` (None for the CPU)."""
         self.layout = layout
         tables = self.tables()
         self.order = tables["order"].to(device) if tables else None
@@ -39,21 +39,21 @@ class TokenOrder(LayoutTables):
 
     @property
     def placement(self) -> Placement:
-        """Permutation of the tokens of the last :meth:`fit`."""
+        """Permutation of the tokens, for the layout of the last :meth:`fit`."""
         return Placement(self.layout, self.order, self.inverse, {})
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the layout whose block order is the order of the operator."""
+        """Return the token layout whose block order is the order in which the operator takes the tokens."""
         raise NotImplementedError
 
 
 class BlockOrder(TokenOrder):
-    """Order of an operator that works on blocks, or that may have its tokens in any order."""
+    """Token order of an operator that works on blocks of consecutive tokens, or for which the order does not matter."""
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from raster order into blocks and back; nothing if tokens enter in blocks."""
+        """Return the permutation from raster to block order and its inverse, by name; empty if no permutation is needed."""
         if self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.order, "inverse": self.layout.inverse}
@@ -65,11 +65,11 @@ class BlockOrder(TokenOrder):
 
 
 class RasterOrder(TokenOrder):
-    """Order of an operator that scans the tokens one after the other."""
+    """Token order of an operator that scans the tokens one after the other, in raster order."""
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from blocks into raster order and back; nothing if tokens enter in raster order."""
+        """Return the permutation from block to raster order and its inverse, by name; empty if no permutation is needed."""
         if not self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.inverse, "inverse": self.layout.order}
@@ -77,5 +77,5 @@ class RasterOrder(TokenOrder):
     @staticmethod
     @override
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the same grid as a single block, whose order is raster order."""
+        """Return the layout of the same token grid as a single block, whose block order is raster order."""
         return replace(layout, blocks=(1,) * len(layout.grid), block_size=None)

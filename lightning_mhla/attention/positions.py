@@ -33,18 +33,18 @@ class Rotary(NamedTuple):
         return rotary_features(x, self.cos, self.sin, feature_map=feature_map, interleaved=self.interleaved)
 
     def select(self, order: Tensor) -> Rotary:
-        """Return the angles of tokens in the order of ``[N]`` indices."""
+        """Return the angles reordered by ``[N]`` token indices."""
         return Rotary(self.cos.index_select(-2, order), self.sin.index_select(-2, order), self.interleaved)
 
 
 def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rotary:
     """Compute cosine and sine of rotary angles (RoFormer, arXiv 2104.09864, equation 15).
 
-    Pair i of a feature of width D is rotated by ``position * base^(-2 i / D)``.
+    Pair i of the D features of a head is rotated by ``position * base^(-2 i / D)``.
 
     Args:
-        positions: ``[N]`` or ``[B, N]``, integers.
-        width: D, even.
+        positions: positions of the tokens, ``[N]`` or ``[B, N]`` integers.
+        width: number of features of a head, D, even.
         base: base of the geometric series of frequencies.
 
     Returns:
@@ -65,8 +65,8 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
     (arXiv 2411.07635). Frequencies range from 1 to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
 
     Args:
-        grid: rows and columns.
-        width: D, a multiple of 4.
+        grid: number of rows and of columns of tokens.
+        width: number of features of a head, D, a multiple of 4.
         base: base of the geometric series of frequencies.
 
     Returns:
@@ -99,7 +99,7 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
-    """Compute the positions of tokens ``[B, N, dim]`` that follow rows of ``lengths`` tokens.
+    """Compute the positions of new tokens ``[B, N, dim]``, in rows that already have ``lengths`` tokens.
 
     Returns:
         ``[N]`` int64 if all rows are equally long, else ``[B, N]``.
@@ -112,7 +112,7 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceRotary:
-    """Rotary positions of a layer for sequences, or for tokens whose angles the layer is given.
+    """Source of a layer's rotary angles for sequences, and for tokens whose angles the caller provides.
 
     Attributes:
         width: width of a key.
@@ -138,10 +138,10 @@ class SequenceRotary:
 
         Args:
             x: tokens in the operator's order.
-            given: angles in the order in which the tokens entered; None for positions counted from 0.
-            order: permutation from the order of entry to the operator's; None if they are the same.
+            given: angles from the caller, in the order in which the tokens entered; None for positions counted from 0.
+            order: permutation from the order of entry into that of the operator, ``[N]``; None if they are the same.
             cu_seqlens: bounds of packed sequences, see :func:`sequence_positions`.
-            share: part of a sequence that these tokens are, if processes share the sequence.
+            share: part of each sequence that this process holds; None for complete sequences.
         """
         if given is not None:
             return given if order is None else given.select(order)
@@ -150,7 +150,7 @@ class SequenceRotary:
 
 
 class GridRotary(LayoutTables):
-    """Rotary positions of a layer for images, see :func:`grid_angles`. :meth:`fit` comes before the first use.
+    """Source of a layer's rotary angles for images, see :func:`grid_angles`. Call :meth:`fit` before the first use.
 
     Args:
         width: width of a key.
@@ -167,7 +167,7 @@ class GridRotary(LayoutTables):
         self.register_buffer("sin", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Switch to the tokens of a layout, in its block order."""
+        """Compute the angles of the tokens of a 2-D layout, in its block order, on ``device`` (None for the CPU)."""
         self.layout = layout
         for name, values in self.tables().items():
             setattr(self, name, values.to(device))
@@ -179,22 +179,22 @@ class GridRotary(LayoutTables):
         return {"cos": angles.cos, "sin": angles.sin}
 
     def of_tokens(self, x: Tensor, *others: Any) -> Rotary:
-        """Return the angles of all tokens of the layout, whatever angles are given."""
+        """Return the angles of all tokens of the layout on the device of ``x``; further arguments are ignored."""
         cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
         return Rotary(cos, sin, interleaved=True)
 
 
 def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool = True) -> SequenceRotary | GridRotary:
-    """Build the rotary positions of a layer.
+    """Build the object that computes a layer's rotary angles, for a sequence or an image.
 
     Args:
         layout: token grid of the layer.
         width: width of a key.
         base: base of the geometric series of frequencies.
-        projections: whether the layer has its own projections. If not, it is given angles with those of a different module.
+        projections: whether the layer has its own projections. If not, a different module provides projections and angles.
 
     Raises:
-        ValueError: if the tokens of the layout have no such positions.
+        ValueError: if the layout has three axes or prefix tokens, and the layer has its own projections.
     """
     if not projections:
         return SequenceRotary(width, base)

@@ -39,7 +39,7 @@ class Projections(NamedTuple):
 def check_heads(
     dim: int, heads: int, key_value_heads: int, key_width: int | None = None, value_width: int | None = None
 ) -> None:
-    """Check that heads fit each other and the width of the tokens.
+    """Check that the numbers of heads fit each other and the width of the tokens.
 
     Raises:
         ValueError: if ``key_value_heads`` does not divide ``heads``, or ``heads`` does not divide ``dim`` and a width is None.
@@ -53,6 +53,13 @@ def check_heads(
 def split_heads(
     projected: Tensor, sections: Sequence[int], key_width: int, value_width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ``[B, N, sum(sections)]`` into queries and keys ``[B, N, heads, Dk]`` and values ``[B, N, heads, Dv]``."""
+    """Split a joint projection into queries and keys ``[B, N, heads, Dk]`` and values ``[B, N, heads, Dv]``.
+
+    Args:
+        projected: joint projection, ``[B, N, sum(sections)]``.
+        sections: total widths of all queries, all keys and all values.
+        key_width: width of a query or key, Dk.
+        value_width: width of a value, Dv.
+    """
     q, k, v = projected.split(list(sections), dim=-1)
     return q.unflatten(-1, (-1, key_width)), k.unflatten(-1, (-1, key_width)), v.unflatten(-1, (-1, value_width))

@@ -26,10 +26,9 @@ FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting",
 class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """Rank-augmented linear attention (RALA, arXiv 2411.07635). Arguments as for :class:`Attention`.
 
-    This is linear attention with features ELU + 1. Keys are weighted by their softmax for the mean query
-    (``key_weighting``), and the normalizer is computed before rotary embedding. 1e-6 is added to the mean of a query's
-    weights, not to their sum. RAVLT combines it with ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and
-    ``rotary: true``.
+    This is linear attention with features ELU + 1. Keys are multiplied by their softmax weights for the mean query
+    (``key_weighting``), and the normalizer is computed before rotary embedding. 1e-6 is added to the mean of a query's weights,
+    not to their sum. RAVLT combines it with ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and ``rotary: true``.
 
     Raises:
         ValueError: if the layer is causal.
@@ -56,9 +55,10 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
 class MagnitudeAwareLinearAttention(Attention, kind="mala"):
     r"""Magnitude-aware linear attention (MALA, arXiv 2507.00698). Arguments as for :class:`Attention`.
 
-    With features ELU + 1, ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``:
-    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``. The magnitude of a query changes how sharp its weights
-    are, as with softmax. Without rotary embedding the weights sum to 1.
+    The features of queries and keys are ELU + 1. The output is
+    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``, with ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and
+    ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``, where rot is rotary embedding. The magnitude of a query changes how sharp its
+    weights are, as with softmax. Without rotary embedding, the weights sum to 1.
 
     Raises:
         ValueError: if the layer is causal.

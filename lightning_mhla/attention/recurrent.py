@@ -28,7 +28,7 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class RecurrentOptions:
-    """Options of all recurrent kinds.
+    """Options that all recurrent attention kinds have in common.
 
     Args:
         direction: direction in which bidirectional attention reads the tokens: both (the sum of two recurrences), alternate
@@ -42,12 +42,12 @@ class RecurrentOptions:
 
 @dataclass(frozen=True)
 class ConvolvedOptions(RecurrentOptions):
-    """Options of recurrent kinds with a short convolution.
+    """Options of recurrent attention kinds that begin with a short convolution.
 
     Args:
         direction: see :class:`RecurrentOptions`.
-        backend: see there.
-        conv: taps of the causal convolution of queries, keys and values; 0 for no convolution.
+        backend: see :class:`RecurrentOptions`.
+        conv: number of taps of the causal convolution of queries, keys and values; 0 for no convolution.
     """
 
     conv: int = 4
@@ -59,11 +59,11 @@ class ConvolvedOptions(RecurrentOptions):
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """State of a recurrence between calls.
+    """State of a recurrent layer between two calls of generation.
 
     Attributes:
         lengths: number of tokens so far in each row.
-        memory: ``[B, H, Dk, Dv]``.
+        memory: state of the recurrence, ``[B, H, Dk, Dv]``.
         last: ``[B, taps - 1, channels]``, latest inputs of the short convolution; None without convolution.
     """
 
@@ -81,18 +81,18 @@ class RecurrentState:
 
     @property
     def bytes(self) -> int:
-        """Memory of the tensors in bytes."""
+        """Memory of all tensors of the state, in bytes."""
         return sum(x.numel() * x.element_size() for x in (self.memory, self.last) if x is not None)
 
 
 class Operands(NamedTuple):
-    """Inputs of a recurrence.
+    """Inputs of a recurrence: queries, keys, values and gates, such as decays.
 
     Attributes:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, H, Dk]``.
-        v: ``[B, N, H, Dv]``.
-        gates: ``[B, N, H, ...]`` by name. A gate of 0 leaves the state unchanged.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        gates: gates by name, ``[B, N, H, ...]`` each. Gates of 0, with a key and a value of 0, leave the state unchanged.
     """
 
     q: Tensor
@@ -101,7 +101,7 @@ class Operands(NamedTuple):
     gates: dict[str, Tensor]
 
     def hide(self, real: Tensor | None) -> Operands:
-        """Make tokens leave the state unchanged where ``real`` ``[B, N]`` is False."""
+        """Set keys, values and gates to zero where ``real`` ``[B, N]`` is False: these tokens leave the state unchanged."""
         if real is None:
             return self
         gates = {name: hide_rows(gate, real) for name, gate in self.gates.items()}
@@ -109,7 +109,7 @@ class Operands(NamedTuple):
 
 
 class RecurrentAttention(Attention):
-    """Attention by a recurrent state that every token decays and adds to. Arguments as for :class:`Attention`.
+    """Attention with a recurrent state, to which each token is added after a decay. Arguments as for :class:`Attention`.
 
     Bidirectional attention reads the tokens in raster order, in one or both directions (``direction``). Hidden tokens leave
     the state unchanged. A kind implements :meth:`operands` and :meth:`recur`. The output passes an RMSNorm for each head and
@@ -149,7 +149,11 @@ class RecurrentAttention(Attention):
         return inputs  # the short convolution reads the projected heads, and _prepared repeats what comes out
 
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """Compute the inputs of the recurrence from the outputs of the short convolution, with the projected heads."""
+        """Compute queries, keys, values and gates of the recurrence, with as many heads as the projection outputs.
+
+        Args:
+            inputs: inputs of the layer, with queries, keys and values after the short convolution and rotary embedding.
+        """
         raise NotImplementedError
 
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +161,7 @@ class RecurrentAttention(Attention):
 
         Args:
             operands: inputs, with keys and values repeated to all heads.
-            options: ``initial_state``, ``cu_seqlens`` and ``backend`` of the operator.
+            options: keyword arguments of the recurrence: ``initial_state``, ``cu_seqlens`` and ``backend``.
 
         Returns:
             Outputs ``[B, N, H, Dv]``, and the final state ``[B, H, Dk, Dv]``.
@@ -170,7 +174,7 @@ class RecurrentAttention(Attention):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the weights of the values after the short convolution, if any."""
+        """Return the attention matrix ``[B, H, N, N]``, by which values are multiplied after the short convolution."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
@@ -191,7 +195,12 @@ class RecurrentAttention(Attention):
         return forward + back.flip(1)
 
     def _read(self, inputs: AttentionInputs, values: Tensor | None) -> Tensor:
-        """Run the recurrence forward over the values of ``inputs``, or over ``values`` ``[B, N, H, D]``."""
+        """Compute the outputs ``[B, N, H, D]`` of a forward scan over the tokens.
+
+        Args:
+            inputs: inputs of the layer.
+            values: values to use in place of those of ``inputs``, ``[B, N, H, D]``; None to use those.
+        """
         positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
         operands = self._prepared(inputs, inputs.key_mask, None, positions)
         if values is not None:
@@ -200,7 +209,7 @@ class RecurrentAttention(Attention):
         return self.skip(out, operands)
 
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """Add the skip connection to the outputs."""
+        """Add the kind's skip connection to the outputs. By default there is none, and ``out`` is returned."""
         return out
 
     @override
@@ -228,7 +237,14 @@ class RecurrentAttention(Attention):
     def _prepared(
         self, inputs: AttentionInputs, real: Tensor | None, last: Tensor | None, positions: Tensor | None
     ) -> Operands:
-        """Compute the operands of all heads, after convolution and rotary embedding. Tokens outside ``real`` have no effect."""
+        """Compute the inputs of the recurrence for all heads, after the short convolution and rotary embedding.
+
+        Args:
+            inputs: inputs of the layer.
+            real: ``[B, N]`` bool, False for tokens without any effect; None if there are none.
+            last: inputs of the convolution at the tokens before these; None for zeros.
+            positions: position of each token in its packed sequence, ``[N]``; None without packing.
+        """
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.conv is not None:
             joined = F.silu(self.conv(hide_rows(self._joined(inputs), real), last, positions))
@@ -243,7 +259,11 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize for weights trained without the gate: identity convolution, and the same decays on every machine."""
+        """Initialize gate, ``lepe``, convolution and decays, for weights trained without them.
+
+        Gate, ``lepe`` and convolution then change nothing. The parameters of the decays are drawn from a fixed seed, so that
+        all machines have the same.
+        """
         super().open_gate()
         if self.conv is not None:
             self.conv.pass_through()
@@ -252,11 +272,11 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw new parameters of the decays."""
+        """Draw new initial values for the parameters of the decays. By default there are none."""
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the operations of the chunked form."""
+        """Count the floating-point operations of the recurrence on a sequence of ``tokens`` tokens, computed in chunks."""
         directions = 2 if not self.causal and self.options.direction == "both" else 1
         chunk = chunk_tokens(max(self.key_width, self.value_width))
         each = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
@@ -265,7 +285,7 @@ class RecurrentAttention(Attention):
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
-    """Reverse the order of the tokens."""
+    """Return the inputs with the order of the tokens reversed, also in mask, rotary angles and packed sequences."""
     x, q, k, v = (tensor.flip(1) for tensor in (inputs.x, inputs.q, inputs.k, inputs.v))
     mask, rotary = inputs.key_mask, inputs.rotary
     mask = None if mask is None else mask.flip(1)
@@ -279,7 +299,7 @@ def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
-    """Concatenate two batches of the same number of rows."""
+    """Concatenate the tensors of two inputs with the same number of rows, along the batch axis."""
     x, q, k, v = (torch.cat([getattr(one, name), getattr(two, name)]) for name in ("x", "q", "k", "v"))
     mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
     if one.rotary is None or two.rotary is None:

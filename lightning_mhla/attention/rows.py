@@ -11,7 +11,8 @@ def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
     """Compute the mask of non-padding tokens in ``x``.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding; the last columns belong to ``x``. None without padding.
+        attention_mask: ``[B, columns]``, 0 for padding. Its last N columns belong to ``x``, earlier ones to previous tokens.
+            None without padding.
         x: tokens ``[B, N, ...]``.
 
     Returns:
@@ -67,10 +68,10 @@ def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of documents packed the way transformers' collators pack them: positions restart inside a row.
+    """Find the bounds of documents that are packed as in transformers' collators: positions restart inside a row.
 
     Args:
-        position_ids: ``[N]``, ``[1, N]`` or ``[B, N]``.
+        position_ids: position of each token in its document, ``[N]``, ``[1, N]`` or ``[B, N]``.
         x: tokens ``[B, N, ...]``.
 
     Returns:
@@ -83,10 +84,10 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
 
 
 def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of documents from the number of each token's document; see :func:`packed_bounds`.
+    """Find the bounds of packed documents from document numbers of the tokens; returns as for :func:`packed_bounds`.
 
     Args:
-        documents: ``[N]`` or ``[B, N]``; a new document begins where the number changes.
+        documents: number of each token's document, ``[N]`` or ``[B, N]``; a document begins where the number changes.
         x: tokens ``[B, N, ...]``.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """Part of a sequence that this process holds. The processes of the group hold consecutive parts, in order of rank.
+    """Part of a sequence that this process holds. A group of processes holds consecutive parts, in order of rank.
 
     Parts consist of complete blocks, distributed as evenly as possible.
 
@@ -43,27 +43,27 @@ class SequenceShare:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """First token of each process, followed by the number of tokens."""
+        """Index of the first token of each process, followed by the number of tokens."""
         return share_tokens(self.tokens, self.processes, block_size=self.block_size)
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each process."""
+        """Number of tokens that each process holds."""
         return [end - start for start, end in pairwise(self.bounds)]
 
     @property
     def start(self) -> int:
-        """First token of this process."""
+        """Index of the first token of this process."""
         return self.bounds[dist.get_rank(self.group)]
 
     @property
     def end(self) -> int:
-        """First token after the part of this process."""
+        """Index after the last token of this process."""
         return self.bounds[dist.get_rank(self.group) + 1]
 
     @property
     def weight(self) -> float:
-        """Weight of this process: the average over processes of weight times local mean is the mean over all tokens."""
+        """Factor on this process's mean that makes the average over processes equal the mean over all tokens."""
         return (self.end - self.start) * self.processes / self.tokens
 
     def of(self, whole: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class SequenceShare:
         return whole[:, self.start : self.end]
 
     def agree(self, *batch: Tensor) -> None:
-        """Overwrite tensors with those of the first process, so that all processes hold parts of the same sequences.
+        """Overwrite tensors in place with those of the first process, so that all processes work on the same sequences.
 
         They differ only if one process skipped a broken sample or reads different data.
         """

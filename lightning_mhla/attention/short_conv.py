@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over the tokens, optionally over packed sequences.
+    """Causal depthwise convolution along the tokens, which can keep packed sequences apart.
 
     Args:
         channels: number of channels of a token.
@@ -56,7 +56,13 @@ class ShortConvolution(nn.Module):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """Return ``last`` for the tokens that follow ``x``, of which row i has ``counts[i]`` non-padding ones."""
+        """Return the latest inputs ``[B, taps - 1, channels]``, to pass as ``last`` with the tokens that follow ``x``.
+
+        Args:
+            x: tokens ``[B, N, channels]``, padded on the right.
+            last: latest inputs before ``x``; None for zeros.
+            counts: number of tokens of ``x`` in each row without padding.
+        """
         last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
         x = torch.cat([last.to(x.dtype), x], 1)
         if len(set(counts)) == 1:

@@ -22,7 +22,7 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 @dataclass(frozen=True)
 class KeyValueState:
-    """Keys and values of all tokens so far.
+    """Generation state of softmax attention: keys and values of all tokens so far.
 
     Attributes:
         lengths: number of tokens so far in each row.
@@ -46,7 +46,7 @@ class KeyValueState:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
-        """Append ``counts[i]`` tokens to row i. The buffers are written in place, and doubled if full."""
+        """Append the first ``counts[i]`` of the new keys and values to row i, in place; full buffers are doubled first."""
         after = tuple(before + count for before, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
         if max(after) > room:
@@ -64,7 +64,7 @@ class KeyValueState:
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
-    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v`` by torch's fused kernels. Arguments as for :class:`Attention`."""
+    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v`` with torch's fused kernels. Arguments as for :class:`Attention`."""
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
@@ -75,7 +75,10 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute the outputs. Packed sequences are processed one by one, so ``cu_seqlens`` is copied to the CPU."""
+        """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
+
+        Packed sequences are processed one by one, so a tensor ``cu_seqlens`` is copied to the CPU.
+        """
         q, k = inputs.turned
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
         if inputs.share is not None:
@@ -90,9 +93,10 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return hide_rows(out, key_mask)
 
     def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare) -> Tensor:
-        """Compute the outputs of a shared sequence: gather keys and values of all processes, sum their gradients in float32.
+        """Compute the outputs of this process's tokens, in sequences that are distributed over processes.
 
-        Without a fused kernel of torch, the mask has local tokens times all tokens.
+        Keys and values are gathered from all processes, and their gradients are summed in float32. If torch has no fused kernel
+        for the call, it builds a mask of local tokens times all tokens.
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
@@ -135,18 +139,18 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count all pairs of tokens, or half of them if causal."""
+        """Count the floating-point operations of softmax attention over all visible pairs of ``tokens`` tokens."""
         pairs = tokens * (tokens + 1) / 2 if self.causal else tokens**2
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Compute scaled dot-product attention ``[B, N, H, Dv]``; keys and values may have fewer heads."""
+        """Compute outputs ``[B, N, H, Dv]`` with torch's kernels; keys and values may have fewer heads than queries."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = self.heads != self.key_value_heads
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Build a mask ``[B, 1, N, N]`` if keys are hidden. Hidden queries attend to themselves, so that no row is empty."""
+        """Build a mask ``[B, 1, N, N]``; None if no key is hidden. Hidden queries attend to themselves, so no row is empty."""
         if key_mask is None:
             return None
         tokens = q.shape[1]

@@ -25,7 +25,10 @@ EPS, SANA_EPS = 1e-6, 1e-15
 
 
 class SummaryAttention(Attention):
-    """Attention by the operator, with the coefficients of :meth:`coefficients`. Arguments as for :class:`Attention`."""
+    """Base class of attention computed by :func:`mhla_kernels.mhla_attention`. Arguments as for :class:`Attention`.
+
+    A derived class implements :meth:`coefficients`, which returns the mixing coefficients.
+    """
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
 
@@ -42,13 +45,16 @@ class SummaryAttention(Attention):
 
         Args:
             q: mapped queries ``[B, N, H, Dk]``.
-            placement: permutation of the tokens; None for that of the last :meth:`fit`.
+            placement: permutation of the tokens into block order; None for the one of the last :meth:`fit`.
         """
         raise NotImplementedError
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Apply the operator. Processes that share a sequence exchange summaries."""
+        """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
+
+        If a sequence is distributed over processes, these exchange block summaries or tokens.
+        """
         if self._normalizes_before_rotary(inputs):
             return self._attend_normalized(inputs)
         q, k, mixing, options = self._operands(inputs)
@@ -66,7 +72,7 @@ class SummaryAttention(Attention):
         return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
-        """Compute outputs without normalizer, and divide them by the mixed sum of the weights before rotary embedding."""
+        """Compute attention with rotary embedding, divided by the sums of the weights without rotary embedding."""
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")
@@ -94,12 +100,15 @@ class SummaryAttention(Attention):
         return mhla_prefill(q, k, v, mixing, lengths=counts, state=state, **options)
 
     def summary_flops(self, tokens: int, chunk: float | None, mixed: float) -> float:
-        """Count the operations of building, mixing and reading summaries, and of the causal products inside blocks.
+        """Count the floating-point operations of attention with block summaries on one sequence.
+
+        They are those for building, mixing and reading the summaries, for causal products inside blocks, and for learned
+        features.
 
         Args:
             tokens: number of tokens of the sequence.
-            chunk: tokens in a causal block; None for bidirectional attention.
-            mixed: number of multiply-adds of complete summaries.
+            chunk: number of tokens in a causal block; None for bidirectional attention.
+            mixed: number of weighted summaries that mixing adds up.
         """
         width = self.key_width if self.features is None else 2 * self.key_width
         summary = width * self.value_width
@@ -120,5 +129,5 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """Return the term that is added to the sum of a query's weights."""
+        """Return the small number that the normalizer adds to the sum of a query's weights."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS

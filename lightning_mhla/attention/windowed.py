@@ -22,11 +22,11 @@ from lightning_mhla.attention.mhla import MHLA
 
 
 class FarWeight(nn.Module):
-    """Learned logarithm, for each head, of a factor on the weights of distant tokens.
+    """Module with a learned logarithm for each head: that of a factor on the attention weights of far tokens.
 
     Args:
         heads: number of heads.
-        start: initial value.
+        start: initial value of all logarithms.
     """
 
     def __init__(self, heads: int, start: float) -> None:
@@ -36,18 +36,20 @@ class FarWeight(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set all values to the initial one."""
+        """Set the logarithm of every head to its initial value, ``start``."""
         nn.init.constant_(self.weight, self.start)
 
 
 class WindowedMHLA(MHLA, kind="mhla_window"):
     """Causal softmax over the current and the previous block, MHLA over earlier ones. Arguments as for :class:`Attention`.
 
-    :func:`mhla_kernels.mhla_window_attention` has the definition. The feature map is applied after rotary embedding.
-    ``feature_map`` is ``relu`` or ``sana`` (both ``relu(x)``: nothing is added, since near tokens keep the sum of
-    weights above zero), ``elu``, ``softplus`` or ``learned``; ``identity`` is not supported, because weights must not be
-    negative. ``far`` is a learned number for each head (:class:`FarWeight`), to which ``learned`` adds the logarithm of the
-    query's largest feature, by which it divides them. Weights always sum to 1, whatever ``normalize`` says.
+    :func:`mhla_kernels.mhla_window_attention` computes it. The feature map is applied after rotary embedding. ``feature_map``
+    is ``relu`` or ``sana`` (both ``relu(x)``: nothing is added, since near tokens keep the sum of weights above zero), ``elu``,
+    ``softplus`` or ``learned``. ``identity`` is not supported, because weights must not be negative.
+
+    The weights of far tokens are multiplied by a learned factor for each head (:class:`FarWeight`). The feature map ``learned``
+    divides a query's features by the largest one, so the factor is multiplied by that feature. Weights always sum to 1,
+    whatever ``normalize`` says.
     """
 
     causal_only = True
@@ -69,7 +71,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         return inputs  # near tokens are read with fewer key heads than query heads
 
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Compute the operator's tensors, by argument name."""
+        """Compute queries, keys, values, their features and ``far``, as keyword arguments of the windowed operator."""
         q, k = inputs.turned
         every = k.repeat_interleave(self.heads // k.shape[2], 2)
         far = self.far.weight.float().expand(q.shape[:3])
@@ -92,7 +94,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Apply :meth:`attend` to one-hot values."""
+        """Return the attention matrix ``[B, H, N, N]``, computed by :meth:`attend` with one-hot values."""
         heads = self.heads // inputs.k.shape[2]
         k, v = (x.repeat_interleave(heads, 2) for x in (inputs.k, inputs.v))
         return Attention.weights(self, replace(inputs, k=k, v=v))
@@ -110,7 +112,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Add the pairs of near tokens to the operations on summaries."""
+        """Count the floating-point operations of softmax over near tokens, and of the summaries, for ``tokens`` tokens."""
         near = 1.5 * self.layout.num_tokens / self.layout.num_blocks
         pairs = 2.0 * self.heads * tokens * near * (self.key_width + self.value_width)
         return pairs + self.summary_flops(tokens, None, self.summaries_mixed(tokens))

@@ -138,7 +138,8 @@ class Backbone(LayoutTables):
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool, in raster order; None for all.
             context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
             cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal backbones only.
-            share: this process's part of sequences that several processes share; None for complete sequences.
+            share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
+                sequences.
             positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to count the tokens of each sequence.
             states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each in raster
                 order; None to skip this.
@@ -202,7 +203,7 @@ class Backbone(LayoutTables):
         return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
-        """Return this process's part of sequences that several processes share.
+        """Return which part of each sequence this process holds, if sequences are distributed over processes.
 
         Args:
             group: process group.
@@ -218,7 +219,7 @@ class Backbone(LayoutTables):
 
     @property
     def layers(self) -> list[Block]:
-        """Transformer blocks, from first to last."""
+        """The backbone's transformer blocks, from first to last."""
         return cast(list[Block], list(self.blocks))
 
     @property

@@ -31,7 +31,7 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
         kind: ``"layernorm"`` or ``"rmsnorm"``.
         dim: width of the axis.
         affine: whether the layer has learned factors (and offsets).
-        eps: added to the variance or the mean square.
+        eps: number added to the variance (LayerNorm) or to the mean square (RMSNorm).
 
     Raises:
         ValueError: if ``kind`` is unknown.
@@ -140,7 +140,8 @@ class Block(nn.Module):
             context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
             rotary: rotary angles of the tokens, see :meth:`lightning_mhla.attention.Attention.forward`.
             cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
-            share: this process's part of sequences that several processes share; None for complete sequences.
+            share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
+                sequences.
             kept: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None to
                 draw it here.
 

@@ -15,8 +15,8 @@ class GenerationCache:
     The state of mhla and linear attention does not grow with every token; the keys and values of softmax attention do.
 
     Attributes:
-        layers: the state of each layer; None before any token.
-        columns: number of columns of the batch so far, padding included.
+        layers: generation state of the attention in each layer; None before the first token.
+        columns: number of token positions in the batch so far, padding included.
     """
 
     is_compileable = is_croppable = False  # read by transformers' generate
@@ -26,7 +26,7 @@ class GenerationCache:
         self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns of the batch so far, padding included, as transformers' ``generate`` requires."""
+        """Return the number of token positions so far, padding included, as transformers' ``generate`` requires."""
         return self.columns
 
     @property

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 def chunk_tokens(width: int) -> int:
     """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
-    A longer chunk has a larger matrix of weights, and a shorter one has more states. On a CPU, 32 tokens measured fastest for
+    Longer chunks need larger matrices of weights, and shorter chunks need more states. On a CPU, 32 tokens measured fastest for
     up to 32 features and 64 tokens for more, forward and backward.
     """
     return 32 if width <= 32 else 64
@@ -59,14 +59,14 @@ class ChunkedInputs(NamedTuple):
 def check(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Check the arguments that all recurrences share.
+    """Check the shapes of the arguments that all recurrences have in common.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
         initial_state: ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
-        cu_seqlens: first token of each packed sequence, and N; None for one sequence in each row.
+        cu_seqlens: index of the first token of each packed sequence, followed by N; None for one sequence in each row.
 
     Returns:
         ``cu_seqlens`` as a list of integers, or None.
@@ -98,7 +98,7 @@ def check_gate(name: str, gate: Tensor, shape: Sequence[int]) -> None:
 
     Args:
         name: name of the argument, for the message.
-        gate: the tensor.
+        gate: tensor to check.
         shape: the required shape.
 
     Raises:
@@ -116,7 +116,7 @@ def prepare(
     initial_state: Tensor | None,
     bounds: list[int] | None,
 ) -> ChunkedInputs:
-    """Split the checked inputs of a recurrence into chunks, in the dtype of its sums. No chunk spans two packed sequences.
+    """Split the checked inputs of a recurrence into chunks. No chunk spans two packed sequences.
 
     Args:
         q: queries, ``[B, N, H, K]``.

@@ -34,11 +34,11 @@ def retention(
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
         decay: decay rate of each head, ``[H]``, at least 0.
-        scale: factor on the products; None for ``Dk ** -0.5``.
+        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
         initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
             zeros.
-        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
-            row.
+        cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
+            sequence in each row.
         backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
 
     Returns:
@@ -78,11 +78,11 @@ def state_space_dual(
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
-        scale: factor on the products; None for ``Dk ** -0.5``.
+        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
         initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
             zeros.
-        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
-            row.
+        cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
+            sequence in each row.
         backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
 
     Returns:

@@ -42,11 +42,11 @@ def gated_delta_rule(
         v: values, ``[B, N, H, Dv]``.
         beta: fraction of the old value that is replaced, ``[B, N, H]``, from 0 to 2.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
-        scale: factor on the products; None for ``Dk ** -0.5``.
+        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
         initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
             zeros.
-        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
-            row.
+        cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
+            sequence in each row.
         backend: ``"torch"``; ``"triton"`` for the kernels of fla-core, which take keys of up to 256 features; ``"auto"`` for
             these kernels if they can run.
 

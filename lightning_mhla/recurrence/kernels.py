@@ -13,15 +13,15 @@ from torch import Tensor
 
 @cache
 def installed() -> bool:
-    """Return whether fla-core is installed. It is imported by the first call that uses it."""
+    """Return whether fla-core is installed, without importing it."""
     return find_spec("fla") is not None
 
 
 def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
-    """Return whether a recurrence uses the kernels of flash-linear-attention (fla-core).
+    """Return whether a recurrence will use the Triton kernels of flash-linear-attention (fla-core), instead of PyTorch.
 
     Args:
-        backend: ``"torch"``, ``"triton"`` or ``"auto"``.
+        backend: ``"torch"``, ``"triton"``, or ``"auto"`` for the kernels if they can run.
         q: queries, ``[B, N, H, Dk]``.
         widest: largest Dk that the kernels support; None for any.
 
@@ -52,7 +52,7 @@ def state_space_dual(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`lightning_mhla.recurrence.state_space_dual` with the kernel of fla-core, from checked arguments."""
+    """Compute :func:`lightning_mhla.recurrence.state_space_dual` with fla-core's kernel, without checks."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     out, final = chunk_simple_gla(
@@ -70,7 +70,7 @@ def gated_linear_attention(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`lightning_mhla.recurrence.gated_linear_attention` with the kernel of fla-core, from checked arguments."""
+    """Compute :func:`lightning_mhla.recurrence.gated_linear_attention` with fla-core's kernel, without checks."""
     from fla.ops.gla import chunk_gla
 
     out, final = chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
@@ -87,7 +87,7 @@ def gated_delta_rule(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`lightning_mhla.recurrence.gated_delta_rule` with the kernel of fla-core, from checked arguments."""
+    """Compute :func:`lightning_mhla.recurrence.gated_delta_rule` with fla-core's kernel, without checks."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     keys, values, beta = (x.to(q.dtype) for x in (k, v, beta))

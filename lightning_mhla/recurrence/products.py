@@ -121,7 +121,7 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
 
 
 def _part(x: Tensor, half: int, side: int) -> Tensor:
-    """Return a view of the first or second halves of all parts of a chunk.
+    """Divide a chunk into parts of two halves each, and return a view of all first or all second halves.
 
     Args:
         x: tensor of C tokens, ``[..., C, D]``.
@@ -135,7 +135,7 @@ def _part(x: Tensor, half: int, side: int) -> Tensor:
 
 
 def _below(products: Tensor, half: int) -> Tensor:
-    """Return a view of the products between the second and the first half of each part of a chunk.
+    """Divide a chunk into parts of two halves each, and return a view of the products between second and first halves.
 
     Args:
         products: products of all pairs of tokens, ``[..., C, C]``.

@@ -26,11 +26,11 @@ They fit into its cache, and memory of this size is used again instead of being 
 
 
 def attend(problem: Problem, form: Form) -> Tensor:
-    """Compute the outputs ``[B, N, H, V]`` in the given form.
+    """Compute attention outputs ``[B, N, H, V]`` in PyTorch, with the algorithm that ``form`` names.
 
     Args:
-        problem: result of :func:`mhla_kernels.problem.prepare`.
-        form: the form; not ``"auto"``.
+        problem: checked call with mapped features, as :func:`mhla_kernels.problem.prepare` returns it.
+        form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. The caller has replaced ``"auto"``.
     """
     layout = problem.layout
     # A few rows at a time keep the summaries in the cache. Packed rows are copied for every part, which pays off only if a
@@ -55,7 +55,7 @@ def attend(problem: Problem, form: Form) -> Tensor:
 
 
 def attention_weights(problem: Problem) -> Tensor:
-    """Compute the weights ``[B, H, N, N]`` of a prepared problem by the definition."""
+    """Compute the attention weights ``[B, H, N, N]`` of a prepared call, directly from their definition."""
     q, k, layout = problem.q, problem.k, problem.layout
     matrix = problem.mixing.matrix(layout.most_blocks)
     return reference.weights(q, k, matrix, layout.token_blocks(q.device), problem.weighting)
@@ -83,15 +83,15 @@ def _spanning(problem: Problem) -> Tensor:
 
 
 def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout, weighting: Weighting) -> Tensor:
-    """Compute the outputs ``[B, N, H, V]`` of the spanning form.
+    """Compute attention outputs ``[B, N, H, V]`` in chunks of several blocks, which running sums connect (the spanning form).
 
     Args:
-        q: ``[B, N, H, K]``.
-        k: ``[B, N, H, K]``.
-        v: ``[B, N, H, V]``.
-        span: coefficients by chunks. The number of blocks that they are for is that of a chunk.
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, N, H, K]``.
+        v: values, ``[B, N, H, V]``.
+        span: coefficients within and between chunks, which also determine the number of blocks in a chunk.
         layout: partition of the tokens into equal blocks.
-        weighting: rule by which products become weights.
+        weighting: causality and normalization of the weights.
     """
     chunks = layout.in_chunks(span.matrix.shape[-1]).partition(q.device)
     q, k, v = chunks.split(q), chunks.split(k), chunks.split(v)
@@ -99,11 +99,11 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout
 
 
 def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
-    """Compute the outputs of a few rows at a time: rows of the batch, or heads of a single row.
+    """Compute the outputs for a few batch rows at a time, or for a few heads at a time if the batch has one row.
 
     Returns:
-        Outputs ``[B, N, H, V]``; None if all rows together hold at most :data:`PART` bytes, and for a batch of one row whose
-        coefficients cannot be split by head.
+        Outputs ``[B, N, H, V]``. None if no division is needed, because everything fits into :data:`PART` bytes, or if the
+        batch has one row and its coefficients cannot be split by head.
     """
     q, k, v, mixing, layout, weighting = problem[:6]
     batch, tokens, heads, key_width = q.shape

@@ -32,12 +32,12 @@ TILE = 128
 
 @dataclass
 class Mixer:
-    """Callable that applies mixing coefficients to block summaries, to each sequence separately where rows are packed.
+    """Callable that applies mixing coefficients to block summaries, separately for each packed sequence.
 
     Attributes:
-        mixing: the coefficients.
-        own: m[i, i] of every block, ``[M]`` or ``[H, M]`` (the last axis may be 1).
-        sequences: see :class:`BlockPartition`.
+        mixing: mixing coefficients between blocks.
+        own: coefficient m[i, i] with which each block weighs its own tokens, ``[M]`` or ``[H, M]`` (the last axis may be 1).
+        sequences: bounds of the packed sequences in blocks, see :class:`BlockPartition`.
     """
 
     mixing: Mixing
@@ -45,7 +45,7 @@ class Mixer:
     sequences: tuple[tuple[int, int], ...] | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Return mixed summaries ``[B, H, M, ...]``; with ``causal``, of earlier blocks only."""
+        """Mix block summaries ``[B, H, M, ...]``; with ``causal``, each block gets a mixture of only the earlier blocks."""
         flat = summary.flatten(3)
         if self.sequences is None:
             mixed = self.mixing.mix(flat, causal)
@@ -55,9 +55,9 @@ class Mixer:
 
 
 def make_mixer(mixing: Mixing, blocks: BlockPartition) -> Mixer:
-    """Return the mixer for a partition.
+    """Create the callable that applies mixing coefficients to the block summaries of a partition.
 
-    Packed rows whose bounds the CPU does not know get one masked matrix for all sequences.
+    If only the device knows the bounds of packed sequences, one matrix covers all blocks, with zeros between sequences.
     """
     if is_dynamic(blocks.blocks) or (blocks.local is not None and blocks.sequences is None):
         mixing = DenseMixing(blocks.expand_mixing(mixing.matrix(blocks.blocks)))
@@ -67,14 +67,14 @@ def make_mixer(mixing: Mixing, blocks: BlockPartition) -> Mixer:
 
 
 def chunked(q_BHMCK: Tensor, k_BHMCK: Tensor, v_BHMCV: Tensor, mixer: Mixer, weighting: Weighting) -> Tensor:
-    """Compute the outputs of the chunked form.
+    """Compute attention from one summary per block, in time linear in the number of tokens (the chunked form).
 
     Args:
         q_BHMCK: queries in blocks, ``[B, H, M, C, K]``.
         k_BHMCK: keys in blocks, ``[B, H, M, C, K]``.
         v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
-        mixer: mixer of the block summaries.
-        weighting: rule by which products become weights.
+        mixer: callable that mixes the block summaries.
+        weighting: causality and normalization of the weights.
 
     Returns:
         Outputs ``[B, H, M, C, V]``.
@@ -97,7 +97,12 @@ def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: boo
 
 
 def summarize(k: Tensor, v: Tensor) -> Tensor:
-    """Compute the summaries ``[..., K, V]`` of keys ``[..., C, K]`` and values ``[..., C, V]``; finite, see :func:`finite_`."""
+    """Compute block summaries ``k^T v``, ``[..., K, V]``, with infinite and NaN sums replaced by finite numbers.
+
+    Args:
+        k: keys of each block, ``[..., C, K]``.
+        v: values of each block, ``[..., C, V]``.
+    """
     return finite_(k.transpose(-1, -2) @ v)
 
 
@@ -131,7 +136,7 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """Return for each tile the sum of the tiles before it, along axis 3.
+    """Compute, for each tile, the sum of the tiles before it along axis 3: an exclusive cumulative sum.
 
     This is never computed as ``cumsum - x``: a large value would remain in it as a rounding error.
     """

@@ -42,10 +42,10 @@ _limit = _limit_at_start()
 
 
 def limit_memory(bytes_of_a_call: float | None) -> None:
-    """Limit the memory that ``form="auto"`` may use in one forward pass, in addition to the tokens.
+    """Limit the memory that ``form="auto"`` may use in one forward pass, in addition to inputs and outputs.
 
-    Forms that need more than the limit are left out, except the form that needs least. Initially, the limit is
-    ``MHLA_MEMORY_GB`` in gigabytes, if this variable is set.
+    Forms that need more than the limit are left out, except the form that needs least. The environment variable
+    ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
 
     Args:
         bytes_of_a_call: limit in bytes; None for no limit.
@@ -71,7 +71,7 @@ def cheapest_form(
     rows: int = 1,
     backend: Literal["torch", "triton"] = "torch",
 ) -> ChosenForm:
-    """Return the cheapest form for a shape, counted in multiply-adds for one batch row and head.
+    """Return the form of the operator that needs the fewest multiply-adds for a shape, by estimate.
 
     Forms that need more memory than the limit are left out, see :func:`limit_memory`.
 
@@ -81,9 +81,10 @@ def cheapest_form(
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         causal: whether attention is causal.
-        work: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
-        terms: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`; None excludes
-            the spanning form.
+        work: number of summaries that mixing adds up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all
+            M.
+        terms: number of running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`; None
+            excludes the spanning form.
         rows: batch rows times heads.
         backend: ``"torch"`` or ``"triton"``.
     """
@@ -137,7 +138,7 @@ def numbers_held(
     terms: int,
     backend: Literal["torch", "triton"] = "torch",
 ) -> int:
-    """Return how many float32 numbers a forward pass holds in addition to the tokens, for one batch row and head.
+    """Return how many float32 numbers a forward pass holds in addition to inputs and outputs, for one batch row and head.
 
     The PyTorch forms hold scores, and the spanning form also holds the tokens weighted for each term. On a CPU only some rows
     are computed at a time, so less than the sum over all rows is held.

@@ -14,14 +14,14 @@ from mhla_kernels.problem import Weighting
 
 
 def parallel(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNV: Tensor, mixing: Tensor, weighting: Weighting) -> Tensor:
-    """Compute the outputs of the parallel form.
+    """Compute attention from the products of all token pairs (the parallel form).
 
     Args:
         q_BHNK: queries, ``[B, H, N, K]``.
         k_BHNK: keys, ``[B, H, N, K]``.
         v_BHNV: values, ``[B, H, N, V]``.
         mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
-        weighting: rule by which products become weights.
+        weighting: causality and normalization of the weights.
 
     Returns:
         Outputs ``[B, H, N, V]``.

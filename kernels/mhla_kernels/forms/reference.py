@@ -18,7 +18,7 @@ def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, 
         k_BNHK: keys, ``[B, N, H, K]``.
         mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
         where: block and sequence of every token.
-        weighting: rule by which products become weights.
+        weighting: causality and normalization of the weights.
 
     Returns:
         Weights ``[B, H, N, N]``.

@@ -32,7 +32,7 @@ On a GPU moving sums costs more than scoring pairs; for a CPU see ``benchmarks.s
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
-    """Return the number of tokens in a chunk.
+    """Return the number of tokens in a chunk of several blocks, as the spanning form of the operator uses it.
 
     A chunk holds as many complete blocks as fit into ``CHUNK`` tokens, at least one block, and at most all N tokens.
     """
@@ -48,16 +48,16 @@ def spanning(
     chunks: BlockPartition,
     weighting: Weighting,
 ) -> Tensor:
-    """Compute the outputs of the spanning form.
+    """Compute attention in chunks of several blocks, which running sums connect (the spanning form).
 
     Args:
         q_BHMCK: queries in chunks, ``[B, H, M, C, K]``.
         k_BHMCK: keys in chunks, ``[B, H, M, C, K]``.
         v_BHMCV: values in chunks, ``[B, H, M, C, V]``.
-        span: coefficients by chunks.
+        span: coefficients within and between chunks.
         block_size: tokens in a block.
         chunks: partition of the tokens into chunks.
-        weighting: rule by which products become weights. A normalizer is computed as one more column of values.
+        weighting: causality and normalization of the weights. A normalizer is computed as one more column of values.
 
     Returns:
         Outputs ``[B, H, M, C, V]``.
@@ -81,16 +81,16 @@ def spanning(
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
-    """Multiply tokens ``[B, H, M, C, K]`` by the weights of each term, and return the products ``[B, H, M, C, F]``."""
+    """Multiply tokens ``[B, H, M, C, K]`` by their weights in each of T terms, into the shape ``[B, H, M, C, T * K]``."""
     return (x_BHMCK[..., None, :] * weights_H1CT[..., None]).flatten(-2)
 
 
 def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
-    """Return the running sums that each chunk reads: of the chunks before it in its sequence, and of those after it.
+    """Compute the running sums that each chunk reads: over earlier chunks of its sequence, then over later ones if needed.
 
     Args:
-        sums_BHMFV: sums of each chunk, ``[B, H, M, F, V]``.
-        span: coefficients by chunks.
+        sums_BHMFV: sums of each chunk, ``[B, H, M, F, V]``, with F = T * K for T terms.
+        span: coefficients within and between chunks.
         chunks: partition of the tokens into chunks.
 
     Returns:
@@ -111,13 +111,13 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
 
 
 def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> Tensor:
-    """Compute ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]`` over the chunks of each sequence.
+    """Compute decayed running sums over the chunks of each sequence: ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]``.
 
     Args:
-        sums: sums of each chunk along axis 2, in reverse order if ``later``.
+        sums: sums of each chunk along axis 2, last chunk first if ``later``.
         decay: exponents of the decay over one chunk.
         chunks: partition of the tokens into chunks.
-        later: whether the sums are of later chunks.
+        later: whether the running sums go over later chunks, instead of earlier ones.
     """
     number = sums.shape[2]
     if chunks.local is not None and chunks.sequences is None:  # only the device knows the bounds of packed rows

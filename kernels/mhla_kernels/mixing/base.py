@@ -31,7 +31,7 @@ class BlockShares(Protocol):
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process in the process group."""
 
     @property
     def own(self) -> tuple[int, int]:
@@ -53,9 +53,10 @@ class BlockShares(Protocol):
 class Mixing(ABC):
     """Mixing coefficients ``m[i, j]``: the weight that query block i gives to the summary of block j.
 
-    A kind is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and defines
-    :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can compute
-    at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read them.
+    A kind of mixing is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and
+    defines :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can
+    compute at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read
+    them.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -66,7 +67,7 @@ class Mixing(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Learned tensors by name."""
+        """Learned tensors that determine the coefficients, by name."""
         return {name: getattr(self, name) for name in self.learned}
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -90,7 +91,7 @@ class Mixing(ABC):
         return None
 
     def of_heads(self, heads: slice) -> Self | None:
-        """Return the coefficients of a range of heads; None if the kind cannot be split by head."""
+        """Return the coefficients of a range of heads; None if this kind of mixing cannot be split by head."""
         return self if self.heads is None else None
 
     def _of_first_axis(self, heads: slice) -> Self:
@@ -118,11 +119,11 @@ class Mixing(ABC):
     def matrix(self, blocks: int) -> Tensor:
         """Return the coefficients as a matrix ``[M, M]``, or ``[H, M, M]`` with one for each head.
 
-        M is at least ``blocks``, unless the coefficients cover fewer blocks.
+        M may be larger than ``blocks``. It is smaller only if the coefficients cover fewer blocks.
         """
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the coefficients m[i, i] that blocks have for themselves.
+        """Return the coefficients m[i, i] with which blocks weigh their own summaries.
 
         Args:
             index: indices i of the blocks; a list is copied to the device.
@@ -165,7 +166,7 @@ class Mixing(ABC):
     def span(self, blocks: int, causal: bool) -> Span:
         """Return the coefficients within and between chunks of ``blocks`` blocks.
 
-        Only kinds whose :meth:`span_terms` is not None implement this method.
+        Only kinds of mixing whose :meth:`span_terms` is not None implement this method.
         """
         raise NotImplementedError
 
@@ -173,16 +174,16 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """Number R of running sums that replace the finished blocks; None if every summary is stored."""
+        """Number R of running sums that stand for the finished blocks in generation; None if all summaries are stored."""
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Make room in the tensor of finished summaries for new blocks.
+        """Enlarge the tensor of finished block summaries if it has no room for new blocks.
 
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
             blocks: capacity that is needed.
-            owned: whether blocks are appended to the tensor one by one; it then at least doubles when it grows.
+            owned: whether blocks are appended one by one; the capacity then at least doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.
@@ -254,7 +255,7 @@ class Mixing(ABC):
         return None
 
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix summaries of a sequence that several processes share, for the blocks of this process.
+        """Mix block summaries of a sequence that is distributed over processes, for the blocks of this process.
 
         Args:
             summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
@@ -279,7 +280,7 @@ class Mixing(ABC):
     # The choice between forms, and the fused kernels.
 
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Return the coefficients in the form that the fused kernels take. By default this is the matrix.
+        """Return the coefficients as the tensors that the Triton kernels read; by default, one matrix.
 
         Args:
             blocks: number of blocks.
@@ -307,7 +308,7 @@ class Mixing(ABC):
 
 
 def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
-    """Return names and values of the fields that are not learned tensors."""
+    """Return names and values of a mixing's dataclass fields, except for its learned tensors."""
     names = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
     return tuple((name, getattr(mixing, name)) for name in names)
 

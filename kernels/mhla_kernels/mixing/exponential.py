@@ -38,12 +38,12 @@ GROUP = 32
 class ExponentialMixing(Mixing):
     """Mixing coefficients ``m[i, j] = sum_r a_r prod_axis exp(-lambda_{r, axis} |i_axis - j_axis|)``.
 
-    Both tensors get gradients.
+    The sum is over R exponential terms, and the product is over the axes of the block grid. Both tensors get gradients.
 
     Args:
-        amplitude: a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
-        decay: lambda per block, nonnegative. Without ``grid`` it has the shape of ``amplitude``; for a grid of A axes it has
-            one more axis, of length A, at the end.
+        amplitude: amplitudes a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
+        decay: decays lambda per block, nonnegative. Without ``grid`` it has the shape of ``amplitude``; for a grid of A axes it
+            has one more axis, of length A, at the end.
         grid: blocks along each axis, row-major, for 2-D and 3-D grids; None for a sequence of any length. Causal attention
             needs None.
 
@@ -167,7 +167,7 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """Number R of running sums that replace the finished blocks: one for each term."""
+        """Number R of running sums that stand for all finished blocks in a generation state: one for each term."""
         return self.terms
 
     @override
@@ -203,7 +203,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix a shared sequence by running sums, of which processes exchange one for each term and direction."""
+        """Mix blocks distributed over processes, which exchange one running sum for each term and direction."""
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
         flat = summary.flatten(3)
@@ -267,8 +267,8 @@ class ExponentialMixing(Mixing):
             steps: number of optimizer steps.
 
         Returns:
-            The mixing in float32, and the explained variance, a scalar or ``[H]`` (R^2: 1 - residual / variance about the
-            mean; about zero where all coefficients are equal).
+            The fitted mixing in float32, and the explained variance, a scalar or ``[H]``: 1 - residual / variance about the
+            mean, and about zero if all coefficients are equal.
 
         Raises:
             ValueError: if a shape is wrong, a number is not finite, or options do not fit together.

@@ -19,7 +19,7 @@ def fit_exponentials(
     """Fit a sum of exponentials to dense coefficients; :meth:`ExponentialMixing.fit` documents the arguments and errors.
 
     Returns:
-        Amplitudes, decays and explained variance.
+        Amplitudes, decays and explained variance, each with heads as axis 0 if ``mixing`` has them.
     """
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
@@ -99,7 +99,7 @@ def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tenso
 
 
 def _nonnegative_least_squares(features: Tensor, target: Tensor, start: Tensor, sweeps: int) -> Tensor:
-    """Solve ``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
+    """Solve ``argmin_{a >= 0} |features a - target|`` for each head, by coordinate descent on the normal equations.
 
     Args:
         features: R features for each of n targets, ``[H, n, R]``.

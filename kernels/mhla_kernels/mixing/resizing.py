@@ -120,7 +120,7 @@ def _tail(profile: Tensor, beyond: Tensor, tail: str) -> Tensor:
 
     Args:
         profile: coefficient at each distance from 0 to M - 1, ``[..., M]``.
-        beyond: how far to go beyond the distance M - 1, ``[n]``.
+        beyond: distances minus (M - 1) at which coefficients are needed, ``[n]``.
         tail: kind of extrapolation, see :func:`extend_mixing`.
 
     Returns:

@@ -20,11 +20,12 @@ class Span(NamedTuple):
     """Coefficients of exponential mixing for chunks of G blocks, connected by T running sums.
 
     Attributes:
-        matrix: coefficients between the blocks of one chunk, ``[H or 1, G, G]``; 1 if all heads share them.
+        matrix: coefficients between the blocks of one chunk, ``[H or 1, G, G]``. Axis 0 has length 1 if all heads share them,
+            here and below.
         reading: weights with which the queries of a block read each running sum, ``[H or 1, T, G]``.
         writing: weights with which the keys of a block enter each running sum, ``[H or 1, T, G]``.
         decay: exponent of the decay of each running sum over one chunk, ``[H or 1, T]``.
-        later: number of running sums, the last ones, that go over later instead of earlier chunks: 0 or T / 2.
+        later: number of running sums over later instead of earlier chunks, which come last among the T: 0 or T / 2.
     """
 
     matrix: Tensor

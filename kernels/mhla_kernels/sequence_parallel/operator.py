@@ -67,12 +67,12 @@ def mhla_sequence_parallel(
     over the group, as for any weight that is applied to these tokens alone.
 
     Args:
-        q: ``[B, n, H, Dk]``, queries of this process's n tokens of N.
-        k: ``[B, n, Hkv, Dk]``; Hkv divides H, as for :func:`mhla_kernels.mhla_attention`.
-        v: ``[B, n, Hkv, Dv]``.
+        q: queries of this process's n tokens, ``[B, n, H, Dk]``.
+        k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H, as for :func:`mhla_kernels.mhla_attention`.
+        v: values, ``[B, n, Hkv, Dv]``.
         mixing: coefficients for the complete sequence, the same on every process.
         group: the processes in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
-        tokens: N of the complete sequence.
+        tokens: number of tokens of the complete sequence, N.
         block_size: tokens in a block; the last block of the sequence may be shorter. Give exactly one of this and
             ``block_offsets``.
         block_offsets: M + 1 integers for the complete sequence; bidirectional only.
@@ -141,7 +141,7 @@ def mhla_sequence_parallel(
 
 
 def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Check that the tensors of this process have the same tokens."""
+    """Check that q, k and v of this process have the same number of tokens, and that the key mask fits them."""
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"
@@ -151,7 +151,7 @@ def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
 
 
 def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
-    """Return a tensor without memory that has the shape of ``x`` for the complete sequence, so that one check covers it."""
+    """Return a meta tensor shaped as ``x`` would be for all ``tokens`` tokens of the sequence, for argument checks."""
     if x.dim() != 4:
         return x
     return torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device="meta")
@@ -164,7 +164,7 @@ def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
-    """Compute the summaries ``[B, Hkv, M, K, V]`` of all blocks from the k and v of all processes, sent in their own dtype."""
+    """Gather the keys and values of all processes, and compute the summaries ``[B, Hkv, M, K, V]`` of all blocks."""
     k, v, mask, accumulate = problem.k, problem.v, problem.key_mask, problem.accumulate
     if k.dtype != v.dtype:  # both are sent in one tensor
         k, v = k.to(accumulate), v.to(accumulate)
@@ -181,25 +181,31 @@ def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
 
 @dataclass
 class _SharedMixer(Mixer):
-    """Mixer for the blocks of this process.
+    """Mixer for the blocks of this process in a sequence that is distributed over processes.
 
     Attributes:
         plan: assignment of blocks to processes.
-        every: summaries of all blocks ``[B, H, M, ...]`` if they are available; None lets the processes exchange what they
-            need.
+        every: summaries of all blocks, ``[B, H, M, ...]``, if this process has them; None if mixing has to exchange them.
     """
 
     plan: SequencePlan | None = None
     every: Tensor | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Return the mixed summaries ``[B, H, m, ...]`` of this process's blocks."""
+        """Mix the block summaries ``[B, H, m, ...]`` of this process with those of the others, into the same shape."""
         assert self.plan is not None
         return self.mixing.mix_share(summary, causal, self.plan, self.every)
 
 
 def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.device) -> BlockPartition:
-    """Return the partition into the blocks from ``first`` up to ``last`` of a sequence."""
+    """Return the partition of a part of a sequence, from block ``first`` up to but not including block ``last``.
+
+    Args:
+        bounds: index of the first token of each block of the sequence, followed by the number of tokens.
+        first: index of the first block of the part.
+        last: index after the last block of the part.
+        device: device of the index tables.
+    """
     offsets = tuple(bound - bounds[first] for bound in bounds[first : last + 1])
     size = max((b - a for a, b in pairwise(bounds)), default=1)
     equal = all(b - a == size for a, b in pairwise(offsets[:-1])) and (

@@ -71,7 +71,7 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 class Traffic:
     """Number of bytes that one process receives in a forward pass of one layer, for the two ways of exchange.
 
-    The backward pass exchanges gradients for the same numbers, in float32.
+    The backward pass exchanges as many numbers, namely their gradients, in float32.
 
     Attributes:
         summaries: bytes of the block summaries of the other processes, or of their running sums.
@@ -83,7 +83,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """Name of the exchange that needs fewer bytes."""
+        """Way of exchange that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 

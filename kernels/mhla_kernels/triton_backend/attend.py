@@ -67,7 +67,7 @@ def _through_summary(
     NORMALIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Add the contribution of one summary (S, z) to the accumulators of a tile of row tokens.
+    """Add the contribution of one block summary (sums S of ``k v^T`` and z of k) to the accumulators of a tile of tokens.
 
     ``total`` gets ``x S``. With ``NORMALIZE``, z is used as well: mode OUT adds ``x z`` to ``normalizer``, DQ adds ``z`` to
     ``keys``, and DK adds ``z`` to ``total``. ``x`` is loaded in slices of ``SLICE`` features.
@@ -167,9 +167,9 @@ def attend_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute one ``[ROWS, OUTPUTS]`` tile of the result of a mode; the module docstring defines the modes.
+    """Compute one ``[ROWS, OUTPUTS]`` tile of the outputs, or of the gradient of q, k or v, as ``MODE`` selects.
 
-    Grid: (B * H * tiles, output parts).
+    The module docstring defines the modes and the tensors. Grid: (B * H * tiles, output parts).
 
     Chunked form (``SUMMARY``): ``table`` is the block table. A block has ``pieces`` pieces of ``piece_size`` tokens, and a
     piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
@@ -373,23 +373,26 @@ def attend(
     weights: tuple[Tensor, Tensor] | None,
     own_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch :func:`attend_kernel` in one mode.
+    """Launch :func:`attend_kernel`, which computes the outputs of attention or one of the gradients of q, k and v.
+
+    The docstring of this module has the formulas and defines x, y, a, n_t and g_t.
 
     Args:
-        call: the call.
-        mode: ``OUT``, ``DQ``, ``DV`` or ``DK``, as a plain number.
-        operands: x, y and a of the table in the module docstring.
-        own: tokens of the rows: q in modes OUT and DQ, k in modes DV and DK.
+        call: arguments and tables of the operator's call.
+        mode: result to compute, as a plain number: ``OUT`` for the outputs, ``DQ``, ``DV`` or ``DK`` for a gradient.
+        operands: tensors x, y and a of the formula; q, k and v in mode OUT.
+        own: tokens that the rows of the result belong to: q in modes OUT and DQ, k in modes DV and DK.
         mixed: mixed summaries, float32; None in the parallel form.
         running: summaries of the other pieces of each block, see :func:`attend_kernel`; None if there are none.
-        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each, which DQ writes and DV and DK read; None without normalizer
-            and in mode OUT.
+        weights: inverse normalizers 1 / n_t and their gradients g_t, ``[B * H, N]`` float32 each. Mode DQ writes them, and
+            modes DV and DK read them. None without normalizer and in mode OUT.
         own_gradient: whether to compute the gradient of coefficients as well.
 
     Returns:
-        The result, ``[B, N, H, V]`` in modes OUT and DV and ``[B, N, H, K]`` in DQ and DK. With ``own_gradient`` also a
-        float32 gradient: of m[i, i] of every block, ``[B * H, blocks]``, in mode DK of the causal chunked form; of the
-        weight with which each token reads or writes each term, ``[B * H, N, T]``, in modes DQ and DK of the spanning form.
+        The result, ``[B, N, H, V]`` in modes OUT and DV and ``[B, N, H, K]`` in DQ and DK. With ``own_gradient`` also a float32
+        gradient: of m[i, i] of every block, ``[B * H, blocks]``, in mode DK of the causal chunked form; of the weight with
+        which each token reads or writes each term, ``[B * H, N, T]``, in modes DQ and DK of the spanning form. None in its
+        place otherwise.
     """
     x, y, a = operands
     out_like = call.v if mode in (OUT.value, DV.value) else call.q

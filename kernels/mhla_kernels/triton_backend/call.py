@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
         eps: added to the normalizer; None if outputs are not divided by it.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
-        guard: name of the kind of kernels that the PyTorch form replaces if they fail; empty to raise their errors.
+        guard: name under which the kernels are withdrawn, and replaced by PyTorch, if they fail; empty to raise their errors.
     """
 
     q: Tensor
@@ -73,7 +73,7 @@ class Arguments(NamedTuple):
 
 
 class Call:
-    """Checked arguments of one call, with the sizes, tables and options that kernels are launched with.
+    """Arguments of one call of the fused operator, with the sizes, tables and options for launching its kernels.
 
     Args:
         arguments: arguments of the operator.
@@ -124,7 +124,7 @@ class Call:
 
     @property
     def summary_width(self) -> int:
-        """Numbers in a summary: K * V of the key-value products and K of the sum of keys."""
+        """Number of entries in a block summary: K * V sums of key-value products, then K sums of keys."""
         return self.key_width * (self.value_width + 1)
 
     @property
@@ -141,7 +141,7 @@ class Call:
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
-        """Number of pieces of a block, and tokens in a piece. A chunk of the spanning form is one piece."""
+        """Number of pieces that kernels divide a block into, and tokens in a piece; one piece in the spanning form."""
         largest = self.tables.layout.largest
         if self.terms:
             return 1, largest
@@ -151,7 +151,7 @@ class Call:
 
     @cached_property
     def mask_bytes(self) -> Tensor:
-        """The key mask as bytes; an unrelated tensor, which kernels do not read, if there is no mask."""
+        """The key mask as uint8; without a mask, an arbitrary tensor that kernels do not read."""
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
     def span(self, tile: int) -> int:
@@ -162,10 +162,10 @@ class Call:
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
     def tile_table(self, rows: int) -> tuple[Tensor, int]:
-        """Return the tiles of ``rows`` tokens, counted from the start of each sequence.
+        """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            The table of the tiles for packed sequences (otherwise a table that kernels do not read), and their number.
+            Table of the tiles, which kernels read only if sequences are packed, and number of tiles.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)

@@ -76,7 +76,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendTiles(Tiles):
-    """Tile sizes of the kernel that computes outputs, and of the gradient of the coefficients in the parallel form.
+    """Tile sizes of a kernel that works on token pairs: for outputs, gradients of q, k and v, or the gradient of mixing.
 
     Attributes:
         rows: number of tokens along the rows of a score tile.
@@ -148,7 +148,7 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryTiles(Tiles):
-    """Tile sizes of the summaries kernel: ``tokens`` at a time are added to a ``keys`` x ``values`` part of a block summary."""
+    """Tile sizes of the kernel for block summaries, which adds ``tokens`` at a time to a ``keys`` x ``values`` part of one."""
 
     tokens: int
     keys: int
@@ -156,7 +156,7 @@ class SummaryTiles(Tiles):
 
 
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
-    """Choose the tile sizes of the summaries kernel.
+    """Choose the tile sizes of the kernel that computes block summaries.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -187,7 +187,7 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
-    """Choose the tile sizes of mixing by a matrix and of its gradient, with fewer rows for at most 32 blocks.
+    """Choose the tile sizes of the kernels for mixing by a matrix and for its gradient: fewer rows for up to 32 blocks.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -204,7 +204,7 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:
-    """Return the number of parts into which the gradient of mixing splits its sum over the entries of a summary.
+    """Return into how many parts the kernel for the gradient of mixing splits its sum over the entries of a summary.
 
     There are enough parts to fill a GPU with programs, and each has at least 1024 numbers to sum.
 
@@ -216,7 +216,7 @@ def mixing_gradient_parts(tiles: int, width: int) -> int:
 
 
 def mixing_gradient_columns(chip: int) -> int:
-    """Return how many entries of a summary the gradient of mixing loads at a time.
+    """Return how many entries of a summary the kernel for the gradient of mixing loads at a time.
 
     Args:
         chip: compute capability times ten.
@@ -226,7 +226,7 @@ def mixing_gradient_columns(chip: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """Tile sizes of a scan over blocks.
+    """Tile sizes of the kernels for exponential mixing, which scan over the blocks.
 
     Attributes:
         columns: number of summary entries.
@@ -238,6 +238,6 @@ class ScanTiles(Tiles):
 
 
 def scan_tiles(terms: int) -> ScanTiles:
-    """Choose the tile sizes of the scan of exponential mixing, for a number of exponential terms."""
+    """Choose the tile sizes of the kernels for exponential mixing with ``terms`` exponential terms."""
     padded = 1 << (terms - 1).bit_length()
     return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)

@@ -26,7 +26,8 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
     Args:
         problem: the checked call; the kernels map features and mask tokens themselves.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        only_if_sound: whether to try the kernels before their first use, and to compute the PyTorch form if they fail later.
+        only_if_sound: whether to compare the kernels with PyTorch before their first use, and to fall back to PyTorch if they
+            fail later.
 
     Returns:
         Outputs ``[B, N, H, V]``, or None if ``only_if_sound`` and the kernels may not be used.
@@ -66,7 +67,7 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
 
 
 def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
-    """Return the key of the coefficients' launchers in ``mixers.MIXERS``, and their tensors, float32 and scaled."""
+    """Return the key in ``mixers.MIXERS`` for a call's coefficients, and their float32 tensors with the scale multiplied in."""
     layout, causal, scale = problem.layout, problem.weighting.causal, problem.weighting.scale
     mixing, factor = problem.mixing.to(torch.float32), 1.0 if scale is None else scale
     if form == "spanning":
@@ -78,7 +79,7 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 
 
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
-    """Return the kind of kernels that a call needs, with the exact block size."""
+    """Describe the kernels that a call needs, with a block size that is not rounded yet."""
     layout = problem.layout
     return Kind(
         form=form,
@@ -105,12 +106,12 @@ def _layout_name(layout: TokenLayout) -> str:
 
 @torch.compiler.assume_constant_result
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
-    """Return the name of a kind of kernels, or an empty string if they may not be used on a device.
+    """Return the name of the kernels that a call needs, or an empty string if their trial on the device did not succeed.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.
         device_index: index of the device; None for the current one.
-        fields: fields of :class:`Kind`, with the exact block size.
+        fields: fields of the :class:`Kind` that describes the call, with the exact block size.
     """
     kind = Kind(*fields)
     kind = kind._replace(block_size=size_class(kind.block_size, kind.form))

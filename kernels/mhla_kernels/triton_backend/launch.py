@@ -36,7 +36,7 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
     the same time.
 
     Args:
-        call: call of the operator.
+        call: arguments and tables of the operator's call.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
@@ -87,8 +87,8 @@ def _reduce(gradient: Tensor, call: Call) -> Tensor:
     """Sum a gradient of coefficients ``[B * H, ...]`` over the batch, and over the heads if they share the coefficients.
 
     Args:
-        gradient: gradient for each sample and head.
-        call: call of the operator, which has the coefficients.
+        gradient: gradient for each batch row and head, ``[B * H, ...]``.
+        call: arguments and tables of the operator's call, including the coefficients.
 
     Returns:
         ``[H, ...]``, or ``[1, ...]`` for shared coefficients.

@@ -37,7 +37,7 @@ def mix_kernel(
     TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over the blocks b of i's sequence.
+    """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
     With ``CAUSAL`` the sum is over b < i. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
     b > i. Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``.
@@ -157,7 +157,7 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the matrix to the object that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Wrap the matrix in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
@@ -184,6 +184,6 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of the diagonal coefficients m[i, i] in place, see :meth:`TritonMixer.add_own`."""
+        """Add the gradients of m[i, i] from token pairs inside blocks, in place; see :meth:`TritonMixer.add_own`."""
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

@@ -22,7 +22,7 @@ class TritonMixer(Protocol):
         """Mix block summaries by the coefficients of a call.
 
         Args:
-            call: call of the operator, with the coefficients.
+            call: arguments and tables of the operator's call, including the coefficients.
             summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed coefficients, as the backward pass does.
 
@@ -31,7 +31,7 @@ class TritonMixer(Protocol):
         """
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the coefficients to the object that the PyTorch forms take."""
+        """Wrap the coefficient tensors in the subclass of :class:`Mixing` that the PyTorch forms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """Return the coefficients that kernels apply to pairs of tokens, with strides along heads, query and key blocks.
@@ -43,7 +43,7 @@ class TritonMixer(Protocol):
         """Compute the gradients of the coefficients through the mixing of summaries.
 
         Args:
-            call: call of the operator, with the coefficients.
+            call: arguments and tables of the operator's call, including the coefficients.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
             summary: summaries of the blocks, ``[B * H, M, W]`` float32.
 
@@ -52,10 +52,10 @@ class TritonMixer(Protocol):
         """
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of the coefficients m[i, i] through pairs of tokens in one block, for the causal form.
+        """Add the gradients of the coefficients m[i, i] that arise from token pairs inside a block of causal attention.
 
         Args:
-            call: call of the operator.
+            call: arguments and tables of the operator's call.
             gradients: result of :meth:`gradients`, changed in place.
             own: gradient of m[i, i] for each block i, ``[B * H, M]`` float32.
         """

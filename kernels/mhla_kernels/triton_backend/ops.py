@@ -35,7 +35,7 @@ TENSORS = Arguments._fields.index("block_size")
 
 @torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def attention(*arguments: Any) -> Tensor:
-    """Compute attention with the fused kernels; the registered operator ``torch.ops.mhla.attention``.
+    """Compute attention with the Triton kernels; registered as the operator ``torch.ops.mhla.attention``.
 
     Args:
         arguments: values of the fields of :class:`Arguments`, in order.

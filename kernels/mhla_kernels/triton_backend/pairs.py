@@ -41,7 +41,7 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Products ``[ROWS, COLUMNS]`` of the tokens a and the tokens b, float32; ``RELU`` maps both first."""
+    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens; ``RELU`` maps the features first."""
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
         inner = first + tl.arange(0, SLICE)
@@ -71,8 +71,8 @@ def _add_block_sums(
     """Sum ``pairs`` over each key block (rows) and query block (columns), add the sums to ``total``, and store ``total``.
 
     ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks are counted from the first one of the row tile.
-    ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses the slot i modulo ``SPAN``, and ``held[s]``
-    is the block that slot s has at the moment.
+    ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses the slot i modulo ``SPAN``, and ``held[s]`` is
+    the block that slot s currently holds.
 
     Returns:
         ``total``, and the new ``held``.
@@ -145,11 +145,11 @@ def pair_gradient_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the part of the gradient of mixing that one tile of ``ROWS`` keys and all queries that see them give.
+    """Compute the part of the gradient of mixing that comes from one tile of ``ROWS`` keys and all queries that see them.
 
-    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before, query block by key
-    block. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``,
-    ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
+    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with
+    zeros before the launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With
+    ``CHUNKS``, ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -223,9 +223,10 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     """Compute the gradient of the matrix of coefficients from token pairs.
 
     Args:
-        call: the call, in the parallel or spanning form.
+        call: arguments and tables of the operator's call, in the parallel or spanning form.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each; None without normalizer.
+        weights: inverse normalizer 1 / n_t of each token, and the gradient g_t of n_t, ``[B * H, N]`` float32 each; None
+            without normalizer.
 
     Returns:
         ``[B * H, M, M]`` float32; in the spanning form ``[B * H, G, G]``, between the blocks of a chunk.

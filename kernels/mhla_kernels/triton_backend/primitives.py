@@ -106,7 +106,7 @@ def rectify(x):
 
 @triton.jit
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
-    """Load the features ``columns`` of the tokens ``rows``, ``[len(rows), len(columns)]``, and map them if ``RELU``.
+    """Load the features ``columns`` of the tokens ``rows``, ``[len(rows), len(columns)]``; ``RELU`` applies the feature map.
 
     Tokens that are not ``visible`` and features from index ``width`` on are zero, also after the feature map.
     """

@@ -86,8 +86,8 @@ def launch_rotary(
     """Apply the feature map and the rotary embedding with the Triton kernel, or compute the gradient of its input.
 
     Args:
-        x: input, or in the backward pass the gradient of the output, ``[B, N, H, D]``.
-        raw: input, ``[B, N, H, D]``.
+        x: queries or keys, or in the backward pass the gradient of the output, ``[B, N, H, D]``.
+        raw: queries or keys, also in the backward pass, ``[B, N, H, D]``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
@@ -115,7 +115,7 @@ def launch_rotary(
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
-    """Apply the feature map and the rotary embedding with the fused kernel; the operator ``torch.ops.mhla.rotary``.
+    """Apply the feature map and rotary embedding with one Triton kernel; registered as ``torch.ops.mhla.rotary``.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.
@@ -123,7 +123,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, g
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        guard: kind of kernel to withdraw if it fails; empty to raise its errors.
+        guard: name under which the kernel is withdrawn, and replaced by PyTorch, if it fails; empty to raise its errors.
 
     Returns:
         ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
@@ -185,7 +185,7 @@ rotary.register_autograd(_backward, setup_context=_setup_context)
 def turn_fused(
     x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, only_if_sound: bool
 ) -> Tensor | None:
-    """Apply the feature map and the rotary embedding with the fused kernel.
+    """Apply the feature map and rotary position embedding to queries or keys with one Triton kernel.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.
@@ -212,11 +212,11 @@ def turn_fused(
 def sound_kernel(
     device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
 ) -> str:
-    """Return the name of a kind of rotary kernel; an empty string if it may not be used on a device.
+    """Return the name of the rotary kernel for these options, or an empty string if its trial on the device did not succeed.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.
-        device_index: index of the device; None for the type alone.
+        device_index: index of the device; None for the current one.
         dtype: ``"float32"`` or ``"bfloat16"``.
         width: number of features, D.
         relu: whether the feature map is applied.
@@ -238,6 +238,9 @@ def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, de
         relu: whether the feature map is applied.
         interleaved: whether features 2i and 2i + 1 are a pair.
         device: device to run on.
+
+    Returns:
+        Verdict that says whether all errors are within the bounds for the dtype, and lists them.
     """
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)

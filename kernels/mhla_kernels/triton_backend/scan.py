@@ -42,7 +42,7 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of i's sequence.
+    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of the same sequence.
 
     With ``REVERSE``, it sums over the later blocks.
 
@@ -90,7 +90,7 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute the gradients of ``amplitude`` and ``decay`` from some of the ``WIDTH`` entries of all summaries.
+    """Compute the contribution of one part of the ``WIDTH`` summary entries to the gradients of amplitudes and decays.
 
     Grid: (B * H * column parts). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
     ``amplitude_gradient`` and ``decay_gradient``: ``[B * H, parts, TERMS]`` float32; the caller sums the parts.
@@ -140,7 +140,7 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert amplitudes and decays to the object that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Wrap amplitudes and decays in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
@@ -164,7 +164,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each of them; see :meth:`TritonMixer.add_own`."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 

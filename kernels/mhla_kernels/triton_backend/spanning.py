@@ -75,7 +75,7 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
     """Replace chunk summaries by running sums over earlier or later chunks, in place.
 
     Args:
-        call: call of the operator.
+        call: arguments and tables of the operator's call.
         sums: summaries of M chunks for each of T terms, ``[B * H * T, M, W]`` float32; changed in place.
         reverse: whether to exchange the two directions, as the backward pass does.
 
@@ -104,7 +104,7 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list
     """Run the backward pass of the spanning form with Triton kernels.
 
     Args:
-        call: call of the operator.
+        call: arguments and tables of the operator's call.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
@@ -144,7 +144,7 @@ def _by_block(call: Call, by_token: Tensor) -> Tensor:
     """Sum per-token gradients over all tokens whose blocks have the same position in their chunks.
 
     Args:
-        call: call of the operator.
+        call: arguments and tables of the operator's call.
         by_token: gradient of the weight of each token in T terms, ``[B * H, N, T]``.
 
     Returns:

@@ -62,7 +62,7 @@ def summaries_kernel(
     VALUES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the summary ``S = sum_j k_j v_j^T``, ``z = sum_j k_j`` of one piece of a block, for some features.
+    """Compute the summary ``S = sum_j k_j v_j^T``, ``z = sum_j k_j`` of one piece of a block, for one part of the features.
 
     A program computes ``KEYS`` rows and ``VALUES`` columns of S. Grid: (B * H * blocks * pieces, key parts * value parts).
     ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
@@ -140,7 +140,7 @@ def running_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the summaries of the pieces of each block, and replace each by the sum of the earlier pieces of the block.
+    """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
 
     With ``REVERSE``, it is replaced by the sum of the later pieces. Grid: (B * H * blocks, column parts). ``pieces_summary``:
     ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary``: ``[B * H, blocks, WIDTH]``.

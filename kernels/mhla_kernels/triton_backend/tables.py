@@ -30,7 +30,8 @@ class BlockTables:
 
     Attributes:
         layout: partition of the tokens; chunks take the place of blocks in the spanning form.
-        table: ``[7, M]`` int32; :data:`START` and the names beside it are its rows.
+        table: ``[7, M]`` int32; row :data:`START` holds the first token of each block, and the constants beside START name the
+            other rows.
         sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
     """
 
@@ -45,7 +46,7 @@ class BlockTables:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, M; for packed sequences an upper bound of it."""
+        """Number of blocks, M; for packed sequences, an upper bound of that number."""
         return self.table.shape[1]
 
     @property
@@ -68,17 +69,18 @@ def span_of_tile(tile: int, block_size: int) -> int:
 
 
 def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.device) -> list[Tensor]:
-    """Make the tables that the kernels of a form read.
+    """Make the lookup tables that the Triton kernels for one form of the operator read.
 
     Args:
         layout: partition of the tokens, with ``cu_seqlens`` on the device.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        in_chunk: blocks in a chunk, for the spanning form.
+        in_chunk: number of blocks in a chunk; used only in the spanning form.
         device: device of the tables.
 
     Returns:
-        The fields ``table`` and ``sequences`` of :class:`BlockTables`. In the parallel form also the row of each token's block
-        in the matrix of coefficients, and in the spanning form its block counted from the start of its chunk, ``[N]`` int32.
+        The fields ``table`` and ``sequences`` of :class:`BlockTables`. The parallel form has a third table, ``[N]`` int32: for
+        each token, the row of its block in the matrix of coefficients. In the spanning form, the third table has the index of
+        each token's block within its chunk.
     """
     if form == "spanning":
         tables = make_tables(layout.in_chunks(in_chunk), device)
@@ -91,7 +93,7 @@ def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.d
 
 
 def make_tables(layout: TokenLayout, device: torch.device) -> BlockTables:
-    """Make the tables for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
+    """Make the lookup tables of a partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
 
     Args:
         layout: partition of the tokens, with ``cu_seqlens`` on the device.
@@ -124,7 +126,7 @@ def _one_sequence(layout: TokenLayout, start: Tensor, end: Tensor) -> BlockTable
 
 
 def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
-    """Tables of packed sequences, made on the device without reading the bounds back.
+    """Make the tables of packed sequences on the device, without reading their bounds back to the CPU.
 
     S sequences with N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
     at its end may be unused.

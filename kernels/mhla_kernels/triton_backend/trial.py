@@ -24,7 +24,7 @@ LONGEST = 4096
 
 
 class Kind(NamedTuple):
-    """Properties of a call of the operator that decide which kernels it compiles, except for alignments and strides.
+    """Properties of an operator call that decide which Triton kernels it compiles, except for alignments and strides.
 
     Attributes:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
@@ -64,7 +64,7 @@ class Kind(NamedTuple):
 
 
 def size_class(block_size: int, form: str) -> int:
-    """Round a block size up to the one that the trial of a kernel uses, see :attr:`Kind.block_size`.
+    """Round a block size up to the next size for which kernels are tried, see :attr:`Kind.block_size`.
 
     In the parallel and the spanning form, kernels are compiled for the number of blocks that a tile of tokens overlaps. There,
     sizes up to 4 are rounded to 1, 2 or 4 instead of 16.
@@ -79,7 +79,7 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def make_problem(kind: Kind, device: torch.device) -> Arguments:
-    """Create the arguments of a small call of the operator, with random tokens in two heads, for a trial.
+    """Create the arguments of a small operator call with random tokens in two heads, for the trial of its kernels.
 
     There are three blocks, or two more than :data:`MANY` if ``kind.many``. In the spanning form, the blocks fill two chunks and
     a part of a third.
@@ -127,7 +127,17 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
 
 
 def try_kernels(kind: Kind, device: torch.device) -> Verdict:
-    """Run the fused kernels of a kind forward and backward on a small call, and compare them with the PyTorch form."""
+    """Compare the Triton kernels for one kind of call with PyTorch in float64, on a small random problem.
+
+    The forward and the backward pass run on both sides, and the outputs and all gradients are compared.
+
+    Args:
+        kind: properties of the calls that use these kernels.
+        device: device to run on.
+
+    Returns:
+        Verdict that says whether all errors are within the bounds for the dtype, and lists them.
+    """
     start = time.perf_counter()
     problem = make_problem(kind, device)
     reference, reference_gradients = _run(problem, fused=False)
