@@ -39,7 +39,10 @@ def attention_entropy(weights_HNN: Tensor) -> float:
 
 
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
-    """Arrange mixing coefficients over a 2-D grid of blocks as a picture: a tile for each block, which shows its row as a grid.
+    """Arrange the mixing coefficients of a 2-D grid of blocks as a picture with a tile for each block.
+
+    The tiles are arranged like the blocks. A tile shows the coefficients with which its block combines all blocks, and these
+    coefficients are arranged like the blocks, too.
 
     Args:
         mixing: coefficients of the M blocks, ``[M, M]``, without the prefix block.
@@ -75,7 +78,7 @@ class AttentionPictures(Callback):
     logger, where ``i`` is the number from :func:`numbered_layers`.
 
     Args:
-        every_n_epochs: epochs between two pictures; the next validation draws them.
+        every_n_epochs: number of epochs between pictures, which are drawn during the next validation.
         sample: index of the sample in the first validation batch.
         max_tokens: maximum number of tokens of a layer; layers with more are skipped, because an attention matrix is N x N.
     """
@@ -90,7 +93,7 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the output folder, and reset the record of drawn pictures. Collective: finding the folder needs every rank."""
+        """Set the output folder, on which all processes agree, and reset the record of drawn pictures."""
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,14 +44,14 @@ def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, lis
 def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path | BinaryIO) -> bool:
     """Plot the metrics of a run against the optimizer step as a PNG picture; metrics that never change are left out.
 
-    Metrics whose names differ in the prefix only share a panel.
+    Metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``, share a panel.
 
     Args:
         points: pairs of step and value by the name of the metric, such as ``train/loss``.
         target: path of the file to write, whose folder is created, or a binary stream.
 
     Returns:
-        Whether there was anything to draw.
+        True if a picture was written; False if there was no metric to draw.
     """
     panels: dict[str, list[str]] = defaultdict(list)
     for name in sorted(points):
