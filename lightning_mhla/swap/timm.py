@@ -32,7 +32,7 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 
 
 class TimmPatchGrid(TokenGrid):
-    """Token grid of a model's current image. It is called as a forward pre-hook of the model's patch embedding."""
+    """Forward pre-hook of a timm model's patch embedding that records the token grid of the current image."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
         """Record the grid of an image ``[B, C, H, W]``.
@@ -45,7 +45,7 @@ class TimmPatchGrid(TokenGrid):
 
 
 class TimmHost(HostLibrary):
-    """Attention swapping for the timm models of :data:`MODELS`."""
+    """Replacement of the attention of the timm models in :data:`MODELS`, which are vision transformers."""
 
     package = "timm"
 
@@ -123,16 +123,16 @@ def vision_transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is a supported attention module of timm, replaced or not.
+    """Return whether a module is a supported attention module of timm, with its original or with replaced attention.
 
-    Classes derived from supported ones do not count, since they may compute something different.
+    Modules of classes derived from supported ones are not supported, since they may compute something different.
     """
     kind = type(module)
     return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the new attention that replaces that of a timm layer.
+    """Build the new attention for a timm attention module.
 
     Args:
         layer: attention module of timm.
