@@ -61,12 +61,12 @@ class CompileReport(Callback):
     """Log the compile time of the first step, and the number of graphs compiled later."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting."""
+        """Record the number of compiled graphs and the compile time before training."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the graphs of the first step."""
+        """Log the number of graphs compiled up to the end of the first step, and the compile time in seconds."""
         if self._first is None:
             self._first = compilations()
             if trainer.is_global_zero:
@@ -74,7 +74,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log graphs compiled later: for a different size, a last short batch, or validation."""
+        """Log the number of graphs compiled later, for example for batches of a different size, and the compile time."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (now - first for now, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)
