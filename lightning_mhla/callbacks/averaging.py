@@ -34,7 +34,7 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the average of an earlier fit."""
+        """Discard the average of an earlier fit with the same callback."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,11 +72,11 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the optimizer step at which the average was last updated."""
+        """Return the number of the optimizer step at which the average was last updated, for the checkpoint."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of the optimizer step at which the average was last updated."""
+        """Restore the number of the optimizer step at which the average was last updated, from a checkpoint."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -62,8 +62,8 @@ class FiniteWatch(Callback):
         """Check the losses of the accumulated batches and the norm of their gradients.
 
         Raises:
-            ValueError: if a loss or the norm is not finite, and ``action`` is ``stop``, or the weights already contain
-                non-finite values, or ``max_skipped`` steps were skipped before.
+            ValueError: if a loss or the norm is not finite, and the step cannot be skipped: ``action`` is ``stop``, the weights
+                already contain non-finite values, or ``max_skipped`` steps were skipped before.
         """
         batches, self._seen = self._seen, []
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
@@ -107,11 +107,11 @@ class FiniteWatch(Callback):
             pl_module.log("train/skipped_steps", float(self.skipped))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of skipped steps."""
+        """Return the number of skipped steps, for the checkpoint."""
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of skipped steps."""
+        """Restore the number of skipped steps from a checkpoint."""
         self.skipped = int(state_dict["skipped"])
 
 

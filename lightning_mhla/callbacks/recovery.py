@@ -170,7 +170,11 @@ class Recovery(Checkpoint):
         relocate_all(trainer, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run's starting checkpoint, last validated step and stops, whether it has finished, and files to change."""
+        """Return the state of this callback, for the checkpoint.
+
+        It holds the name of the checkpoint that the run started from, the last validated step, the steps at which the run was
+        stopped, whether training is over, and the result of :meth:`BestCheckpoints.plan`.
+        """
         history = {
             "started_from": self.started_from,
             "validated_step": self._best.validated_step,

@@ -22,11 +22,11 @@ class DistillationConfig:
     """Options of distillation from a teacher, the model before its attention was replaced.
 
     Args:
-        teacher: weights of the teacher, in the same forms as pretrained; null for plain fine-tuning.
+        teacher: weights of the teacher, in any form that the option pretrained accepts; null for plain fine-tuning.
         layer_steps: number of optimizer steps at the beginning that only train each replaced layer to match the output of the
             teacher's layer for the teacher's inputs.
         velocity_weight: weight of the squared distance to the teacher's velocity after the layer steps.
-        flow_weight: weight of the loss without a teacher after the layer steps.
+        flow_weight: weight of the flow-matching loss on the data after the layer steps.
     """
 
     teacher: str | None = None

@@ -62,7 +62,7 @@ def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Draw standard normal noise with the shape, dtype and device of another tensor.
 
     Args:
-        like: the other tensor, ``[B, ...]``.
+        like: tensor ``[B, ...]`` whose shape, dtype and device the noise gets.
         generators: random generators on the CPU, one for each of the B samples.
     """
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

@@ -87,10 +87,10 @@ class InputGrid(TokenGrid):
 
 
 class SwappedAttention(nn.Module):
-    """diffusers attention processor that computes a new attention with the projections and norms of the attention module.
+    """diffusers attention processor that computes ``attention`` with the projections and norms of its diffusers module.
 
     Args:
-        attention: the new attention, without projections.
+        attention: attention without projections, such as MHLA, which replaces the original attention.
         blocks: number of blocks along each axis of the token grid.
         grid: token grid of the model's current input.
     """
@@ -202,7 +202,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
 
 def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
-    """Check that a diffusers model, and the attention modules to replace, can work with the new attention.
+    """Check that the attention of a diffusers model can be replaced. The model does not change.
 
     Args:
         model: model of a class in :data:`PROCESSORS` or derived from one of them.
@@ -243,10 +243,10 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
 
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
-    """Build the new attention for a diffusers attention module, on the same device and in the same dtype.
+    """Build the attention that replaces the one computed by ``host``, on the same device and in the same dtype.
 
     Args:
-        host: diffusers attention module.
+        host: diffusers attention module, whose projections stay in use.
         config: configuration of the new attention.
         axes: number of axes of the token grid.
 

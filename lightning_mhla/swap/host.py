@@ -53,7 +53,7 @@ class HostLibrary(ABC):
         """Return the self-attention modules of a model, first to last.
 
         Raises:
-            ValueError: if attention cannot be swapped in this model.
+            ValueError: if the attention of this model cannot be replaced.
         """
 
     @abstractmethod

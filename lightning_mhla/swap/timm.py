@@ -132,10 +132,10 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the new attention for a timm attention module.
+    """Build the attention that replaces the one computed by ``layer``.
 
     Args:
-        layer: attention module of timm.
+        layer: attention module of timm, whose projections stay in use.
         config: configuration of the new attention.
         prefix_tokens: number of class and register tokens.
     """

@@ -76,7 +76,7 @@ KINDS = {PlainAttention: SwappedPlainAttention, AttentionRope: SwappedAttentionR
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
-    """Make an attention module of timm compute a new attention with its existing projections, in place.
+    """Make an attention module of timm compute ``attention`` with its existing projections, in place.
 
     Args:
         module: attention module of a class in :data:`KINDS`.

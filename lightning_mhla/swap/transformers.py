@@ -309,10 +309,10 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the new attention for an attention module of transformers.
+    """Build the attention that replaces the one computed by ``layer``.
 
     Args:
-        layer: attention module of transformers.
+        layer: attention module of transformers, whose projections stay in use.
         config: configuration of the new attention.
         grid: recorder of the token grid of the current image; None for text.
     """

@@ -47,7 +47,7 @@ class AttentionCall(NamedTuple):
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid | None = None) -> None:
-    """Make an attention module of transformers compute a new attention with its existing projections, in place.
+    """Make an attention module of transformers compute ``attention`` with its existing projections, in place.
 
     Args:
         module: attention module of transformers.

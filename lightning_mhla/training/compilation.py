@@ -21,7 +21,7 @@ class CompileOptions:
 
     Args:
         mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to set ``options``.
-        dynamic: whether sizes are symbolic; null makes those symbolic that change.
+        dynamic: whether graphs are compiled for symbolic sizes; null makes only those sizes symbolic that change.
         fullgraph: whether a block with a graph break is an error.
         backend: compiler backend.
         options: options of the backend, only without ``mode``. By default, random numbers are drawn as without compilation

@@ -57,9 +57,9 @@ class TransferOptions:
 
     Args:
         layer_steps: number of optimizer steps, from the first, that match the output of each replaced layer to that of the
-            attention it replaced, for the same input. They train only the parameters that the swap added.
-        teacher: weights of the model before the swap, in a form that pretrained accepts. Later steps match its predictions;
-            null for no teacher.
+            attention it replaced, for the same input. They train only the parameters of the new attention.
+        teacher: weights of the model before its attention was replaced, in a form that the option pretrained accepts. Later
+            steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
         loss_weight: weight of the loss on the data.
 

@@ -33,7 +33,8 @@ class OptimizerConfig:
 
     Args:
         lr: peak learning rate.
-        weight_decay: weight decay of matrices and convolutions. Biases, norms, position embeddings and mixing have none.
+        weight_decay: weight decay of matrices and convolutions. Other parameters, such as biases, norms, position embeddings
+            and mixing coefficients, have none.
         betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9, 0.999 and CAME's 0.9999.
         eps: epsilon of AdamW.
         schedule: schedule after the warm-up: cosine down to min_lr, or constant.
@@ -42,8 +43,8 @@ class OptimizerConfig:
         warmup_steps: length of the linear warm-up in optimizer steps.
         mixing_lr_scale: factor on the learning rate of the mixing coefficients.
         layer_decay: factor on the learning rate from each layer to the one below it; 1 for none.
-        kind: adamw or came (arXiv 2307.02047, from the package pytorch-optimizer), which SANA is trained with. CAME keeps one
-            full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
+        kind: adamw, or came (arXiv 2307.02047), with which SANA is trained and which needs the package pytorch-optimizer. CAME
+            keeps one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
     """
 
     lr: float = 1e-3

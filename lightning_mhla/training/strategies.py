@@ -32,7 +32,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     any number of processes. Weights are sharded over all processes, including those that share a sequence.
 
     Args:
-        save_distributed_checkpoint: write a folder of shards, one file for each process, instead of one file.
+        save_distributed_checkpoint: whether to write a checkpoint as a folder of shards, one file for each process, instead of
+            one file.
         gather_dtype: dtype in which the weights of a block are gathered and used. Gradients are reduced in float32, and the
             weights that the optimizer updates stay in float32. Mixing coefficients are always gathered in float32.
         sequence_parallel_size: number of neighboring processes that share each sequence and exchange block summaries, for
