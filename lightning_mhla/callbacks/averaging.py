@@ -16,7 +16,7 @@ from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, for
 
 
 class ExponentialMovingAverage(Callback):
-    """Keep an exponential moving average of the weights, updated after each optimizer step.
+    """Callback that keeps an exponential moving average of the weights, updated after each optimizer step.
 
     Validation uses the average. In a checkpoint, ``state_dict`` holds the average and ``current_model_state`` the trained
     weights. These keys are the same as in checkpoints of Lightning's ``EMAWeightAveraging``, which copies the module and
@@ -64,7 +64,7 @@ class ExponentialMovingAverage(Callback):
         foreach_copy_(weights, averages)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap the trained weights for the average before validation."""
+        """Exchange the module's trained weights and their average, so that validation uses the average."""
         self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

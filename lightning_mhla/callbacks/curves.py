@@ -16,10 +16,12 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Plot every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
+    """Callback that plots every logged metric against the optimizer step, in the file ``learning_curves.png``.
 
-    Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints keep the points, so a resumed run
-    continues the curves.
+    The file is in the folder of the run's checkpoints.
+
+    Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints contain the points of the curves, so a
+    resumed run continues them.
 
     Attributes:
         points: metrics of the run by step, shared with :class:`RunReport`.

@@ -70,7 +70,7 @@ def fenced(text: str, language: str = "") -> str:
 
     Args:
         text: content of the code block.
-        language: name of its language, for highlighting.
+        language: name of the language for syntax highlighting; empty for none.
     """
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

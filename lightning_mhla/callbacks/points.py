@@ -22,17 +22,17 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
             points.append((step, value))
 
     def note_logged(self, trainer: Trainer, prefix: str) -> None:
-        """Add the latest values that the trainer has logged under a prefix such as ``"val/"``."""
+        """Add the latest values of all metrics that the trainer has logged with a prefix such as ``"val/"``."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith(prefix):
                 self.note(name, trainer.global_step, float(value))
 
     def under(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the points of all metrics whose names begin with a prefix such as ``"val/"``."""
+        """Return the points of all metrics whose names begin with a prefix such as ``"val/"``, by name."""
         return {name: points for name, points in self.items() if name.startswith(prefix)}
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Restore points from a checkpoint, replacing those of the same metrics."""
+        """Restore the points of metrics from a checkpoint, in place of current points of the same metrics."""
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
 
 

@@ -52,7 +52,7 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Return whether a logger continues the log of the run whose checkpoint is loaded, in the same folder."""
+    """Return whether a logger's folder contains the loaded checkpoint, so that the logger continues the log of its run."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 

@@ -12,7 +12,7 @@ from lightning_mhla.data.sampling import seed_step
 
 
 class StepSeed(Callback):
-    """Seed the random generators of Python, NumPy and torch before each batch.
+    """Callback that seeds the random generators of Python, NumPy and torch before each batch.
 
     The seed of a batch is computed from a seed of the run, the number of batches so far and the rank. A resumed run therefore
     draws the same random numbers for dropout, stochastic depth and mixup, although checkpoints hold no generator states.

@@ -122,7 +122,8 @@ class ClipCodec(FrozenVAE):
         each channel are part of the VAE's configuration.
 
         Raises:
-            ValueError: if the VAE cannot compress a clip of this size without rounding.
+            ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
+                height and width are multiples of its spatial one.
         """
         model = self.model(clips.device)
         self.latent_size(*clips.shape[2:])
@@ -149,7 +150,8 @@ class ClipCodec(FrozenVAE):
         """Return the frames, rows and columns of the latents of a clip whose frames have ``height`` x ``width`` pixels.
 
         Raises:
-            ValueError: if the VAE cannot compress a clip of this size without rounding.
+            ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
+                height and width are multiples of its spatial one.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial

@@ -68,11 +68,11 @@ class InputGrid(TokenGrid):
         self.name = name
 
     def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
-        """Record the grid of an input ``[B, C, ...]``.
+        """Record the token grid of an input ``[B, C, ...]``.
 
         Args:
             convolution: patch convolution; its stride is the size of a patch along each axis.
-            args: positional arguments of its call, the input first.
+            args: positional arguments of the convolution, the input first.
 
         Raises:
             ValueError: if the input does not have batch, channels and one axis for each axis of the patches.

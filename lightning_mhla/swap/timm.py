@@ -35,11 +35,11 @@ class TimmPatchGrid(TokenGrid):
     """Forward pre-hook of a timm model's patch embedding that records the token grid of the current image."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
-        """Record the grid of an image ``[B, C, H, W]``.
+        """Record the token grid of an image ``[B, C, H, W]``.
 
         Args:
             embedding: patch embedding of timm.
-            args: positional arguments of the call of the embedding, the image first.
+            args: positional arguments of the embedding, the image first.
         """
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 

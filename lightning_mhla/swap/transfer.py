@@ -75,7 +75,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 
 @contextmanager
 def only_new_trained(model: nn.Module) -> Iterator[None]:
-    """Context manager in which, of a model with replaced attention, only the parameters of the new attention need gradients."""
+    """Context manager in which only the parameters of the model's new attention, in replaced layers, require gradients."""
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
     original_parameters = [
         parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
@@ -174,7 +174,7 @@ def matching_loss(
 
 
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
-    """Compute the mean squared difference between two outputs over the variance of the original one.
+    """Compute the mean squared difference between two outputs, divided by the variance of the original output.
 
     No shape depends on the values of the mask, so the memory of a step can be counted with fake tensors.
 

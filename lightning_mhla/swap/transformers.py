@@ -246,7 +246,7 @@ def _prefix_tokens(layer: Any) -> int:
 
 
 def _patches(model: Any) -> nn.Conv2d | None:
-    """Return the patch convolution of an image encoder; None in a text model."""
+    """Return the convolution that turns images into patches; None if the model has none, such as a text model."""
     modules = model.named_modules()
     return next((module for name, module in modules if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 

@@ -58,7 +58,7 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Log the compile time of the first step, and the number of graphs compiled later."""
+    """Callback that logs compile times and numbers of compiled graphs, for the first step and for the rest of training."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the number of compiled graphs and the compile time before training."""

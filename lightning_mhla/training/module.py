@@ -89,7 +89,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
 
     @property
     def optimizer_config(self) -> OptimizerConfig:
-        """Optimizer and learning-rate schedule."""
+        """Options of the optimizer and its learning-rate schedule."""
         return self.training_options.optimizer
 
     @property

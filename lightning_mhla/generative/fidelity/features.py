@@ -182,7 +182,7 @@ class DigitFeatures(FeatureNetwork):
 
     @override
     def network(self) -> nn.Module:
-        """Return the classifier, trained once per process."""
+        """Return the classifier, which is trained at the first call in each process."""
         return _train_on_digits(self.digits, self.side, self.seed, self.epochs)
 
     @override
