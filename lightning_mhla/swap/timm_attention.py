@@ -30,7 +30,7 @@ class _Swapped:
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute the new attention, or the original one if ``as_before`` is set, with the signature of timm's modules.
+        """Compute the attention ``swapped``, or the original one if ``as_before`` is set, with the signature of timm's modules.
 
         Args:
             x: tokens, ``[B, N, C]``.

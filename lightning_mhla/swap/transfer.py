@@ -36,7 +36,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Values of a quality measure with the new attention in no layer, in all replaced layers, and in one layer at a time.
+    """Quality of a model with replaced attention: with the replacement in no layer, in all layers, and in one at a time.
 
     Attributes:
         original: value of the measure (lower is better) with the original attention in all layers.
@@ -54,7 +54,7 @@ class LayerCosts:
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Measure the quality of a model with the new attention in one layer at a time, in all replaced layers, and in none.
+    """Measure a model with replaced attention: with the replacement in no layer, in all layers, and in one at a time.
 
     Args:
         model: model after :func:`lightning_mhla.swap_attention`, preferably trained with :func:`transfer_loss`.

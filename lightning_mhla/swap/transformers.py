@@ -252,7 +252,7 @@ def _patches(model: Any) -> nn.Conv2d | None:
 
 
 def _check_layer(index: int, layer: Any, model: Any) -> None:
-    """Check that an attention layer has no behavior that the new attention does not support.
+    """Check that an attention layer does nothing that the attention replacing it would not do, such as dropout.
 
     Raises:
         ValueError: if the layer caps scores, drops attention weights, has the wrong causality for its family, belongs to an

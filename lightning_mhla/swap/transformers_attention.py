@@ -208,7 +208,7 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
 def swapped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the new attention of a module after :func:`install`, with the signature of transformers' attention functions.
+    """Compute the attention that :func:`install` gave a module, with the signature of transformers' attention functions.
 
     Args:
         module: attention module of transformers.
