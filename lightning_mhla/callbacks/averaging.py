@@ -16,14 +16,15 @@ from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, for
 
 
 class ExponentialMovingAverage(Callback):
-    """Keep an exponential moving average of the weights, updated after each optimizer step.
+    """Callback that keeps an exponential moving average of the weights, updated after each optimizer step.
 
-    Validation and the checkpoint's ``state_dict`` use the average; ``current_model_state`` in the checkpoint holds the trained
-    weights. Under FSDP2 each process averages its own shards. The names in the checkpoint are those of Lightning's
-    ``EMAWeightAveraging``, which copies the module and therefore does not support sharded weights. Buffers are not averaged.
+    Validation uses the average. In a checkpoint, ``state_dict`` holds the average and ``current_model_state`` the trained
+    weights. These keys are the same as in checkpoints of Lightning's ``EMAWeightAveraging``, which copies the module and
+    therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers are not averaged.
 
     Args:
-        decay: weight of the previous average at each step, or a function that returns it and is called at each step.
+        decay: factor on the previous average in each update, between 0 and 1, or a function without arguments that is called
+            for each update and returns the factor.
     """
 
     def __init__(self, decay: float | Callable[[], float]) -> None:
@@ -33,7 +34,7 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the average of an earlier fit."""
+        """Discard the average of an earlier fit with the same callback."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -58,12 +59,12 @@ class ExponentialMovingAverage(Callback):
         self._steps += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the average to the module, which keeps it after training."""
+        """Replace the module's weights by their average at the end of training."""
         averages, weights = self._pairs(pl_module)
         foreach_copy_(weights, averages)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap the trained weights for the average before validation."""
+        """Exchange the module's trained weights and their average, so that validation uses the average."""
         self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,17 +72,17 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the optimizer step at which the average was last updated."""
+        """Return the number of the optimizer step at which the average was last updated, for the checkpoint."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of the optimizer step at which the average was last updated."""
+        """Restore the number of the optimizer step at which the average was last updated, from a checkpoint."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write the average to the checkpoint's ``state_dict`` and the trained weights to ``current_model_state``.
 
-        Collective if the strategy saves sharded weights as full tensors: every process gathers them.
+        Every process must call this method, because sharded weights may have to be gathered to full tensors.
         """
         if not self._average:
             return
@@ -99,7 +100,8 @@ class ExponentialMovingAverage(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the average and the trained weights when a fit resumes.
 
-        ``state_dict`` was loaded into the module before, so the average is copied from there.
+        Lightning has already loaded ``state_dict``, which holds the average, into the module. The average is copied from the
+        module, and the trained weights are then loaded into it.
         """
         if trainer.state.fn != "fit":
             return
@@ -110,7 +112,7 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
-        """Context manager that puts the averaged weights into the module, and restores its own weights at the end."""
+        """Context manager in which the module has the averaged weights; its trained weights are restored at the end."""
         self._swap(pl_module)
         try:
             yield

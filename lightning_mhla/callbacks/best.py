@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a ModelCheckpoint to save the current state of the run to a path.
+    """Request by a ModelCheckpoint callback to write a checkpoint of the current state of the run.
 
     Attributes:
-        callback: the ModelCheckpoint.
+        callback: ModelCheckpoint that makes the request.
         path: path or URL of the checkpoint.
     """
 
@@ -35,11 +35,11 @@ class Request:
 
 
 class BestCheckpoints:
-    """Collector of the requests of ModelCheckpoints to write and remove files, until all callbacks of a step have run.
+    """Collector of the files that ModelCheckpoint callbacks want to write and remove, until all callbacks of a step have run.
 
-    ``Recovery`` then writes a single state, and the requested paths become second names (hard links) of it. The state also
-    lists these names and the files to remove: if the process dies in between, the run that resumes from the state completes
-    them.
+    The :class:`Recovery` callback then writes a single checkpoint, and the requested paths become hard links to it. The
+    checkpoint itself lists these links and the files to remove. If the process dies before all of this is done, the run that
+    resumes from the checkpoint completes it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class BestCheckpoints:
         """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Collect the requests of all ModelCheckpoints of a trainer from now on, instead of letting them write files."""
+        """Collect the requests of a trainer's ModelCheckpoints from now on, which then change no files themselves."""
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -58,7 +58,7 @@ class BestCheckpoints:
             defer_saves(callback, partial(self._want, callback), self._removals.append, self._is_pending, outdated)
 
     def release(self) -> None:
-        """Let the ModelCheckpoints write their files themselves again, and discard open requests."""
+        """Let the ModelCheckpoints write and remove files themselves again, and discard requests not yet carried out."""
         for callback in self._callbacks:
             stop_deferring(callback)
         self._callbacks, self._requests, self._removals = [], [], []
@@ -67,7 +67,7 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Return whether the metric that a callback monitors is from a validation of earlier weights.
+        """Return whether a callback's monitored metric comes from a validation of earlier weights.
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
@@ -83,12 +83,13 @@ class BestCheckpoints:
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
-        """Set ``last_model_path`` of all ModelCheckpoints to the latest state, before their own state is saved in it.
+        """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is written next.
 
-        For a ModelCheckpoint with ``save_last`` and a different folder, a second name of the state in its folder is requested.
+        The states of the ModelCheckpoints, which the checkpoint contains, then already refer to it. For a ModelCheckpoint
+        that has ``save_last`` and a different folder, the method requests a link to the checkpoint in that folder.
 
         Args:
-            last: path of the latest state.
+            last: path of the run's latest checkpoint, ``last.ckpt``.
         """
         for callback in self._callbacks:
             callback.last_model_path = str(last)
@@ -100,25 +101,26 @@ class BestCheckpoints:
                 self._want(callback, last_in_folder)
 
     def plan(self, folder: Path) -> dict[str, list[str]]:
-        """List the names to give to the current state and the files to remove, to be stored in the state itself.
+        """List the links to create for the next checkpoint and the files to remove, for storage in the checkpoint itself.
 
         Args:
             folder: folder of the run's checkpoints.
 
         Returns:
-            Lists of paths relative to ``folder`` under the keys ``names`` and ``removals``; paths elsewhere are left out.
+            Dict with the links under ``names`` and the files to remove under ``removals``, both as lists of paths relative
+            to ``folder``. Paths outside the folder are left out.
         """
         names = [request.path for request in self._requests if _is_second_name(request)]
         return {"names": _inside(names, folder), "removals": _inside(self._removals, folder)}
 
     def finish(self, trainer: Trainer, state: Path | None) -> None:
-        """Give the requested names to the latest state, and remove checkpoints that are no longer among the best.
+        """Link the latest checkpoint to the requested paths, and remove checkpoints that are no longer among the best.
 
-        Collective: call it on every process.
+        Every process must call this method.
 
         Args:
             trainer: trainer of the run.
-            state: path of the state; None to write a separate checkpoint to each requested path.
+            state: path of the latest checkpoint; None to write a separate checkpoint to each requested path.
         """
         requests, removals = self._requests, list(self._removals)
         self._requests = []
@@ -141,20 +143,20 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Select the paths that lie below a folder once links are resolved, and return them relative to it."""
+    """Select the paths inside a folder, after resolving symbolic links, and return them relative to the folder."""
     inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
     relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]
 
 
 def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
-    """Give a state its second names and remove outdated files, after a process died before it could do so.
+    """Create the links to a checkpoint and remove outdated files, if the process that wrote it died before doing so.
 
     Files outside the folder are never touched, even if the checkpoint lists them.
 
     Args:
         plan: result of :meth:`BestCheckpoints.plan`, read from the checkpoint.
-        state: path of the checkpoint that contains it.
+        state: path of the checkpoint that contains the plan.
         folder: folder of the run's checkpoints.
     """
     # The plan comes from a file that may have been edited, so its paths are checked here again.
@@ -168,7 +170,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Return whether a ModelCheckpoint can have written a path: a ``.ckpt`` below its folder once links are resolved."""
+    """Return whether a path may be a file of a ModelCheckpoint: a ``.ckpt`` in its folder, with symbolic links resolved."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")
@@ -176,16 +178,16 @@ def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
 
 
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
-    """Adapt the state of a ModelCheckpoint to the current folder, and drop files that are missing or are not its own.
+    """Adapt the saved state of a ModelCheckpoint to its current folder, without files that are missing or not its own.
 
-    Lightning drops the state where the text of the folder differs: a relative path, a moved run, a new version of a logger.
-    A ModelCheckpoint removes files that are no longer among its best. A state that lists files elsewhere would let it delete
-    them, so they are dropped.
+    Lightning ignores a saved state if its folder is spelled differently: as a relative path, after the run was moved, or with
+    a new version number of the logger. A ModelCheckpoint deletes files that are no longer among its best. Files outside its
+    folder are therefore removed from the state, so that it cannot delete them.
 
     Args:
-        state: state from a checkpoint.
-        callback: the ModelCheckpoint that will load the state.
-        gone: paths in the current folder that no longer exist.
+        state: state of the callback from a checkpoint.
+        callback: ModelCheckpoint that will load the state.
+        gone: paths of checkpoints that no longer exist, in the current folder.
 
     Returns:
         A changed copy of the state.
@@ -212,13 +214,13 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
 
 
 def relocate_all(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Adapt the states of all ModelCheckpoints in a checkpoint to the current folders, in place; see :func:`relocate`.
+    """Adapt the saved states of all ModelCheckpoints to their current folders, in place; see :func:`relocate`.
 
-    Collective: call it on every process.
+    Every process must call this function.
 
     Args:
         trainer: trainer of the run.
-        states: states of all callbacks in the checkpoint, by their keys.
+        states: states of all callbacks from a checkpoint, by the callbacks' state keys.
     """
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key)

@@ -16,10 +16,12 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Plot every logged metric against the optimizer step, as ``learning_curves.png`` in the checkpoint folder.
+    """Callback that plots every logged metric against the optimizer step, in the file ``learning_curves.png``.
 
-    Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints keep the points, so a resumed run
-    continues the curves.
+    The file is in the folder of the run's checkpoints.
+
+    Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints contain the points of the curves, so a
+    resumed run continues them.
 
     Attributes:
         points: metrics of the run by step, shared with :class:`RunReport`.
@@ -35,7 +37,7 @@ class LearningCurves(Callback):
             self.points.clear()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the path of the picture. Collective: finding the folder needs every rank."""
+        """Set the path of the picture. Every process must call this method, because all processes agree on the folder."""
         self._path = checkpoint_folder(trainer) / CURVES
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

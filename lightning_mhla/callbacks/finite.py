@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class FiniteWatch(Callback):
-    """Check the loss and the norm of all gradients before each optimizer step.
+    """Callback that checks before each optimizer step that the loss and the norm of all gradients are finite.
 
-    If one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module with
-    a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes make the same
-    decision.
+    If one of them is NaN or infinite, the batch runs again with hooks on every module, and the run stops or skips the step.
+    The error or warning names the first module with a non-finite output or, in the backward pass, the module where the
+    gradient stops being finite. All processes make the same decision.
 
     Args:
         action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
@@ -62,8 +62,8 @@ class FiniteWatch(Callback):
         """Check the losses of the accumulated batches and the norm of their gradients.
 
         Raises:
-            ValueError: if one of them is not finite and ``action`` is ``stop``, the weights are not finite already, or more
-                than ``max_skipped`` steps were skipped.
+            ValueError: if a loss or the norm is not finite, and the step cannot be skipped: ``action`` is ``stop``, the weights
+                already contain non-finite values, or ``max_skipped`` steps were skipped before.
         """
         batches, self._seen = self._seen, []
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
@@ -107,18 +107,18 @@ class FiniteWatch(Callback):
             pl_module.log("train/skipped_steps", float(self.skipped))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of skipped steps."""
+        """Return the number of skipped steps, for the checkpoint."""
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of skipped steps."""
+        """Restore the number of skipped steps from a checkpoint."""
         self.skipped = int(state_dict["skipped"])
 
 
 def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str | None:
-    """Repeat a training step to find where its numbers first become NaN or infinite.
+    """Repeat a training step to find where values first become NaN or infinite.
 
-    Collective: call it on every process, because a sharded forward pass needs all of them.
+    Every process must call this function, because a sharded forward pass needs all of them.
 
     Args:
         trainer: trainer of the run.
@@ -127,8 +127,8 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         batch_idx: index of the batch in its epoch.
 
     Returns:
-        Text that names the entry of the batch, the weight, the module or the gradient; None if all numbers of the repeated step
-        are finite.
+        Phrase that names the entry of the batch, the weight, the module or the gradient with the first non-finite value; None
+        if all values of the repeated step are finite.
     """
     bad_inputs = [name for name, value in _named(batch) if not _is_finite(value)]
     bad_weights = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
@@ -156,14 +156,15 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """Share the results of :func:`explain` among all processes, and describe the one of the lowest rank.
+    """Gather the results of :func:`explain` from all processes, and choose that of the lowest rank that has one.
 
     Args:
-        where: result of this process.
+        where: result of :func:`explain` on this process.
         processes: number of processes.
 
     Returns:
-        Description, the same on every process; it says so if no process has a result.
+        The chosen phrase, with the number of its process, the same on every process. If all results are None, a phrase which
+        says that the repeated step was finite.
     """
     answers: list[str | None] = [where]
     if processes > 1:
@@ -189,7 +190,7 @@ def _is_finite(value: Tensor) -> bool:
 
 @contextmanager
 def _silent(module: LightningModule) -> Iterator[None]:
-    """Context manager that disables the logging of metrics by a module."""
+    """Context manager in which a module's calls of ``log`` and ``log_dict`` do nothing."""
     nothing: Any = lambda *_, **__: None  # noqa: E731
     module.log, module.log_dict = nothing, nothing  # type: ignore[method-assign]
     try:

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class Forecast(Callback):
-    """Print the number of parameters and steps and the memory per device at the start, and later the speed and remaining time.
+    """Callback that prints parameters, memory per device and steps at the start, and later the speed and remaining time.
 
     Args:
         warm_up_steps: optimizer steps before the speed is measured.
@@ -91,7 +91,7 @@ class Forecast(Callback):
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
     """Describe in one line how many parameters a module has, and how much memory training needs per device.
 
-    The memory includes weights, gradients, the optimizer's state and the moving average, but no activations.
+    The memory includes weights, gradients, the optimizer's state and the moving average of the weights, but not activations.
 
     Args:
         module: module with full or sharded parameters.

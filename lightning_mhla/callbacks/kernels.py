@@ -9,10 +9,10 @@ from mhla_kernels import agree_on_kernels
 
 
 class KernelAgreement(Callback):
-    """Withdraw on every process the fused kernels that any process has withdrawn; see :func:`mhla_kernels.agree_on_kernels`.
+    """Callback that makes all processes stop using a kind of fused kernel once any process has stopped using it.
 
-    The processes agree after the first batch of each epoch or resumed run, and after each validation. With one process the
-    callback does nothing.
+    The processes agree after the first batch of each epoch or resumed run, and after each validation. With a single process
+    the callback does nothing. See :func:`mhla_kernels.agree_on_kernels`.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class KernelAgreement(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Agree on kernels after the first batch of an epoch. Collective: every process calls this."""
+        """Agree with all processes on the kernels to use, after the first batch of an epoch."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             self._agree(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree on kernels after validation, which may use different kernels. Collective: every process calls this."""
+        """Agree with all processes on the kernels to use, after a validation, which may use other kernels than training."""
         self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:

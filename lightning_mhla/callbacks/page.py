@@ -70,7 +70,7 @@ def fenced(text: str, language: str = "") -> str:
 
     Args:
         text: content of the code block.
-        language: name of its language, for highlighting.
+        language: name of the language for syntax highlighting; empty for none.
     """
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
@@ -113,7 +113,7 @@ def _figure(value: float | None) -> str:
 
 
 def _curves(record: Mapping[str, Any]) -> str:
-    """Draw the validation metrics that change during the run as an embedded picture; an empty string if none changes."""
+    """Return HTML with curves of the validation metrics that change during the run; an empty string if none does."""
     finite = {
         name: [(step, value) for step, value in points if value is not None]
         for name, points in record["metrics"].items()
@@ -129,15 +129,15 @@ def _embedded(caption: str, kind: str, content: bytes) -> str:
 
     Args:
         caption: text of the caption.
-        kind: type of the picture in its MIME type, such as ``png``.
-        content: content of the picture's file.
+        kind: MIME type of the picture, such as ``image/png``.
+        content: bytes of the picture file.
     """
     text, data = html.escape(caption), base64.b64encode(content).decode()
     return f'<figure><img alt="{text}" src="data:{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """Format the latest picture of each kind in a run's folders as HTML figures."""
+    """Return HTML with the latest picture of each kind in a run's folders; an empty list if there are none."""
     last: dict[str, Path] = {}
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
         if path.suffix in TYPES:
@@ -159,7 +159,7 @@ def _text(title: str, path: Path, open_: bool = False) -> list[str]:
 
 
 def _resume(folder: Path, checkpoints: Path) -> str:
-    """Format the command that resumes the run, with paths relative to the working folder; empty if it cannot be resumed."""
+    """Return HTML with the command that resumes the run; an empty string if the run cannot be resumed."""
     shown_folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if checkpoints.parent == folder and (folder / "lock").exists():
         command = f"lightning fit --run_dir {shlex.quote(str(shown_folder))}"

@@ -15,7 +15,7 @@ from lightning_mhla.callbacks.stalls import StallWatch
 class PeriodicEvaluation(Callback):
     """Base class of callbacks that evaluate the model every ``every_n_steps`` optimizer steps and at the end of training.
 
-    Weights are evaluated at most once, by :meth:`evaluate` on every process. An evaluation runs just before the next step,
+    Every process calls :meth:`evaluate`, at most once for each optimizer step. An evaluation runs just before the next step,
     after the moving average was updated and a checkpoint of the same step was saved. A run that resumes from this checkpoint,
     for example because it was stopped during the evaluation, repeats the evaluation.
 
@@ -33,7 +33,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = -1
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the current weights; subclasses implement this method, which every process calls."""
+        """Evaluate the current weights. Subclasses implement this method, and every process calls it."""
         raise NotImplementedError
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -48,7 +48,7 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last weights in a resumed run if their evaluation was interrupted."""
+        """Evaluate the final weights if the run resumed after training had ended, and their evaluation was interrupted."""
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 

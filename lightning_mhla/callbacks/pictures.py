@@ -39,7 +39,10 @@ def attention_entropy(weights_HNN: Tensor) -> float:
 
 
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
-    """Arrange mixing coefficients over a 2-D grid of blocks as a picture: a tile for each block, which shows its row as a grid.
+    """Arrange the mixing coefficients of a 2-D grid of blocks as a picture with a tile for each block.
+
+    The tiles are arranged like the blocks. A tile shows the coefficients with which its block combines all blocks, and these
+    coefficients are arranged like the blocks, too.
 
     Args:
         mixing: coefficients of the M blocks, ``[M, M]``, without the prefix block.
@@ -68,14 +71,14 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 
 
 class AttentionPictures(Callback):
-    """Draw the mixing coefficients and a sample's attention maps, and log the rank and entropy of the attention matrices.
+    """Callback that draws mixing coefficients and attention maps, and logs the rank and entropy of attention matrices.
 
-    The callback uses the first validation batch and the weights that validation uses. Pictures are written to ``pictures/`` in
+    The callback uses a sample of the first validation batch, and the weights of the validation. Pictures go to ``pictures/`` in
     the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are logged to every
     logger, where ``i`` is the number from :func:`numbered_layers`.
 
     Args:
-        every_n_epochs: epochs between two pictures; the next validation draws them.
+        every_n_epochs: number of epochs between pictures, which are drawn during the next validation.
         sample: index of the sample in the first validation batch.
         max_tokens: maximum number of tokens of a layer; layers with more are skipped, because an attention matrix is N x N.
     """
@@ -90,7 +93,7 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the output folder, and reset the record of drawn pictures. Collective: finding the folder needs every rank."""
+        """Set the output folder, on which all processes agree, and reset the record of drawn pictures."""
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,8 +237,8 @@ def draw_attention(
     Args:
         weights: attention matrices ``[H, N, N]`` by layer number; tokens in raster order after the prefix.
         layouts: layout with a 2-D token grid by layer number.
-        image: image for the first column, ``[channels, height, width]`` with values of any range, or None; unless there are
-            three channels, their mean is shown.
+        image: image for the first column, ``[channels, height, width]`` with values of any range; unless it has three
+            channels, the mean of its channels is shown. None to omit the column.
         queries: number of query tokens, which lie on the diagonal of the grid.
     """
     shift = int(image is not None)
@@ -281,8 +284,8 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
         weights: attention matrices ``[H, N, N]`` by layer number, to be averaged over heads; tokens in raster order after the
             prefix.
         layout: layout with a token grid of frames, rows and columns.
-        clip: clip to show above the maps, ``[channels, frames, height, width]``, or None; it may have more frames than the
-            grid.
+        clip: clip to show above the maps, ``[channels, frames, height, width]``, which may have more frames than the grid;
+            None to show only the maps.
         frames: maximum number of columns, spread evenly over the clip; the query is in the middle one.
     """
     prefix, (length, high, wide) = layout.prefix_tokens, layout.grid

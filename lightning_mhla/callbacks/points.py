@@ -22,17 +22,17 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
             points.append((step, value))
 
     def note_logged(self, trainer: Trainer, prefix: str) -> None:
-        """Add the latest values that the trainer has logged under a prefix such as ``"val/"``."""
+        """Add the latest values of all metrics that the trainer has logged with a prefix such as ``"val/"``."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith(prefix):
                 self.note(name, trainer.global_step, float(value))
 
     def under(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the points of all metrics whose names begin with a prefix such as ``"val/"``."""
+        """Return the points of all metrics whose names begin with a prefix such as ``"val/"``, by name."""
         return {name: points for name, points in self.items() if name.startswith(prefix)}
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Restore points from a checkpoint, replacing those of the same metrics."""
+        """Restore the points of metrics from a checkpoint, in place of current points of the same metrics."""
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
 
 
@@ -44,14 +44,14 @@ def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, lis
 def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path | BinaryIO) -> bool:
     """Plot the metrics of a run against the optimizer step as a PNG picture; metrics that never change are left out.
 
-    Metrics whose names differ in the prefix only share a panel.
+    Metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``, share a panel.
 
     Args:
         points: pairs of step and value by the name of the metric, such as ``train/loss``.
         target: path of the file to write, whose folder is created, or a binary stream.
 
     Returns:
-        Whether there was anything to draw.
+        True if a picture was written; False if there was no metric to draw.
     """
     panels: dict[str, list[str]] = defaultdict(list)
     for name in sorted(points):

@@ -38,20 +38,20 @@ TEMPORARY_FAILURE = 75
 
 
 class RunStopped(SystemExit):  # a subclass of SystemExit, so that no error is reported
-    """Raised to exit a run that a signal stopped, after its state was saved."""
+    """Exception that exits the process with status 75 after a signal stopped the run and its state was saved."""
 
     def __init__(self) -> None:
         super().__init__(TEMPORARY_FAILURE)
 
 
 class Recovery(Checkpoint):
-    """Write all checkpoints of a run.
+    """Callback that writes all checkpoints of a run, including those that ModelCheckpoint callbacks request.
 
-    The callback saves the complete state every few minutes, at the end of training, whenever a ModelCheckpoint requests a
-    checkpoint, and when a signal asks the run to stop. A state is saved once, after all callbacks have processed its step: if
-    a validation or the end of the epoch follows the step, after that. The file is ``checkpoints/recovery/step=N.ckpt``;
-    ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are second names of it. ``--run_dir`` resumes from
-    the latest complete state.
+    The callback saves the complete state of the run every few minutes, at the end of training, whenever a ModelCheckpoint
+    requests a checkpoint, and when a signal asks the run to stop. It saves the state of a step once, after all callbacks have
+    processed the step and after any validation or end of the epoch that follows it. The file is
+    ``checkpoints/recovery/step=N.ckpt``; ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are hard links
+    to it. A command with ``--run_dir`` resumes from the latest complete state.
 
     A signal only sets a flag: at the end of a step all processes agree on it, save together, and exit with status 75.
 
@@ -104,12 +104,12 @@ class Recovery(Checkpoint):
         return folder / CHECKPOINTS if has_run_folder else checkpoint_folder(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the signal handlers, and let the ModelCheckpoints write their files themselves again."""
+        """Restore the previous signal handlers, and let the ModelCheckpoints write their files themselves again."""
         self.signals.stop(ignore=self.leaving)
         self._best.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the checkpoints that ``save_on_exception`` requests, and clean up.
+        """Write the checkpoints that ModelCheckpoints with ``save_on_exception`` request, and call :meth:`teardown`.
 
         Lightning does not call ``teardown`` after an exception.
         """
@@ -122,7 +122,7 @@ class Recovery(Checkpoint):
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer, skip an epoch that is already finished, and set aside checkpoints of later steps."""
+        """Start the timer for saves, skip an epoch that is already finished, and move checkpoints of later steps away."""
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -158,7 +158,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read metrics to log again from the checkpoint, and restore the record of best checkpoints, even after a move."""
+        """Read the metrics to log again, and adapt the saved states of ModelCheckpoints to their current folders."""
         self._row = checkpoint.get(ROW)
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -170,7 +170,11 @@ class Recovery(Checkpoint):
         relocate_all(trainer, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this callback: the checkpoint that the run started from, whether training is over, and more."""
+        """Return the state of this callback, for the checkpoint.
+
+        It holds the name of the checkpoint that the run started from, the last validated step, the steps at which the run was
+        stopped, whether training is over, and the result of :meth:`BestCheckpoints.plan`.
+        """
         history = {
             "started_from": self.started_from,
             "validated_step": self._best.validated_step,
@@ -179,7 +183,7 @@ class Recovery(Checkpoint):
         return {**history, "finished": self._finished, "plan": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the path of the checkpoint that the run started from, and the steps at which the run was stopped."""
+        """Restore the path of the run's starting checkpoint, the steps at which it was stopped, and the last validated step."""
         self.started_from = state_dict.get("started_from")
         self._stops = list(state_dict.get("stops", ()))
         self._best.validated_step = state_dict.get("validated_step", -1)
@@ -224,7 +228,7 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the state of the run, give it second names, and remove older states. Collective: call it on every process."""
+        """Write the state of the run, create the requested links to it, and remove older states. Every process calls this."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
             self._stops.append(trainer.global_step)
         self._due = False
@@ -254,10 +258,10 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """List the saved states to remove after a new state was written: all but the latest ``keep`` by step.
+        """List the saved states to remove after a new one was written: all except those of the latest ``keep`` steps.
 
-        A state that was saved because of a stop is not counted, and is removed once there is a later one, so that the run ends
-        with the same files as a run that was not stopped.
+        A state that was saved only because the run was stopped does not count towards ``keep``, and is removed once there is a
+        later state. The run thus ends with the same files as a run that was not stopped.
         """
         steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}
         regular = [path for path in sorted(steps, key=lambda path: steps[path]) if steps[path] not in self._stops]
@@ -272,14 +276,14 @@ def step_of(path: Path) -> int | None:
 
 
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
-    """Move checkpoints of later steps to a folder ``set-aside-N``, so that the run does not resume from them next time.
+    """Move checkpoints of steps after ``step`` to a new folder ``set-aside-N``, so that no later start resumes from them.
 
-    Nothing is deleted. Checkpoints that are not listed by a later state of this run stay in place.
+    Nothing is deleted. The checkpoints are the saved states of the run and the best checkpoints that these states list.
 
     Args:
         folder: folder of the run's checkpoints.
-        step: optimizer step that the run starts at.
-        everything: whether to move all states, regardless of their steps, because they belong to a different run.
+        step: optimizer step at which the run starts.
+        everything: whether to move all saved states, whatever their steps, because they belong to a different run.
     """
     latest = -1 if everything else step
     headers = {path: header for path in _states_in(folder) if (header := _header(path))}
@@ -310,13 +314,13 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
 
 
 def _states_in(folder: Path) -> list[Path]:
-    """List the saved states of a run, including ``last.ckpt``, in its folder of checkpoints."""
+    """List the paths of the saved states in a run's folder of checkpoints, including ``last.ckpt``."""
     states = [path for path in (folder / RECOVERY).glob("*.ckpt") if step_of(path) is not None]
     return [*states, *([folder / LAST] if (folder / LAST).exists() else [])]
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """Read all entries of a checkpoint except its tensors; None if it cannot be read."""
+    """Read all entries of a checkpoint except its tensors; None if it cannot be read or does not record its step."""
     try:
         header = read_header(path)
     except (ValueError, OSError):

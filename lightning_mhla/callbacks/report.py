@@ -27,12 +27,12 @@ RECORD = "run.json"
 
 
 class RunReport(Callback):
-    """Report on a run: print the last validation metrics, the training time, and the paths of checkpoints, logs and pictures.
+    """Callback that prints the last validation metrics, the training time and the paths of output files after a run.
 
-    After every validation the callback also writes two files to the folder of the run. ``run.json`` holds validation metrics
-    by step, the best value that a checkpoint was chosen by, steps, seconds (of all starts together), numbers of parameters,
-    and versions; ``lightning compare`` reads it. ``report.html`` is a page with metrics, curves, pictures, samples and the
-    command to resume.
+    After every validation the callback also writes two files to the folder of the run. ``run.json`` holds the validation
+    metrics by step, the best value of the metric that selects checkpoints, the number of steps, the training time in seconds
+    over all starts of the run, the numbers of parameters, and the versions of libraries; ``lightning compare`` reads it.
+    ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
 
     Attributes:
         points: metrics of the run by step, shared with :class:`LearningCurves` if the trainer has it.
@@ -51,20 +51,20 @@ class RunReport(Callback):
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer."""
+        """Start the timer of the training time."""
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return validation metrics, seconds so far and versions, which ``lightning export`` writes to the model card."""
+        """Return validation metrics, training time so far in seconds, and versions, for checkpoints and model cards."""
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the metrics and the seconds of earlier starts."""
+        """Restore the validation metrics and the training time of earlier starts of the run."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation metrics, and write ``run.json`` and the page."""
+        """Record the validation metrics, and write ``run.json`` and ``report.html``."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self.points.note_logged(trainer, "val/")
@@ -105,7 +105,7 @@ class RunReport(Callback):
         write_page(folder, checkpoints, record)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write ``run.json`` and the page, and print the report on the first process."""
+        """Write ``run.json`` and ``report.html``, and print the report, on the first process."""
         self._write(trainer, pl_module, finished=True)
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:

@@ -19,7 +19,7 @@ ROW = "row_to_log"
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Store the metrics of the current step in a checkpoint, because the loggers do not have them yet.
 
-    Lightning passes metrics to the loggers only after all callbacks of the step, and so after its checkpoints.
+    Lightning passes the metrics of a step to the loggers only after all callbacks have run. A callback writes the checkpoint.
 
     Args:
         trainer: trainer of the run.
@@ -32,11 +32,13 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
-    """Log the metrics that :func:`keep_row` stored in the checkpoint of a resumed run, unless the logger has them already.
+    """Log the metrics that :func:`keep_row` stored in the checkpoint of a resumed run, unless a logger has them already.
+
+    TensorBoard also gets an event after which it discards the points that the stopped run logged from this step on.
 
     Args:
         trainer: trainer of the resumed run.
-        row: step and metrics from :func:`keep_row`, or None.
+        row: step and metrics that :func:`keep_row` stored; None if the checkpoint has none.
     """
     row = row or {"step": trainer.global_step, "metrics": {}}
     for logger in trainer.loggers:
@@ -50,13 +52,13 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Return whether a logger continues the log of the run whose checkpoint is loaded, in the same folder."""
+    """Return whether a logger's folder contains the loaded checkpoint, so that the logger continues the log of its run."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 
 
 def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
-    """Return whether a table that an earlier start wrote in the same folder already contains a row."""
+    """Return whether a CSV file in the logger's folder already has a line with the step and some metric of ``row``."""
     for path in Path(logger.log_dir).glob("metrics*.csv"):
         with path.open(newline="") as stream:
             for line in csv.DictReader(stream):

@@ -12,12 +12,13 @@ from lightning_mhla.data.sampling import seed_step
 
 
 class StepSeed(Callback):
-    """Seed the random generators of Python, NumPy and torch before each batch, from seed, number of batches and rank.
+    """Callback that seeds the random generators of Python, NumPy and torch before each batch.
 
-    Dropout, stochastic depth and mixup then need no saved state of the generators, and a resumed run draws the same numbers.
+    The seed of a batch is computed from a seed of the run, the number of batches so far and the rank. A resumed run therefore
+    draws the same random numbers for dropout, stochastic depth and mixup, although checkpoints hold no generator states.
 
     Args:
-        seed: the seed; None for that of ``seed_everything``, or 0 if there is none.
+        seed: seed of the run; None for the seed that ``seed_everything`` has set, or 0 if it has not been called.
     """
 
     def __init__(self, seed: int | None = None) -> None:

@@ -28,14 +28,14 @@ PHASES = ("has not begun it", "computes it", "validates before it")
 
 
 class StallWatch(Callback):
-    """Warn when training makes no progress, and name the slowest process.
+    """Callback that warns when training makes no progress, and names the slowest process.
 
-    Each process publishes its progress every few seconds from a thread, over its own connection to the store of the process
-    group. The first process logs the warning, and the slowest process logs its stack. Training itself is not affected. A long
-    periodic evaluation is logged as information, not as a warning.
+    In each process, a thread writes the progress of the process to the process group's key-value store every few seconds. The
+    first process logs the warning, and the slowest process logs the stack of its main thread. Training itself is not affected.
+    A long periodic evaluation is logged as information, not as a warning.
 
     Args:
-        seconds: seconds without progress before the first warning; the next one follows after twice the time, and so on.
+        seconds: seconds without progress before the first warning; the time before each further warning doubles.
         interval: polling interval in seconds.
     """
 
@@ -122,10 +122,11 @@ class StallWatch(Callback):
         """Publish the progress of this process in the store, and read the progress of all processes.
 
         Args:
-            seen: latest text of each process, and the time in seconds at which it arrived, by rank; updated in place.
+            seen: latest JSON message of each process and the local time in seconds at which it was first read, by rank;
+                updated in place.
 
         Returns:
-            Progress of each process by rank, with the seconds since its latest sign of life under ``silent``.
+            Progress of each process by rank: the decoded message, and under ``silent`` the seconds since it last changed.
         """
         own_state = {
             "at": [self._step, self._phase],
@@ -153,15 +154,17 @@ class StallWatch(Callback):
         return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
-        """Return the sort key by which the slowest process comes first: silent, outside a collective, fewest steps.
+        """Return a sort key that puts the slowest process first.
+
+        Silent processes come first, then processes that do not wait in a collective, then those with the fewest batches.
 
         Args:
-            state: progress of the process.
+            state: progress of a process, from :meth:`_exchange`.
         """
         return state["silent"] < self.seconds / 2, state["waits"], state["at"]
 
     def _waits_for_others(self) -> bool:
-        """Return whether the main thread waits for other processes, inside a function of torch.distributed."""
+        """Return whether the main thread is inside a function of torch.distributed, where it waits for other processes."""
         frame = sys._current_frames().get(self._main)
         return frame is not None and "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
 
@@ -175,8 +178,9 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
 
     Args:
         rank: rank of the process.
-        state: its progress: ``at`` (batch and phase), ``host``, and ``silent`` (seconds since its latest sign of life).
-        silence: seconds without a sign of life after which the process counts as stopped or lost.
+        state: progress of the process: ``at`` (number of the batch and index of its phase in :data:`PHASES`), ``host`` (name
+            of the machine) and ``silent`` (seconds since its progress message last changed).
+        silence: seconds without a new message after which the process counts as stopped or lost.
         world: number of processes.
     """
     step, phase = state["at"]
@@ -188,10 +192,12 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
 
 
 def _connect() -> TCPStore | None:
-    """Open a separate connection to the store of the process group, since a waiting call blocks all threads that share one.
+    """Open a separate connection to the store of the process group.
+
+    A blocking call on a connection would block every thread that shares it.
 
     Returns:
-        The store; None if the process group does not use a ``TCPStore``.
+        The connected store; None if the process group does not use a ``TCPStore``.
     """
     store: Any = get_default_store()
     while hasattr(store, "underlying_store"):

@@ -13,7 +13,7 @@ CHUNK = 8
 
 
 class FrozenVAE:
-    """VAE of diffusers, loaded on first use. It is not a module, and thus neither trained nor saved in checkpoints.
+    """Holder of a diffusers VAE that is loaded on first use. It is not an ``nn.Module``, so the VAE is not trained or saved.
 
     Args:
         path: folder of the VAE (or of a pipeline that has one in ``vae/``), or a name on the hub.
@@ -31,7 +31,7 @@ class FrozenVAE:
         return self  # copies of the module, such as the weight average, share it
 
     def rest(self) -> None:
-        """Move the VAE off the GPU."""
+        """Move the VAE to the CPU if it has been loaded."""
         if self._model is not None:
             self._model.cpu()
 
@@ -75,7 +75,8 @@ class LatentCodec(FrozenVAE):
             images: images ``[B, 3, S, S]`` in -1 .. 1.
 
         Returns:
-            Means, followed by standard deviations, along the channel axis: ``[B, 2 * C, s, s]`` float32.
+            Means followed by standard deviations along the channel axis, ``[B, 2 * C, s, s]`` float32, where C and s are the
+            channels and the side of the latents.
         """
         model = self.model(images.device)
         # Autocast would use half precision, in which the activations of some VAEs overflow.
@@ -84,7 +85,7 @@ class LatentCodec(FrozenVAE):
         return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
 
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Draw latents ``[B, C, s, s]`` from the posterior, scaled for diffusion.
+        """Encode images, draw latents ``[B, C, s, s]`` from the posterior, and scale them for diffusion.
 
         Args:
             images: images ``[B, 3, S, S]`` in -1 .. 1.
@@ -121,7 +122,8 @@ class ClipCodec(FrozenVAE):
         each channel are part of the VAE's configuration.
 
         Raises:
-            ValueError: if the VAE cannot compress a clip of this size without rounding.
+            ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
+                height and width are multiples of its spatial one.
         """
         model = self.model(clips.device)
         self.latent_size(*clips.shape[2:])
@@ -145,10 +147,11 @@ class ClipCodec(FrozenVAE):
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return the numbers of frames, rows and columns of a clip's latent.
+        """Return the frames, rows and columns of the latents of a clip whose frames have ``height`` x ``width`` pixels.
 
         Raises:
-            ValueError: if the VAE cannot compress a clip of this size without rounding.
+            ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
+                height and width are multiples of its spatial one.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
@@ -162,7 +165,7 @@ class ClipCodec(FrozenVAE):
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
-    """Draw latents from their posterior and scale them.
+    """Draw latents from the normal distribution with the given means and standard deviations, and scale them.
 
     Args:
         moments: means and standard deviations ``[..., 2 * C, s, s]``.
@@ -206,7 +209,7 @@ class ImageCodec(FrozenVAE):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the numbers of rows and columns of an image's latent.
+        """Return the rows and columns of the latents of an image with ``height`` x ``width`` pixels.
 
         Raises:
             ValueError: if height or width is not a multiple of the autoencoder's compression factor.

@@ -22,11 +22,11 @@ class DistillationConfig:
     """Options of distillation from a teacher, the model before its attention was replaced.
 
     Args:
-        teacher: weights of the teacher, in the same forms as pretrained; null for plain fine-tuning.
+        teacher: weights of the teacher, in any form that the option pretrained accepts; null for plain fine-tuning.
         layer_steps: number of optimizer steps at the beginning that only train each replaced layer to match the output of the
             teacher's layer for the teacher's inputs.
         velocity_weight: weight of the squared distance to the teacher's velocity after the layer steps.
-        flow_weight: weight of the loss without a teacher after the layer steps.
+        flow_weight: weight of the flow-matching loss on the data after the layer steps.
     """
 
     teacher: str | None = None
@@ -41,20 +41,21 @@ class DistillationConfig:
             raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of the loss without a teacher, ``plain``, and the distance to the teacher, all scalars."""
+        """Return the weighted sum of the flow-matching loss ``plain`` and the distance from the teacher's velocity, scalars."""
         return self.flow_weight * plain + self.velocity_weight * distance
 
 
 @dataclass(frozen=True)
 class VelocityHost(LinearizedHost):
-    """Adapter that trains diffusers transformers with replaced attention, which predict a velocity, in two stages.
+    """Two-stage training of diffusers transformers that predict a velocity and whose attention was replaced.
 
-    diffusers does not keep the attention that was replaced, so the first stage matches each replaced layer to that of a
-    teacher. It gets the input of the teacher's layer, so no layer has to compensate for the error of an earlier one. All
-    weights of a replaced layer are trained in this stage.
+    The teacher is the transformer before the replacement. In the first stage, each replaced attention layer learns to
+    reproduce the output of the teacher's layer for the input of the teacher's layer, so it does not have to compensate for
+    errors of earlier layers. All weights of the replaced layers are trained. The teacher provides the original layers because
+    diffusers does not keep them. In the second stage, the teacher's velocity is a training target of the complete transformer.
 
     Args:
-        velocity: function that returns a transformer's velocity for noisy samples, times and text.
+        velocity: function that takes a transformer, noisy samples, timesteps and text, and returns the predicted velocity.
     """
 
     loss_name = "train/flow_loss"
@@ -80,7 +81,7 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Predict the velocity, float32, for noisy samples, times and text."""
+        """Predict the velocity, float32, with ``network``; ``inputs`` are noisy samples, timesteps and text."""
         return self.velocity(network, *inputs).float()
 
     @override

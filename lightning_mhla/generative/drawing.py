@@ -44,11 +44,11 @@ class ImageGenerator(Protocol):
 
     @property
     def num_conditions(self) -> int:
-        """Number of conditions: classes, or prompts of a list."""
+        """Number of conditions, such as classes or the prompts of a list."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image. For a model of latents, height and width are arbitrary."""
+        """Channels, height and width of a generated image. Height and width are placeholders if the model works on latents."""
 
     def check_drawable(self, sampling: Any = None) -> None:
         """Check that images can be drawn with the given sampler options.
@@ -86,7 +86,7 @@ class SampleGrid(PeriodicEvaluation):
     """Callback that draws a grid of samples, balanced over the conditions, with the weights that validation uses.
 
     The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has condition i modulo the number of
-    conditions (classes, for example) and its own noise, so any number of processes draws the same samples.
+    conditions (classes, for example) and its own noise, so the samples do not depend on the number of processes.
 
     Args:
         samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
@@ -124,7 +124,7 @@ class SampleGrid(PeriodicEvaluation):
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that samples can be drawn with this VAE and sampler.
+        """Check before training that the module can draw samples with its VAE and the sampler options.
 
         Raises:
             ValueError: if the module does not draw images, or its options do not allow drawing.
@@ -150,7 +150,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @contextmanager
     def _drawing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Return a context for drawing with validation's weights and precision. It restores the random state at its end."""
+        """Context manager for drawing with the weights and precision of validation. The random state is restored at its end."""
         with (
             kept_random_state(),
             evaluation_weights(trainer, module),
@@ -160,7 +160,7 @@ class SampleGrid(PeriodicEvaluation):
         _rest(module)
 
     def _rounds(self, trainer: Trainer, module: ImageGenerator, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
-        """Draw this process's share of the samples in rounds of a batch.
+        """Draw this process's share of the samples, one batch in each round.
 
         Args:
             trainer: trainer of the module.
@@ -168,7 +168,8 @@ class SampleGrid(PeriodicEvaluation):
             samples: number of samples of all processes.
 
         Yields:
-            Tickets of this process in a round, and their pixels ``[b, C, S, S]`` uint8.
+            Tickets that hold the indices of this process's samples in a round, and the pixels of these samples,
+            ``[b, C, S, S]`` uint8.
         """
         rank, world = process_share(trainer)
         # Every process draws the same number of rounds, since each round ends with a collective.
@@ -199,24 +200,24 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def _rest(module: Any) -> None:
-    """Move the text encoders and VAEs of a module off the GPU."""
+    """Move a module's text encoders and VAEs to the CPU, if it has any."""
     if hasattr(module, "rest"):
         module.rest()
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Gather one round of samples from all processes, sorted by index and without padding.
+    """Gather one round of samples from all processes, sorted by index, without samples that only fill up a batch.
 
     This is a collective operation: every process must call it.
 
     Args:
-        module: module that gathers the tensors.
+        module: module whose ``all_gather`` gathers the tensors.
         tickets: tickets of this process, which hold the indices of its samples.
-        pixels: pixels ``[b, C, S, S]`` of this process.
-        columns: further tensors ``[b, ...]`` of this process.
+        pixels: pixels ``[b, C, S, S]`` of this process's samples.
+        columns: further tensors ``[b, ...]`` with a row for each of this process's samples.
 
     Returns:
-        Pixels, indices and further columns of all processes.
+        List of the pixels, the indices and each of the further tensors, with rows for the samples of all processes.
     """
     valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
     indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)

@@ -59,7 +59,7 @@ def draw_flow_times(
 
 
 def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute noisy samples at ``times``, and the velocity there, noise minus data.
+    """Compute noisy samples at the given timesteps, and their velocities, which are noise minus data.
 
     Args:
         clean: clean samples ``[B, ...]``.

@@ -34,11 +34,12 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 class SampleWriter(Callback):
-    """Callback that writes generated images to files during predict, each process its own.
+    """Callback that writes the images that ``Trainer.predict`` generates to files.
 
-    ``png`` writes ``samples/000017-class3.png`` and so on. ``npz`` writes ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8
-    and ``arr_1`` ``[N]`` int64, in order of the index; all processes fill the same file, so they must share the folder.
-    Samples of an earlier call in the same folder are recognized by their names and removed; other files stay.
+    ``png`` writes a file for each sample, such as ``samples/000017-class3.png``. ``npz`` writes ``samples.npz`` with images
+    ``arr_0`` ``[N, S, S, 3]`` uint8 and labels ``arr_1`` ``[N]`` int64, in the order of the sample indices. Each process writes
+    its own samples; with ``npz``, all processes write into the same files, so they must share the folder. Samples of an
+    earlier call in the same folder are recognized by their names and removed; other files stay.
 
     Args:
         output: output format, ``"png"`` or ``"npz"``.
@@ -51,7 +52,7 @@ class SampleWriter(Callback):
         self._folder, self._count = Path(), 0
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Determine the output folder on every process, and remove earlier samples on the first."""
+        """Determine the output folder on every process, and remove samples of an earlier call on the first process."""
         self._folder = run_folder(trainer)
         loaders: Any = trainer.predict_dataloaders
         self._count = len(loaders.source)
@@ -65,7 +66,7 @@ class SampleWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Write the samples of a batch on every process."""
+        """Write this process's samples of a batch to PNG files, or to the temporary files for ``samples.npz``."""
         pixels = outputs["pixels"].permute(0, 2, 3, 1).cpu().numpy()
         indices, labels = outputs["index"].tolist(), outputs["label"].cpu().numpy()
         if self.output == "png":
@@ -78,7 +79,10 @@ class SampleWriter(Callback):
             _write_rows(path, indices, np.ascontiguousarray(values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pack the arrays that all processes have filled into the npz, on the first process."""
+        """Wait for all processes, and on the first one, complete the output and log the number of samples.
+
+        With ``npz``, the temporary files with the images and labels of all processes are combined into ``samples.npz``.
+        """
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return
@@ -98,7 +102,9 @@ class SampleWriter(Callback):
         return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"
 
     def _make(self, trainer: Trainer, side: int) -> None:
-        """Create the array files on the first process, which all processes then fill. Every process waits until they exist.
+        """Create the temporary files for images and labels on the first process, while the other processes wait.
+
+        All processes then write their samples into these files.
 
         Args:
             trainer: trainer of the prediction.

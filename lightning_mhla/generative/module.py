@@ -18,7 +18,7 @@ VALIDATION_SEED = 0
 
 
 class GenerativeModule(TrainingModule):
-    """Base class of the training modules of generative models. The validation loss is the mean of :meth:`sample_losses`.
+    """Base class of LightningModules that train generative models. The validation loss is the mean of :meth:`sample_losses`.
 
     Arguments are those of :class:`TrainingModule`.
     """
@@ -29,10 +29,10 @@ class GenerativeModule(TrainingModule):
 
     @abstractmethod
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the training loss of each sample, with the timestep and the noise that its generator draws.
+        """Compute the training loss of each sample, with a timestep and noise drawn from the sample's generator.
 
         Args:
-            batch: batch of the data module.
+            batch: batch from the data module.
             generators: random generators on the CPU, one for each sample.
 
         Returns:
@@ -62,7 +62,7 @@ def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Draw standard normal noise with the shape, dtype and device of another tensor.
 
     Args:
-        like: the other tensor, ``[B, ...]``.
+        like: tensor ``[B, ...]`` whose shape, dtype and device the noise gets.
         generators: random generators on the CPU, one for each of the B samples.
     """
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

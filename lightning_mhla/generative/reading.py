@@ -18,7 +18,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 @contextmanager
 def read_safely(path: str | Path) -> Iterator[None]:
-    """Return a context that converts errors of a broken or hostile file into a ValueError that names the file."""
+    """Context manager that converts errors while reading a damaged or malicious file to a ValueError that names the file."""
     try:
         yield
     except (ValueError, FileNotFoundError):
@@ -30,12 +30,12 @@ def read_safely(path: str | Path) -> Iterator[None]:
 def read_weights_file(
     path: Path, containers: Sequence[str] = (), classes: Sequence[Any] = (), mixed: bool = False
 ) -> dict[str, Tensor]:
-    """Read tensors by name from a ``.safetensors`` file or a file of ``torch.save``.
+    """Read tensors by name from a ``.safetensors`` file or a file that ``torch.save`` wrote.
 
     Args:
         path: path of the file.
         containers: keys of a training checkpoint under which the weights may be stored.
-        classes: plain classes whose objects the file may contain in addition to tensors and containers.
+        classes: classes whose objects the file may contain, in addition to tensors and plain Python containers.
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
@@ -67,8 +67,8 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
     Args:
         path: path of a folder, or name on the hub.
         kind: class of the model in diffusers.
-        what: description of the model for error messages.
-        option: name of the option with the path for error messages.
+        what: description of the model, for error messages.
+        option: text that precedes the path in error messages, such as the name of the option that gave it.
 
     Raises:
         FileNotFoundError: if there is no such model.

@@ -35,13 +35,13 @@ class LoraOptions:
 
 
 def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> None:
-    """Freeze all parameters of a swapped model except those to be trained.
+    """Freeze all parameters of a model with replaced attention except those to be trained.
 
     Args:
-        model: swapped model, changed in place; ``"lora"`` also inserts adapters.
-        part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the self-attention of replaced layers
-            with its projections. ``"new"`` trains only the parameters that the swap added. ``"lora"`` trains those and
-            adapters of the projections.
+        model: model after :func:`lightning_mhla.swap_attention`, changed in place; ``"lora"`` also inserts adapters.
+        part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced self-attention layers,
+            including their projections. ``"new"`` trains only the parameters that the new attention added. ``"lora"`` trains
+            those and low-rank adapters of the projections.
         lora: options of the adapters.
 
     Raises:
@@ -69,12 +69,12 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 
 
 def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
-    """Return the names, within ``model``, of the linear layers that ``host`` had before the swap.
+    """Return the names, within ``model``, of the linear layers that ``host`` had before its attention was replaced.
 
     Args:
-        model: swapped model.
+        model: model after :func:`lightning_mhla.swap_attention`.
         host: attention module of a replaced layer.
-        new: attention that the swap added to ``host``.
+        new: new attention inside ``host``.
     """
     names, added = {module: name for name, module in model.named_modules()}, set(new.modules())
     return [names[module] for module in host.modules() if isinstance(module, nn.Linear) and module not in added]
@@ -104,8 +104,8 @@ def merge_adapters(model: Any) -> None:
 def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
     """Write the LoRA adapters of ``model`` to a folder, and remove them from the model, in place.
 
-    The weights that they adapt do not change. ``load_lora_weights(folder)`` of the model's pipeline and
-    ``peft.PeftModel.from_pretrained(transformer, folder)`` add the adapters to the remaining transformer again.
+    The weights of the transformer itself do not change. ``load_lora_weights(folder)`` of the model's pipeline and
+    ``peft.PeftModel.from_pretrained(transformer, folder)`` add the saved adapters to the transformer again.
 
     Args:
         model: transformer with adapters, changed in place.

@@ -55,9 +55,9 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """Token grid of a model's current input. It is called as a forward pre-hook of the model's patch convolution.
+    """Forward pre-hook of a diffusers model's patch convolution that records the token grid of the current input.
 
-    The hook belongs to a module inside the model, so that a compiled model traces it together with the attention.
+    The hook is attached to a module inside the model, so that a compiled model traces it together with the attention.
 
     Args:
         name: name of the model's class, for error messages.
@@ -68,11 +68,11 @@ class InputGrid(TokenGrid):
         self.name = name
 
     def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
-        """Record the grid of an input ``[B, C, ...]``.
+        """Record the token grid of an input ``[B, C, ...]``.
 
         Args:
             convolution: patch convolution; its stride is the size of a patch along each axis.
-            args: positional arguments of its call, the input first.
+            args: positional arguments of the convolution, the input first.
 
         Raises:
             ValueError: if the input does not have batch, channels and one axis for each axis of the patches.
@@ -87,10 +87,10 @@ class InputGrid(TokenGrid):
 
 
 class SwappedAttention(nn.Module):
-    """Processor of a diffusers attention module that computes the new attention with the module's projections and norms.
+    """diffusers attention processor that computes ``attention`` with the projections and norms of its diffusers module.
 
     Args:
-        attention: the new attention, without projections.
+        attention: attention without projections, such as MHLA, which replaces the original attention.
         blocks: number of blocks along each axis of the token grid.
         grid: token grid of the model's current input.
     """
@@ -109,9 +109,9 @@ class SwappedAttention(nn.Module):
         rotary_emb: tuple[Tensor, Tensor] | None = None,
         image_rotary_emb: Any = None,
     ) -> Tensor:
-        """Call :meth:`forward` with the arguments that diffusers passes to a processor.
+        """Call :meth:`forward` with the arguments that diffusers passes to an attention processor.
 
-        diffusers inspects this signature and drops arguments that it does not name.
+        diffusers inspects this signature and drops arguments that the signature does not name.
 
         Raises:
             ValueError: if ``image_rotary_emb`` is given; only rotary angles in Wan's form are supported.
@@ -202,7 +202,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
 
 
 def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
-    """Reject models and options that swapped attention does not support, before anything is changed.
+    """Check that the attention of a diffusers model can be replaced. The model does not change.
 
     Args:
         model: model of a class in :data:`PROCESSORS` or derived from one of them.
@@ -243,10 +243,10 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
 
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
-    """Build the new attention that replaces that of a diffusers layer, on the same device and in the same dtype.
+    """Build the attention that replaces the one computed by ``host``, on the same device and in the same dtype.
 
     Args:
-        host: diffusers attention module.
+        host: diffusers attention module, whose projections stay in use.
         config: configuration of the new attention.
         axes: number of axes of the token grid.
 
@@ -269,9 +269,9 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
 
 
 class DiffusersHost(HostLibrary):
-    """Attention swapping for the diffusers models of :data:`PROCESSORS`: Wan, DiT, PixArt, SANA and related models.
+    """Replacement of the attention of the diffusers models in :data:`PROCESSORS`: Wan, DiT, PixArt, SANA and related models.
 
-    Where a model rotates queries and keys by their positions, the new attention does so too, after the feature map.
+    If a model applies a rotary embedding to queries and keys, the new attention does so too, after its feature map.
     """
 
     package = "diffusers"

@@ -37,11 +37,11 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of swapped diffusers models, which build the new attention that their configuration records."""
+    """Base class of diffusers models that, when they are built, replace their attention as their configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the swapped class for a diffusers model class, or ``host`` if it is one already."""
+        """Return the subclass of the diffusers model class ``host`` with replaced attention, or ``host`` if it is one."""
         if issubclass(host, cls):
             return host
         float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
@@ -49,16 +49,16 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """Load a saved configuration as diffusers does, and undo the changes that make other classes reject it."""
+        """Load a saved configuration as diffusers does, and undo the changes that make diffusers' own classes reject it."""
         loaded = super().load_config(*args, **options)  # type: ignore[misc]
         return (restored(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else restored(loaded)
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **options: Any) -> Any:
-        """Build a swapped model from a configuration, as diffusers' method of this name does for its models.
+        """Build a model with replaced attention from its configuration; arguments are those of the diffusers method.
 
         Raises:
-            ValueError: if the configuration has no record of the swap.
+            ValueError: if the configuration does not record how the attention was replaced.
         """
         record = config.get(SAVED)
         if record is None:
@@ -76,10 +76,10 @@ class SwappedDiffusersModel(SwappedClass):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """Load a swapped model, as diffusers' method of this name does for its models.
+        """Load a saved model with replaced attention; arguments are those of the diffusers method.
 
         Raises:
-            ValueError: if weights are missing, which diffusers would leave uninitialized, or unknown.
+            ValueError: if weights are unknown, or if weights are missing, which diffusers would leave uninitialized.
         """
         source = pretrained_model_name_or_path
         model, info = super().from_pretrained(source, output_loading_info=True, **options)  # type: ignore[misc]
@@ -87,13 +87,13 @@ class SwappedDiffusersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as diffusers does, and write the module that its ``auto_map`` refers to."""
+        """Save the configuration as diffusers does, and write the Python module that its ``auto_map`` refers to."""
         if self._is_public() and not Path(save_directory).is_file():
             write_module(save_directory, __name__, [type(self).__name__])
         super().save_config(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any) -> None:
-        """Write the configuration as JSON in a form that only the swapped classes accept."""
+        """Write the configuration as JSON in a form that diffusers' own classes reject and this class accepts."""
         content = json.loads(self.to_json_string())  # type: ignore[attr-defined]
         content[SAVED][DTYPE] = str(self.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
         replaced: dict[str, Any] = {"quantization_config": {"quant_method": NOTICE}}
@@ -103,13 +103,13 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether the module-level :func:`__getattr__` finds this class by its name."""
+        """Return whether this class can be imported from this module by name, through the module's :func:`__getattr__`."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as diffusers does, and remove weights of an earlier save that would be loaded in their place."""
+        """Save the model as diffusers does, and remove older weight files that would be loaded in place of the new ones."""
         signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
         arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
@@ -119,7 +119,7 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the swapped subclass of the diffusers model class ``name``, so that saved models and pipelines can import it."""
+    """Return the subclass with replaced attention of the diffusers model class ``name``, for imports by saved models."""
     if name.startswith("_"):
         raise AttributeError(name)
     import diffusers
@@ -133,7 +133,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DiffusersFolders(DiffusersHost):
-    """Saving and loading of swapped diffusers models, in addition to the swap itself."""
+    """Replacement of the attention of diffusers models, with saving and loading of the changed models."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -34,11 +34,11 @@ HUB_OPTIONS = (
 
 
 class HostLibrary(ABC):
-    """Attention swapping, saving and loading for the models of one library.
+    """Interface for replacing the attention in models of a library, and for saving and loading the changed models.
 
     Attributes:
         package: name of the library's package; a model belongs to the library if its class or a base class is defined there.
-        options: names of the options that :meth:`load` accepts.
+        options: names of the options of ``from_pretrained`` that :meth:`load` accepts.
     """
 
     package: ClassVar[str]
@@ -53,12 +53,12 @@ class HostLibrary(ABC):
         """Return the self-attention modules of a model, first to last.
 
         Raises:
-            ValueError: if attention cannot be swapped in this model.
+            ValueError: if the attention of this model cannot be replaced.
         """
 
     @abstractmethod
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Reject a swap that would lose behavior of the original attention. The model does not change.
+        """Check that the attention of layers can be replaced without losing any of its behavior. The model does not change.
 
         Args:
             model: model whose attention is to be replaced.
@@ -87,17 +87,17 @@ class HostLibrary(ABC):
         """
 
     def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
-        """Replace the attention of a model in place as in an earlier, recorded swap.
+        """Replace the attention of a model in place, with recorded options.
 
         Args:
-            model: model that is not swapped yet.
-            record: options of the earlier swap, in the form of :meth:`remember`.
+            model: model with its original attention.
+            record: attention options and kinds of the layers, in the form that :meth:`remember` describes.
 
         Returns:
             The new attention modules by layer number.
 
         Raises:
-            ValueError: if :meth:`check` rejects the swap.
+            ValueError: if :meth:`check` rejects the replacement.
         """
         attention, all_layers = AttentionConfig(**record["attention"]), self.layers(model)
         kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(all_layers)}
@@ -114,9 +114,9 @@ class HostLibrary(ABC):
         """Switch a replaced layer to its original attention, or back to the new one.
 
         Args:
-            model: swapped model.
+            model: model after :func:`lightning_mhla.swap_attention`.
             layer: attention module of a replaced layer.
-            original: whether the layer computes its original attention from now on.
+            original: True to compute the original attention from now on; False to compute the new attention.
 
         Raises:
             NotImplementedError: if the library's models do not keep the original attention.
@@ -125,10 +125,10 @@ class HostLibrary(ABC):
 
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
-        """Return a context in which replaced layers compute their original attention, with their current projection weights.
+        """Context manager in which replaced layers compute their original attention, with the current projection weights.
 
         Args:
-            model: swapped model.
+            model: model after :func:`lightning_mhla.swap_attention`.
             layers: numbers of the layers to switch; None for all replaced layers.
 
         Raises:
@@ -145,10 +145,10 @@ class HostLibrary(ABC):
                 self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens that a layer was called with.
+        """Return the mask of non-padding tokens for a call of an attention layer. This default returns None.
 
         Args:
-            options: keyword arguments of the call of the layer.
+            options: keyword arguments that the layer was called with.
             x: output of the layer, ``[B, N, dim]``.
 
         Returns:
@@ -158,15 +158,16 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        """Return the recorded options of a model's swap, as :meth:`remember` stored them; None if the model was not swapped."""
+        """Return the options that :meth:`remember` stored in a model; None if its attention was not replaced."""
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Record the options of the swap in the model's configuration, which the library saves with the model.
+        """Store in a model how its attention was replaced, so that this is saved with the model's configuration.
 
         Args:
-            model: swapped model.
-            record: fields of the :class:`AttentionConfig` under ``attention``, and kinds by layer number under ``layers``.
+            model: model whose attention was replaced.
+            record: mapping with the fields of the :class:`AttentionConfig` under ``attention``, and a mapping from the number
+                of each replaced layer to its attention kind under ``layers``.
         """
 
     @abstractmethod
@@ -181,7 +182,7 @@ class HostLibrary(ABC):
     def load(
         self, source: str, config: Mapping[str, Any], dtype: torch.dtype | None, options: Mapping[str, Any]
     ) -> nn.Module:
-        """Load a saved swapped model by the library's own rules.
+        """Load a saved model with replaced attention as the library loads its own models.
 
         Args:
             source: folder, or name on the hub.
@@ -206,11 +207,11 @@ _numbers = itertools.count()
 
 
 class TokenGrid:
-    """Shape of the token grid of a model's current input, for attention modules that get only a flat sequence of tokens.
+    """Record of the token grid of a model's current input, for attention modules that get only a flat sequence of tokens.
 
-    A hook on the model calls :meth:`enter` with each input. A layer that activation checkpointing recomputes in the backward
-    pass may belong to an earlier input. Its grid is then found by its number of tokens, among the inputs since the last
-    backward pass.
+    A hook on the model calls :meth:`enter` for each input. If activation checkpointing recomputes a layer in the backward
+    pass, the layer may have processed an earlier input. Its grid is then identified by its number of tokens, among the grids
+    of the inputs since the last backward pass.
 
     Args:
         prefix_tokens: number of tokens before those of the grid, such as class and register tokens.
@@ -224,7 +225,7 @@ class TokenGrid:
         self._take_number()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled grid under a new number, so that it does not share the shape of the original."""
+        """Restore the attributes of a copied or unpickled grid, with a current shape separate from that of the original."""
         self.__dict__.update(state)
         self._take_number()
 
@@ -249,7 +250,7 @@ class TokenGrid:
             self.recent.add(shape)
 
     def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
-        """Return the partition of a layer's input into blocks, with at most one block per token along each axis.
+        """Return the partition of a layer's input tokens into blocks, with at most as many blocks as tokens along each axis.
 
         Args:
             blocks: number of blocks along each axis.
@@ -301,7 +302,7 @@ class TokenGrid:
 def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
     """Reject more blocks than tokens along an axis if there are prefix tokens.
 
-    Prefix tokens form a block outside the grid, and coefficients with such a block cannot be resized.
+    Prefix tokens form a block outside the grid, and mixing coefficients that include such a block cannot be resized.
 
     Args:
         prefix_tokens: number of class and register tokens before those of the grid.
@@ -326,7 +327,7 @@ def refuse_float16(index: int, kind: type) -> None:
         kind: class of the attention.
 
     Raises:
-        ValueError: if the kind sums over tokens, as attention of linear cost does.
+        ValueError: if the kind of attention computes sums over many tokens, as linear attention does.
     """
     if issubclass(kind, SummaryAttention):
         raise ValueError(
@@ -335,16 +336,17 @@ def refuse_float16(index: int, kind: type) -> None:
 
 
 def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
-    """Fit an attention module to the block layout of its tokens, unless ``owner.fitted`` shows that this was done already.
+    """Set the block layout of an attention module, unless it is already set, or return the layout in a traced graph.
 
     Args:
-        owner: object whose attribute ``fitted`` holds the last layout and device.
-        attention: attention module to fit.
+        owner: object whose attribute ``fitted`` holds the layout and device that were set last; updated in place.
+        attention: attention module whose layout is set.
         layout: layout of the tokens.
         device: device of the tokens.
 
     Returns:
-        The layout to pass to :meth:`Attention.forward` while a graph is traced, where nothing is stored; None otherwise.
+        While a graph is traced, the layout, which the caller must pass to :meth:`Attention.forward` because tracing must not
+        change the module. Otherwise None.
     """
     if torch.compiler.is_compiling():
         return layout
@@ -355,7 +357,7 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
-    """Return the number of blocks along each axis of the token grid in a configuration; 1 each for a kind without blocks.
+    """Return the configured number of blocks along each axis of the token grid; 1 per axis for kinds without blocks.
 
     Args:
         axes: number of axes of the token grid.
@@ -377,10 +379,12 @@ def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
 def build_beside(
     weight: Tensor, config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
 ) -> Attention:
-    """Build attention without projections, for use with the projections of an existing layer. Its gate starts open.
+    """Build attention without projections, for use with the projections of an existing layer.
+
+    If the attention has an output gate, the gate is initialized so that it does not change the output.
 
     Args:
-        weight: a weight of the existing layer; the new attention has its device and dtype.
+        weight: a weight of the existing layer; the new attention is built on its device and in its dtype.
         config: configuration of the new attention.
         dim: width of the tokens.
         heads: number of query heads.

@@ -16,10 +16,10 @@ def kinds_of_layers(
     """Return the new attention kind of each layer, or :data:`KEEP` for layers that do not change.
 
     Args:
-        attention: configuration whose kind replaces the chosen layers.
+        attention: configuration of the new attention; its kind is that of the layers to replace.
         depth: number of layers of the model.
         layers: numbers of the layers to replace; None for all.
-        layer_kinds: kinds of the layers, repeated to the depth; None to choose by ``layers``.
+        layer_kinds: pattern of attention kinds that is repeated over all layers; None to choose the layers with ``layers``.
 
     Raises:
         ValueError: if both ``layers`` and ``layer_kinds`` are given, if a layer does not exist, or if the number of kinds

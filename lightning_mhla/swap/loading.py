@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 
 
 def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied: Sequence[str] = ()) -> None:
-    """Load weights into a swapped model.
+    """Load weights into a model with replaced attention, from a checkpoint saved before or after the replacement.
 
-    Parameters that the swap or adapters added keep their initial values if ``state`` does not have them.
+    Parameters of the new attention or of adapters keep their initial values if ``state`` does not have them.
 
     Args:
         model: model after :func:`lightning_mhla.swap_attention`, with adapters or without.

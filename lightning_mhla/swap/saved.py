@@ -42,9 +42,9 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
     """Return a class derived from ``mixin`` and ``host``. Every call with the same arguments returns the same class.
 
     Args:
-        mixin: class that implements the swap; its ``derive_from`` returns the derived class of a host.
-        host: class of the library.
-        name: name of the derived class, under which the module of ``mixin`` finds it.
+        mixin: mixin that replaces the attention; its ``derive_from`` calls this function.
+        host: model or configuration class of a library.
+        name: name of the derived class, under which it can be imported from the module of ``mixin``.
         attributes: class attributes of the derived class.
     """
     if (mixin, host) not in _derived:
@@ -54,11 +54,11 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
 
 class SwappedClass:
-    """Base class of the mixins that :func:`derive` combines with a model or configuration class of a host library.
+    """Base class of mixins that add replaced attention to a library's model or configuration class; see :func:`derive`.
 
     Attributes:
         host: class of the library, such as ``LlamaForCausalLM``.
-        mixin: mixin that implements the swap for this library.
+        mixin: subclass of this class that :func:`derive` combined with ``host``.
     """
 
     host: type
@@ -92,21 +92,21 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values of a configuration so that the library's own classes reject it. :func:`restored` is the inverse.
+    """Replace values of a configuration so that the library's own classes reject it; undone by :func:`restored`.
 
     Args:
         config: configuration to save.
-        replaced: replacement values by the name of the entry.
+        replaced: replacement values by the names of their entries.
 
     Returns:
-        A copy of the configuration with the replacements, which keeps the original values in its record of the swap.
+        A copy of the configuration with the replacements. Its entry :data:`SAVED` also holds the original values.
     """
     original = {name: config[name] for name in replaced if name in config}
     return {**config, **replaced, SAVED: {**config[SAVED], ORIGINAL: {"names": sorted(replaced), "values": original}}}
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration without the replacements of :func:`guarded`, or unchanged if it has none."""
+    """Return a copy of a saved configuration with the original values that :func:`guarded` replaced, if it replaced any."""
     record = config.get(SAVED)
     if not isinstance(record, Mapping) or ORIGINAL not in record:
         return dict(config)
@@ -117,15 +117,15 @@ def restored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str) -> None:
-    """Remove weights of an earlier save that the library would read in place of those just saved.
+    """Remove weight files of an earlier save that the library would read in place of those just saved.
 
-    The libraries remove old shards, but not an index without shards, a single file beside new shards, or safetensors
-    beside a new ``.bin``.
+    The libraries themselves remove old shards, but not an index whose shards are gone, a single file beside new shards, or
+    safetensors files beside a new ``.bin`` file.
 
     Args:
         folder: folder of the model.
-        stem: beginning of the names of weight files.
-        variant: variant that was just saved; None without one.
+        stem: beginning of the names of weight files, such as ``model``.
+        variant: name of the variant that was just saved, such as ``fp16``; None for weights without a variant.
         suffix: suffix of the files that were just saved, ``safetensors`` or ``bin``.
     """
     path, marked = Path(folder), f".{variant}" if variant else ""
@@ -144,14 +144,14 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
 
 
 def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights: bool = False) -> None:
-    """Check that all weights of a loaded model came from its file.
+    """Check that all weights of a loaded model were read from its saved files.
 
     Args:
         name: name of the model's class, for the error message.
         source: folder or name that the model was loaded from, for the error message.
-        info: loading information of the library, with the entries ``missing_keys`` and ``unexpected_keys``.
-        all_weights: whether to check every weight. If false, only weights of the swapped attention are checked; the library
-            initializes or ignores others with a warning.
+        info: loading information that the library returned, with the entries ``missing_keys`` and ``unexpected_keys``.
+        all_weights: whether to check every weight. If false, only weights of the new attention are checked; the library
+            initializes other missing weights, and ignores unknown ones, with a warning.
 
     Raises:
         ValueError: if a weight is missing or, with ``all_weights``, not part of the model.

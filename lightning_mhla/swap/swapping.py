@@ -67,15 +67,16 @@ def swap_attention(
         model: transformer of diffusers, vision transformer of timm, or language model or encoder of transformers.
         attention: configuration of the new attention. Its ``rotary`` is ignored; the model's own rotary embedding applies.
         layers: numbers of the layers to replace; None for all.
-        layer_kinds: kinds of the layers, repeated to the depth, in place of ``layers``; ``"keep"`` keeps a layer,
-            ``"replace"`` stands for ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three layers.
+        layer_kinds: pattern of attention kinds that is repeated over all layers, in place of ``layers``. ``"keep"`` keeps a
+            layer, and ``"replace"`` stands for ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three
+            layers.
 
     Returns:
         The new attention modules by layer number.
 
     Raises:
-        ValueError: if the model or its attention is not supported, if blocks do not fit the axes of its tokens, or if its
-            attention is swapped already.
+        ValueError: if the model or its attention is not supported, if the configured blocks do not match the axes of the
+            model's token grid, or if its attention was replaced before.
     """
     host = host_of(model)
     all_layers = host.layers(model)
@@ -98,12 +99,12 @@ def swapped_layers(model: nn.Module) -> dict[int, Attention]:
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Change the block grid of a swapped diffusers model permanently, such as for clips of a different size.
+    """Change the block grid of a diffusers model with replaced attention, for example for clips of a different size.
 
-    The mixing coefficients are resized to the new number of blocks.
+    The mixing coefficients are resized to the new number of blocks, and the saved configuration gets the new grid.
 
     Args:
-        model: swapped model with kind ``mhla`` in some layers.
+        model: model after :func:`swap_attention`, with attention of kind ``mhla`` in some layers.
         block_grid: new number of blocks along each axis.
 
     Raises:
@@ -126,7 +127,7 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
 
 
 def is_swapped(folder: str | Path) -> bool:
-    """Return whether ``folder`` holds a model that was saved after a swap."""
+    """Return whether ``folder`` holds a model that was saved after its attention was replaced."""
     path = Path(folder) / "config.json"
     return path.is_file() and SAVED in read_json(path)
 
@@ -138,10 +139,10 @@ def load_swapped(
     torch_dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Any:
-    """Load a swapped model that ``save_pretrained`` wrote, in evaluation mode.
+    """Load a model that was saved after :func:`swap_attention`, in evaluation mode.
 
-    The library's own ``from_pretrained`` reads the weights by its rules: an index is preferred to single files, and safetensors
-    to ``.bin``, which is read without running code. ``variant`` selects a variant.
+    The library's own ``from_pretrained`` reads the weights: it prefers a sharded index to a single file, and safetensors to
+    ``.bin``, which it reads without running code. ``variant`` selects a variant.
 
     Args:
         folder: folder of the model, or a name on the hub.
@@ -153,7 +154,7 @@ def load_swapped(
 
     Raises:
         FileNotFoundError: if the folder has no ``config.json``, or the hub does not have the model.
-        ValueError: if the model's attention was never swapped, weights do not fit, or an option is unknown.
+        ValueError: if the model's attention was never replaced, its weights do not fit, or an option is unknown.
     """
     if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
         raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of the same option; pass only one")
@@ -212,14 +213,14 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
-    """Replace the attention of a pretrained model in place, as the saved record of an earlier swap describes.
+    """Replace the attention of a pretrained model in place, with the options that a saved model records.
 
     Args:
-        model: model that is not swapped yet.
-        saved: record under :data:`SAVED` in the ``config.json`` of a swapped model.
+        model: model with its original attention.
+        saved: entry :data:`SAVED` of the ``config.json`` of a model that was saved after :func:`swap_attention`.
 
     Raises:
-        ValueError: if the model is not supported, or is swapped already.
+        ValueError: if the model is not supported, or its attention was replaced before.
     """
     host = host_of(model)
     if host.record(model) is not None:

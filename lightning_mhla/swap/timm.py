@@ -32,20 +32,20 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 
 
 class TimmPatchGrid(TokenGrid):
-    """Token grid of a model's current image. It is called as a forward pre-hook of the model's patch embedding."""
+    """Forward pre-hook of a timm model's patch embedding that records the token grid of the current image."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
-        """Record the grid of an image ``[B, C, H, W]``.
+        """Record the token grid of an image ``[B, C, H, W]``.
 
         Args:
             embedding: patch embedding of timm.
-            args: positional arguments of the call of the embedding, the image first.
+            args: positional arguments of the embedding, the image first.
         """
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
 
 class TimmHost(HostLibrary):
-    """Attention swapping for the timm models of :data:`MODELS`."""
+    """Replacement of the attention of the timm models in :data:`MODELS`, which are vision transformers."""
 
     package = "timm"
 
@@ -123,19 +123,19 @@ def vision_transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is a supported attention module of timm, replaced or not.
+    """Return whether a module is a supported attention module of timm, with its original or with replaced attention.
 
-    Classes derived from supported ones do not count, since they may compute something different.
+    Modules of classes derived from supported ones are not supported, since they may compute something different.
     """
     kind = type(module)
     return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the new attention that replaces that of a timm layer.
+    """Build the attention that replaces the one computed by ``layer``.
 
     Args:
-        layer: attention module of timm.
+        layer: attention module of timm, whose projections stay in use.
         config: configuration of the new attention.
         prefix_tokens: number of class and register tokens.
     """

@@ -20,22 +20,22 @@ from lightning_mhla.swap.host import TokenGrid, fit
 
 
 class _Swapped:
-    """Forward pass of swapped attention, shared by the subclasses of all three attention modules of timm.
+    """Mixin with the forward pass of replaced attention, for subclasses of timm's three attention modules.
 
     Attributes:
         swapped: the new attention, without projections.
         blocks: number of blocks along each axis of the token grid.
         grid: token grid of the current image.
-        as_before: whether to compute the original attention instead.
+        as_before: whether to compute the original attention instead of the new one.
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute swapped attention, or the original one, with the signature of timm's attention modules.
+        """Compute the attention ``swapped``, or the original one if ``as_before`` is set, with the signature of timm's modules.
 
         Args:
             x: tokens, ``[B, N, C]``.
-            args: further positional arguments of timm's modules, which are not supported.
-            options: keyword arguments of timm's modules; only ``rope`` may have a value.
+            args: further positional arguments of timm's modules, which the new attention does not support.
+            options: keyword arguments of timm's modules; the new attention supports only ``rope``.
 
         Returns:
             Outputs ``[B, N, C]``.
@@ -61,25 +61,25 @@ class _Swapped:
 
 
 class SwappedPlainAttention(_Swapped, PlainAttention):
-    """Swapped attention of ViT, DeiT, DINOv2 and SigLIP."""
+    """timm's ``Attention`` with replaced attention, for ViT, DeiT, DINOv2 and SigLIP."""
 
 
 class SwappedAttentionRope(_Swapped, AttentionRope):
-    """Swapped attention of DINOv3 and other models with rotary positions."""
+    """timm's ``AttentionRope`` with replaced attention, for DINOv3 and other models with a rotary embedding."""
 
 
 class SwappedEvaAttention(_Swapped, EvaAttention):
-    """Swapped attention of EVA."""
+    """timm's ``EvaAttention`` with replaced attention, for EVA."""
 
 
 KINDS = {PlainAttention: SwappedPlainAttention, AttentionRope: SwappedAttentionRope, EvaAttention: SwappedEvaAttention}
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
-    """Replace the product of queries, keys and values in an attention module of timm, in place.
+    """Make an attention module of timm compute ``attention`` with its existing projections, in place.
 
     Args:
-        module: attention module of one of the classes in ``KINDS``.
+        module: attention module of a class in :data:`KINDS`.
         attention: the new attention, without projections.
         grid: token grid of the current image.
     """

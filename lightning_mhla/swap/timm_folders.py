@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Saving and loading of swapped timm models, in addition to the swap itself."""
+    """Replacement of the attention of timm models, with saving and loading of the changed models."""
 
     options = ("cache_dir",)
 
@@ -69,17 +69,20 @@ def save_swapped(
     label_names: Sequence[str] | None = None,
     data_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a swapped model of timm in timm's format, ``config.json`` and safetensors, for ``load_swapped``.
+    """Save a timm model with replaced attention in timm's format, ``config.json`` and safetensors.
+
+    :func:`lightning_mhla.load_swapped` loads the model.
 
     Args:
         model: model after :func:`lightning_mhla.swap_attention`.
         folder: folder to write to.
-        model_args: arguments of the model that ``timm.create_model`` did not get, as for ``timm.models.save_for_hf``.
-        label_names: names of the classes, in the order of their labels.
-        data_config: preprocessing of images, as for ``timm.models.save_for_hf``.
+        model_args: keyword arguments to build the model with when it is loaded, as for ``timm.models.save_for_hf``; None for
+            none.
+        label_names: names of the classes, in the order of their labels; None to save no names.
+        data_config: preprocessing of images, as for ``timm.models.save_for_hf``; None for that of the pretrained model.
 
     Raises:
-        ValueError: if the model was not swapped, or is wrapped (``features_only``).
+        ValueError: if the attention of the model was not replaced, or the model was built with ``features_only``.
     """
     from safetensors.torch import save_file
     from timm.models import save_for_hf
@@ -102,10 +105,10 @@ def save_swapped(
 
 
 def _marked(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights to save, with an extra leading axis on those of modules whose attention was replaced.
+    """Return the weights to save, with an extra leading axis on the original weights of replaced attention modules.
 
-    The axis makes timm reject the file for a model without the swap: a different shape is always an error, while timm ignores
-    unknown weights if the model has a different number of classes than the file.
+    Because of this axis, timm rejects the file for a model with the original attention. A different shape is always an error,
+    while timm ignores unknown weights if the numbers of classes of model and file differ.
     """
     replaced = [name for name, module in model.named_modules() if hasattr(module, "swapped")]
     prefixes = tuple(f"{name}." for name in replaced)
@@ -140,16 +143,16 @@ def register() -> None:
 def mhla_swapped(
     pretrained: bool = False, model: str = "", swapped_attention: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Build a model of timm with the attention that a saved record describes, for :func:`timm.create_model`.
+    """Build a timm model and replace its attention as a saved model records. :func:`timm.create_model` calls this function.
 
     Args:
-        pretrained: whether to load the weights of the folder or repository.
+        pretrained: whether to load the saved weights of the folder or repository.
         model: timm's name of the original model.
-        swapped_attention: record of the swap.
+        swapped_attention: recorded options of the new attention, as for :meth:`HostLibrary.put_in`.
         options: arguments of the original model, and the location of the weights.
 
     Raises:
-        ValueError: if there is no record, since only saved folders have this architecture.
+        ValueError: if ``model`` or ``swapped_attention`` is missing, since only saved folders have this architecture.
     """
     import timm
 

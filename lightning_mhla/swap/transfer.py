@@ -22,7 +22,7 @@ from lightning_mhla.swap.swapping import host_of, swapped_layers
 
 
 def original_attention(model: nn.Module, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
-    """Return a context in which replaced layers compute their original attention, with their current weights.
+    """Return a context manager in which replaced layers compute their original attention, with their current weights.
 
     Args:
         model: model after :func:`lightning_mhla.swap_attention`.
@@ -36,7 +36,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Quality of a swapped model when only one layer at a time has the new attention.
+    """Quality of a model with replaced attention: with the replacement in no layer, in all layers, and in one at a time.
 
     Attributes:
         original: value of the measure (lower is better) with the original attention in all layers.
@@ -49,15 +49,15 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` layers whose replacement raises the measure most, in ascending order."""
+        """Return the numbers of the ``count`` layers whose replacement raises the measure most, sorted by layer number."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Measure a swapped model with the new attention in one layer at a time.
+    """Measure a model with replaced attention: with the replacement in no layer, in all layers, and in one at a time.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, best with its layers trained by :func:`transfer_loss`.
+        model: model after :func:`lightning_mhla.swap_attention`, preferably trained with :func:`transfer_loss`.
         measure: function that evaluates the model, such as its loss on held-out data; lower is better.
 
     Raises:
@@ -75,7 +75,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 
 @contextmanager
 def only_new_trained(model: nn.Module) -> Iterator[None]:
-    """Return a context in which only the parameters that the swap added require gradients."""
+    """Context manager in which only the parameters of the model's new attention, in replaced layers, require gradients."""
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
     original_parameters = [
         parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
@@ -94,7 +94,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
 
     The distance of a layer is the mean squared difference divided by the variance of the original output, so that all layers
     have the same weight. Each layer gets the input that it has in the original model, so no layer has to correct errors of an
-    earlier one. Only the parameters that the swap added get gradients. Padding does not count.
+    earlier one. Only the parameters of the new attention get gradients. Padding does not count.
 
     Args:
         model: model after :func:`lightning_mhla.swap_attention`.
@@ -136,7 +136,8 @@ def matching_loss(
             original attention during ``run``.
         run: function that calls the complete model of the original layers once, without a cache.
         recomputes: whether replaced layers are recomputed in the backward pass, to save memory.
-        trained: factory of the context in which replaced layers are called, which selects the parameters that get gradients.
+        trained: function that returns a context manager, in which the replaced layers are called. It can select the
+            parameters that get gradients.
 
     Returns:
         Scalar loss.
@@ -173,7 +174,7 @@ def matching_loss(
 
 
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
-    """Compute the mean squared difference between two outputs over the variance of the original one.
+    """Compute the mean squared difference between two outputs, divided by the variance of the original output.
 
     No shape depends on the values of the mask, so the memory of a step can be counted with fake tensors.
 

@@ -61,21 +61,21 @@ RELATIVE = (
 
 
 class TransformersPatchGrid(TokenGrid):
-    """Token grid of a model's current image. It is called as a forward hook of the model's patch convolution."""
+    """Forward hook of a transformers model's patch convolution that records the token grid of the current image."""
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
         """Record the token grid of the current image, with the signature of a forward hook.
 
         Args:
-            convolution: patch convolution.
-            args: positional arguments of the call of the convolution.
-            output: output of the convolution, one vector for each patch, ``[B, C, H, W]``.
+            convolution: patch convolution, not used.
+            args: positional arguments of the convolution, not used.
+            output: output of the convolution, ``[B, C, H, W]`` for H x W patches.
         """
         self.enter(tuple(output.shape[-2:]))
 
 
 class TransformersHost(HostLibrary):
-    """Attention swapping for the transformers models of :data:`FAMILIES`: decoders, text encoders and image encoders."""
+    """Replacement of the attention of transformers models in :data:`FAMILIES`: decoders, text encoders, image encoders."""
 
     package = "transformers"
 
@@ -178,10 +178,10 @@ def _named(kind: type) -> bool:
 
 
 def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook that rejects ``output_attentions``; transformers would silently omit the replaced layers.
+    """Forward pre-hook that rejects ``output_attentions``, whose result would silently lack the replaced layers.
 
     Raises:
-        ValueError: if attention weights are asked for while a layer computes swapped attention.
+        ValueError: if attention weights are requested while any layer computes its new attention.
     """
     from lightning_mhla.swap.transformers_attention import NAME
 
@@ -206,7 +206,7 @@ def _inner_model(model: Any) -> Any:
 def _hand_on_mask(
     position: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Pass the model's own ``attention_mask`` to its attention modules too, under :data:`GIVEN`. A forward pre-hook.
+    """Forward pre-hook that adds the original ``attention_mask`` as argument :data:`GIVEN`, for the attention modules.
 
     Args:
         position: index of ``attention_mask`` among the arguments of the model's forward pass.
@@ -215,7 +215,7 @@ def _hand_on_mask(
         options: keyword arguments of the call.
 
     Returns:
-        The arguments of the call, with the mask added.
+        Positional and keyword arguments of the call, the latter with the mask added as a tuple of one.
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
@@ -246,13 +246,13 @@ def _prefix_tokens(layer: Any) -> int:
 
 
 def _patches(model: Any) -> nn.Conv2d | None:
-    """Return the patch convolution of an image encoder; None in a text model."""
+    """Return the convolution that turns images into patches; None if the model has none, such as a text model."""
     modules = model.named_modules()
     return next((module for name, module in modules if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 
 
 def _check_layer(index: int, layer: Any, model: Any) -> None:
-    """Reject a layer with behavior that the new attention does not have.
+    """Check that an attention layer does nothing that the attention replacing it would not do, such as dropout.
 
     Raises:
         ValueError: if the layer caps scores, drops attention weights, has the wrong causality for its family, belongs to an
@@ -289,7 +289,7 @@ def _window(layer: Any) -> int | None:
 
 
 def _reason(config: Any) -> str:
-    """Return the reason why the attention of a model cannot be swapped, for an error message."""
+    """Return the reason why the attention of a model cannot be replaced, as a predicate for an error message."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):
@@ -298,7 +298,7 @@ def _reason(config: Any) -> str:
 
 
 def _floating(layer: Any) -> Tensor:
-    """Return a floating-point weight of a layer; if all are quantized, an empty tensor of the model's dtype."""
+    """Return a floating-point weight of a layer; if all weights are quantized, an empty tensor of the layer's dtype."""
     weights = list(layer.parameters())
     for weight in weights:
         if weight.is_floating_point():
@@ -309,12 +309,12 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the new attention that replaces that of a layer of transformers.
+    """Build the attention that replaces the one computed by ``layer``.
 
     Args:
-        layer: attention module of transformers.
+        layer: attention module of transformers, whose projections stay in use.
         config: configuration of the new attention.
-        grid: token grid of the current image; None for text.
+        grid: recorder of the token grid of the current image; None for text.
     """
     layer_config = layer.config
     if grid is not None:

@@ -35,11 +35,11 @@ NAME = "lightning_mhla"
 
 
 class AttentionCall(NamedTuple):
-    """Input and cache of an attention module's current call.
+    """Input and cache of a call of an attention module, kept for the attention function that the module calls.
 
     Attributes:
         x: input, ``[B, N, dim]``.
-        cache: cache layer with the state before these tokens; None without a cache.
+        cache: cache layer with the recurrent state before these tokens; None without a cache.
     """
 
     x: Tensor
@@ -47,12 +47,12 @@ class AttentionCall(NamedTuple):
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid | None = None) -> None:
-    """Replace the attention function of a transformers attention module, in place.
+    """Make an attention module of transformers compute ``attention`` with its existing projections, in place.
 
     Args:
         module: attention module of transformers.
         attention: the new attention, without projections.
-        grid: token grid of the current image; None for text.
+        grid: recorder of the token grid of the current image; None for text.
     """
     module.config = copy.copy(module.config)
     module.config._attn_implementation = NAME
@@ -71,7 +71,7 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 class Unread(NamedTuple):
-    """Tokens that are in the cache but not yet in the state.
+    """Tokens that a cache has counted but that its recurrent state does not include yet.
 
     Attributes:
         x: inputs of the attention module, ``[B, N, dim]``.
@@ -88,7 +88,7 @@ class Unread(NamedTuple):
     real: Tensor | None
 
     def select(self, rows: Tensor) -> Unread:
-        """Return the tokens of the rows with the indices ``rows``, int64."""
+        """Return the tokens of some rows of the batch; ``rows`` holds their indices, int64."""
         index = rows.to(self.x.device)
         x, q, k, v = (tensor.index_select(0, index) for tensor in (self.x, self.q, self.k, self.v))
         return Unread(x, q, k, v, None if self.real is None else self.real.index_select(0, index))
@@ -98,12 +98,13 @@ class StateLayer(CacheLayerMixin):
     """Layer of transformers' cache that holds a recurrent state in place of keys and values.
 
     Attributes:
-        state: state after the tokens so far, see :meth:`Attention.continue_from`; None at the start.
-        columns: number of tokens so far, including padding.
-        kept: whether the state includes all tokens so far; training does not compute a state.
-        kind: attention kind that computed the state.
-        unread: tokens that a compiled graph added to an empty cache. The next call computes the state from them, because a
-            graph cannot count the non-padding tokens of its rows, and most such caches are never continued.
+        state: recurrent state after the tokens so far, see :meth:`Attention.continue_from`; None at the start.
+        columns: number of tokens so far in each row, including padding.
+        kept: whether the state is kept up to date. It is not in training and with packed documents.
+        kind: attention kind that computed the state; None at the start.
+        unread: tokens that a compiled graph added to an empty cache; None if there are none. The next call computes the state
+            from them, because a graph cannot count the non-padding tokens of its rows, and most such caches are never
+            continued.
     """
 
     is_sliding = False
@@ -118,7 +119,7 @@ class StateLayer(CacheLayerMixin):
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: a state needs no memory before the first tokens."""
+        """Do nothing, because a recurrent state needs no memory before the first tokens."""
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -147,14 +148,14 @@ class StateLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select rows by index; an index may occur more than once."""
+        """Replace the rows of the batch by those with the given indices; an index may occur more than once."""
         if self.unread is not None:
             self.unread = self.unread.select(indices)
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row ``repeats`` times, next to each other."""
+        """Repeat each row of the batch ``repeats`` times; the copies of a row follow each other."""
         if self.unread is not None:
             rows = torch.arange(len(self.unread.x), device=self.unread.x.device)
             self.unread = self.unread.select(rows.repeat_interleave(repeats))
@@ -174,11 +175,11 @@ class StateLayer(CacheLayerMixin):
 
 
 def state_layer(cache: Cache, index: int) -> StateLayer:
-    """Return the cache layer that holds an attention module's state, and create it in place of an empty key-value layer.
+    """Return the cache layer that holds an attention module's recurrent state; replace an empty key-value layer if needed.
 
     Args:
         cache: cache of transformers, changed in place.
-        index: number of the layer.
+        index: number of the attention layer.
 
     Raises:
         ValueError: if the cache is not a ``DynamicCache``, or the layer already holds keys and values.
@@ -207,13 +208,13 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
 def swapped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute swapped attention, with the signature of transformers' attention functions.
+    """Compute the attention that :func:`install` gave a module, with the signature of transformers' attention functions.
 
     Args:
         module: attention module of transformers.
-        query: queries rotated by their positions, ``[B, H, N, Dk]``.
-        key: rotated keys of these tokens only, ``[B, Hkv, N, Dk]``.
-        value: values of these tokens only, ``[B, Hkv, N, Dv]``.
+        query: queries after the rotary embedding, if the model has one, ``[B, H, N, Dk]``.
+        key: keys of these N tokens only, after the rotary embedding, ``[B, Hkv, N, Dk]``.
+        value: values of these N tokens only, ``[B, Hkv, N, Dv]``.
         attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
             without a mask.
         options: further arguments of transformers' attention functions; ``scaling`` and ``position_ids`` are used, and the
@@ -223,9 +224,9 @@ def swapped_attention(
         Outputs ``[B, N, H * Dv]``, and None in place of attention weights.
 
     Raises:
-        ValueError: if a mask hides more than padding (and later tokens, in a decoder) or adds biases, documents are packed
-            in several rows, the text is longer than dense coefficients allow, the cache has no state to continue, or the
-            tokens are not those of the current image.
+        ValueError: if the mask hides more than padding (in a decoder, also later tokens) or adds biases; if documents are
+            packed in several rows; if the text is longer than dense mixing coefficients allow; if the cache has no state to
+            continue; or if the tokens are not those of the current image.
     """
     (x, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory
@@ -268,17 +269,17 @@ def swapped_attention(
 def _continued(
     attention: Attention, state: Any, x: Tensor, heads: list[Tensor], real: Tensor | None
 ) -> tuple[Tensor, Any]:
-    """Compute the outputs of the next tokens, and the state after them.
+    """Compute the outputs of the next tokens of a sequence, and the recurrent state after them.
 
     Args:
         attention: the new attention.
-        state: state before these tokens; None at the start.
+        state: recurrent state before these tokens; None at the start.
         x: inputs of the attention module, ``[B, N, dim]``.
         heads: queries, keys and values, ``[B, N, H, D]`` each.
         real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
 
     Raises:
-        ValueError: if a compiled graph gets a mask with more than one token, because it cannot count them.
+        ValueError: if a compiled graph gets a mask for more than one token, because it cannot count non-padding tokens.
     """
     last = real
     if last is not None and torch.compiler.is_compiling():
@@ -295,7 +296,7 @@ def _continued(
 
 
 def _state_of(attention: Attention, unread: Unread) -> Any:
-    """Compute the state after tokens that a compiled graph left unread. Their outputs were already returned."""
+    """Compute the recurrent state after tokens whose outputs a compiled graph returned without computing the state."""
     x, q, k, v, real = unread
     if real is not None and torch.compiler.is_compiling():
         return _state_outside(attention, unread)
@@ -308,14 +309,14 @@ def _state_outside(attention: Attention, unread: Unread) -> Any:
 
 
 class Rows(NamedTuple):
-    """Tokens with the padding of every row moved to its end.
+    """Batch of tokens in which the padding of every row is moved to the end of the row.
 
     Attributes:
         x: inputs of the attention module, ``[B, N, dim]``.
-        projections: queries, keys and values of the host model, for :meth:`Attention.forward`.
+        projections: queries, keys and values of these tokens, in the form that :meth:`Attention.forward` takes.
         visible: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
         counts: number of non-padding tokens in each row; None if no token is padding, and in graphs, which cannot count them.
-        inverse: indices that restore the original order, ``[B, N]`` int64; None if no token moved.
+        inverse: indices along N that restore the original order, ``[B, N]`` int64; None if no token moved.
     """
 
     x: Tensor
@@ -355,11 +356,12 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
 
 
 def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
-    """Return the attention mask of an encoder in its original form if it is known, else in the form passed to attention.
+    """Return the mask that an encoder was called with, if it is known; otherwise the mask passed to its attention module.
 
     Args:
         attention_mask: mask that transformers passes to the attention module.
-        original_mask: tuple of the mask that the model was called with; None if it is not known.
+        original_mask: tuple of one, the mask or None that the model was called with; None if that is not known. A mask that
+            is not ``[B, N]`` counts as not known.
     """
     if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask
@@ -367,13 +369,13 @@ def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
 
 
 def _attend_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Compute bidirectional attention over a text; blocks are counted from a row's first non-padding token.
+    """Compute bidirectional attention over texts. The first block of a row begins at its first non-padding token.
 
     Args:
         module: attention module of transformers.
         x: inputs of the attention module, ``[B, N, dim]``.
         heads: queries, keys and values, ``[B, N, H, D]`` each.
-        attention_mask: mask of the encoder.
+        attention_mask: mask that hides padding, from :func:`_encoder_mask`; None without padding.
     """
     rows = real_first(padding_mask(attention_mask, x), x, heads)
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
@@ -388,7 +390,7 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
         module: attention module of transformers.
         x: inputs of the attention module, ``[B, N, dim]``.
         heads: queries, keys and values, ``[B, N, H, D]`` each.
-        attention_mask: mask of the encoder, which must hide nothing.
+        attention_mask: mask of the encoder, which must not hide any token; None without a mask.
     """
     layout = module.grid.layout(module.blocks, x.shape[1])
     check_nothing_hidden(attention_mask)

@@ -48,20 +48,23 @@ PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
 
 
 class SwappedConfig(SwappedClass):
-    """Base class of the configurations of swapped transformers models. Their parent classes reject the saved file."""
+    """Base class of the configurations of transformers models with replaced attention.
+
+    The library's own configuration classes reject the saved file, because they would build the original attention.
+    """
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the swapped class for a configuration class of transformers, or ``host`` if it is one already."""
+        """Return the subclass of the configuration class ``host`` for replaced attention, or ``host`` if it is one."""
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: the saved module imports the classes, so transformers must not copy their source."""
+        """Do nothing. The Python module in a saved folder imports the class, so its source must not be copied there."""
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a saved configuration as transformers does, and undo the changes that make other classes reject it."""
+        """Read a saved configuration as transformers does, and undo the changes that make the library's classes reject it."""
         config, unused = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
@@ -69,13 +72,13 @@ class SwappedConfig(SwappedClass):
         return {"attn_implementation": UNUSABLE, **config}, unused
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as transformers does, and write the module that its ``auto_map`` refers to."""
+        """Save the configuration as transformers does, and write the Python module that its ``auto_map`` refers to."""
         if (names := self._auto_map()) and not Path(save_directory).is_file():
             write_module(save_directory, __name__, sorted({name.rpartition(".")[2] for name in names.values()}))
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """Write the configuration as JSON in a form that only the swapped classes accept."""
+        """Write the configuration as JSON in a form that transformers' own classes reject and this class accepts."""
         content = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         content["auto_map"] = self._auto_map()
         if names := content.get("architectures"):
@@ -85,7 +88,10 @@ class SwappedConfig(SwappedClass):
         Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _auto_map(self) -> dict[str, str]:
-        """Map names of Auto classes to classes of the saved module; empty if the parent class is not one of transformers."""
+        """Return the ``auto_map`` of the saved configuration, from names of Auto classes to paths of classes.
+
+        It is empty if transformers itself does not have the original configuration class.
+        """
         import transformers
 
         if getattr(transformers, self.host.__name__, None) is not self.host:
@@ -105,11 +111,11 @@ class SwappedConfig(SwappedClass):
 
 
 class SwappedTransformersModel(SwappedClass):
-    """Base class of swapped transformers models, which build the new attention that their configuration records."""
+    """Base class of transformers models that, when they are built, replace their attention as their configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the swapped class for a model class of transformers, or ``host`` if it is one already."""
+        """Return the subclass of the transformers model class ``host`` with replaced attention, or ``host`` if it is one."""
         if issubclass(host, cls):
             return host
         config = SwappedConfig.derive_from(host.config_class)
@@ -122,11 +128,11 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: the saved module imports the classes, so transformers must not copy their source."""
+        """Do nothing. The Python module in a saved folder imports the class, so its source must not be copied there."""
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False, so that transformers renames weights saved by its older versions, as for its own classes."""
+        """Return False, so that transformers treats this class as its own and renames weights that old versions saved."""
         return False
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -152,7 +158,7 @@ class SwappedTransformersModel(SwappedClass):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any = None, *args: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """Load a swapped model, as transformers' method of this name does for its models.
+        """Load a saved model with replaced attention; arguments are those of the transformers method.
 
         Raises:
             ValueError: if weights of the new attention are missing, which transformers would leave uninitialized.
@@ -163,7 +169,7 @@ class SwappedTransformersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as transformers does, and remove weights of an earlier save that would be loaded in their place."""
+        """Save the model as transformers does, and remove older weight files that would be loaded in place of the new ones."""
         signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
         arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
@@ -172,7 +178,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the swapped subclass of a transformers model or configuration class, so that saved modules can import it."""
+    """Return the subclass for replaced attention that has this name, so that modules in saved folders can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -188,9 +194,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Add the swapped class of a transformers model to the module ``transformers``, and return its name there.
+    """Add the subclass with replaced attention of a model class to the module ``transformers``, and return its name there.
 
-    ``transformers serve`` and pipelines look up the class of a loaded configuration in the module, by its name.
+    ``transformers serve`` and pipelines look up the model classes that a configuration names in this module. A name that is
+    not a model class of transformers is returned unchanged.
     """
     import transformers
 
@@ -202,7 +209,7 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether a configuration class rejects text as the value of an entry."""
+    """Return whether a configuration class raises an error if the entry ``name`` is a text."""
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap
@@ -211,7 +218,7 @@ def _rejects(host: Any, name: str) -> bool:
 
 
 class TransformersFolders(TransformersHost):
-    """Saving and loading of swapped transformers models, in addition to the swap itself."""
+    """Replacement of the attention of transformers models, with saving and loading of the changed models."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
@@ -254,7 +261,7 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer arguments of a model's class that transformers does not save from the names of its weights."""
+    """Infer, from weight names, those constructor arguments of a model that transformers does not save; see :data:`PARTS`."""
     parameters = inspect.signature(getattr(model, "host", model).__init__).parameters
     return {option: any(part in name for name in names) for option, part in PARTS.items() if option in parameters}
 

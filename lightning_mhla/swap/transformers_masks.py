@@ -22,7 +22,7 @@ GIVEN = "given_mask"
 
 
 def check_values(condition: Callable[[], Tensor], message: str) -> None:
-    """Check a condition on the values of a mask, immediately or, in a traced graph, whenever the graph runs.
+    """Check a condition on the values of a tensor, immediately or, in a traced graph, whenever the graph runs.
 
     Args:
         condition: function that returns a boolean tensor that must be true everywhere.
@@ -41,17 +41,17 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 def real_of_decoder(
     attention_mask: Any, x: Tensor, cache: Any, given: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Return the mask of non-padding tokens of a decoder, from the model's original mask if possible.
+    """Return the mask of a decoder's non-padding tokens, from the mask that the model was called with if it is known.
 
-    If the original mask is known and has two dimensions, it is returned, and ``attention_mask``, which transformers derives
-    from it, is not read. In a graph, transformers passes a mask over pairs of tokens even if the model was called without a
-    mask. It could only separate the packed documents of ``position_ids``, so these are checked instead.
+    If that original mask has two dimensions, it is used, and ``attention_mask``, which transformers derives from it, is not
+    read. In a traced graph, transformers passes a mask over pairs of tokens even if the model was called without a mask. Such
+    a mask could only separate packed documents, so ``position_ids`` are checked for these instead.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask that the attention module gets, as for :func:`documents`.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
-        given: tuple of the mask that the model was called with; None if it is not known.
+        given: tuple of one, the mask or None that the model was called with; None if that is not known.
         position_ids: positions, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
     Returns:
@@ -78,20 +78,20 @@ PACKED = (
 
 
 def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
-    """Return the boundaries of documents packed in a single row.
+    """Return the boundaries of documents that are packed in a single row.
 
-    The rules are those of transformers: a mask of ``[B, 1, N, N]`` keeps documents apart; without a mask, flash attention
-    begins a document at each occurrence of the smallest position.
+    Documents are recognized as in transformers: by a mask ``[B, 1, N, N]`` that separates them, or, for flash attention
+    without a mask, by positions. A document then begins at each occurrence of the smallest position.
 
     Args:
         attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
             without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
-        position_ids: positions, ``[B, N]`` or ``[1, N]``, if only they keep documents apart (flash attention); otherwise None.
+        position_ids: positions, ``[B, N]`` or ``[1, N]``, if only they separate documents (flash attention); otherwise None.
 
     Returns:
-        ``cu_seqlens`` ``[documents + 1]``, int64, the first token of each document and the number of tokens; None if nothing
-        is packed.
+        ``cu_seqlens`` ``[documents + 1]``, int64: the index of the first token of each document, then the number of tokens.
+        None if no documents are packed.
 
     Raises:
         ValueError: if documents are packed and there are several rows.
@@ -136,7 +136,7 @@ _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Return whether every position is one more than the previous one. True for tensors whose values cannot be read."""
+    """Return whether every position is one more than the previous one; True if the tensor's values cannot be read."""
     if _has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
@@ -148,7 +148,7 @@ def _counts_up(position_ids: Tensor) -> bool:
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return ``[B, N]`` bool, true for tokens that the mask allows to attend to themselves; None without a mask.
+    """Return the mask of tokens that may attend to themselves, ``[B, N]`` bool; None without an attention mask.
 
     Args:
         attention_mask: mask as for :func:`documents`.
@@ -163,7 +163,7 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
 
 
 def _visible(attention_mask: Any) -> Tensor:
-    """Convert a mask over pairs of tokens to ``[B, heads or 1, N, columns]`` bool, True for visible keys.
+    """Convert a mask over queries and keys to a boolean mask ``[B, heads or 1, N, columns]``, True for visible keys.
 
     Raises:
         ValueError: if the mask is not a tensor, or adds biases to scores.
@@ -200,7 +200,7 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         Mask ``[B, N]``, bool; None without an attention mask.
 
     Raises:
-        ValueError: if the mask hides more than padding and later tokens, or hides tokens that are in the state.
+        ValueError: if the mask hides more than padding and later tokens, or hides tokens that the cache's state includes.
     """
     if attention_mask is None:
         return None

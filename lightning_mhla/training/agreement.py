@@ -14,29 +14,32 @@ OF_PIXELS = ("image_size", "sample_size", "channels")
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that must agree with the data, for a model with hyperparameters ``model``."""
+    """Return the names of options whose values in the data must agree with those in the hyperparameters ``model``."""
     return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
 
 def agrees(name: str, model: Any, data: Any) -> bool:
-    """Check whether two values agree: they are equal, or the data's samples are shorter than the model's context."""
+    """Return whether the values of option ``name`` in a model and in its data agree.
+
+    Values must be equal, except that the ``context`` of the data may be shorter than that of the model.
+    """
     return bool(data <= model if name == "context" else data == model)
 
 
 def disagreement(name: str, model: Any, data: Any) -> str:
-    """Write the error message for values that do not agree."""
+    """Return the error message for values of option ``name`` in a model and in its data that do not agree."""
     return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
 
 
 def check_agreement(model: Any, data: Any) -> None:
-    """Check the options of a model against those of a data module. Unknown values are not checked.
+    """Check that options with the same meaning agree in a model and a data module. Unknown values are not checked.
 
     Args:
         model: LightningModule with its hyperparameters.
-        data: LightningDataModule with its hyperparameters, or None.
+        data: LightningDataModule with its hyperparameters; None to check nothing.
 
     Raises:
-        ValueError: if two values do not agree. The message names both.
+        ValueError: if the values of an option do not agree. The message names both values.
     """
     if data is None:
         return
@@ -52,6 +55,6 @@ def check_agreement(model: Any, data: Any) -> None:
 
 
 def _value(module: Any, name: str) -> Any:
-    """Return an option of a model or a data module, or the value derived from other options; None if unknown."""
+    """Return a hyperparameter of a model or data module, or its attribute of the same name if it is None; None if unknown."""
     given = module.hparams.get(name)
     return vars(module).get(name) if given is None else given

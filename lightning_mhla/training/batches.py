@@ -9,14 +9,15 @@ from torch import Tensor
 
 
 def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
-    """Check that a batch has the keys that a domain's steps read.
+    """Check that a batch has the keys that the steps of a training module read.
 
-    An evaluation batch without ``valid`` gets it, True for every sample, so that metrics count all samples.
+    A batch for validation, test or prediction without the key ``valid`` gets it: a bool tensor, True for every sample, so that
+    metrics count all samples.
 
     Args:
         batch: batch of any data module, modified in place.
-        keys: required keys, see :attr:`TrainingModule.train_batch`. If there are none, only the type is checked.
-        part: part of the data, for the error message.
+        keys: required keys, where ``a|b`` requires either of two. If there are none, only the type is checked.
+        part: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
 
     Raises:
         ValueError: if the batch is not a dict or lacks a key.

@@ -9,10 +9,10 @@ from lightning_mhla.training.module import TrainingModule
 
 
 def known_classes(num_classes: int | None) -> int:
-    """Return the number of classes of a model, and check it.
+    """Return ``num_classes``, the number of classes of a model, after checking that it is known and supported.
 
     Raises:
-        ValueError: if the number is not known, or larger than a model supports.
+        ValueError: if the number is None, or larger than a model supports.
     """
     if num_classes is None:
         raise ValueError(
@@ -26,13 +26,13 @@ class NamesClasses(TrainingModule):
     """Mixin for modules whose labels are classes of the training data, identified by name.
 
     Attributes:
-        label_names: names of the classes in the order of their labels, by which data is matched; None if they are not known.
+        label_names: names of the classes in the order of their labels; None if they are not known.
     """
 
     label_names: list[str] | None = None
 
     def setup(self, stage: str) -> None:
-        """Read the names of the classes from the training data."""
+        """Take the names of the classes from the data module, at the start of a fit."""
         super().setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if stage == "fit":
@@ -40,14 +40,14 @@ class NamesClasses(TrainingModule):
             self.label_names = getattr(data, "class_names", None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the names of the classes."""
+        """Store the names of the classes in a checkpoint."""
         checkpoint["label_names"] = self.label_names
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the names of the classes, or compare them with those of the training data.
+        """Restore the names of the classes from a checkpoint, and compare them with those of the training data.
 
         Raises:
-            ValueError: if a run would resume with classes or an order of classes that differ.
+            ValueError: if the classes of the training data, or their order, differ from those of the checkpoint.
         """
         super().on_load_checkpoint(checkpoint)
         names = checkpoint.get("label_names")

@@ -21,7 +21,7 @@ class CompileOptions:
 
     Args:
         mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to set ``options``.
-        dynamic: whether sizes are symbolic; null makes those symbolic that change.
+        dynamic: whether graphs are compiled for symbolic sizes; null makes only those sizes symbolic that change.
         fullgraph: whether a block with a graph break is an error.
         backend: compiler backend.
         options: options of the backend, only without ``mode``. By default, random numbers are drawn as without compilation
@@ -58,15 +58,15 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Log the compile time of the first step, and the number of graphs compiled later."""
+    """Callback that logs compile times and numbers of compiled graphs, for the first step and for the rest of training."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting."""
+        """Record the number of compiled graphs and the compile time before training."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the graphs of the first step."""
+        """Log the number of graphs compiled up to the end of the first step, and the compile time in seconds."""
         if self._first is None:
             self._first = compilations()
             if trainer.is_global_zero:
@@ -74,7 +74,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log graphs compiled later: for a different size, a last short batch, or validation."""
+        """Log the number of graphs compiled later, for example for batches of a different size, and the compile time."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (now - first for now, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

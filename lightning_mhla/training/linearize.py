@@ -28,34 +28,38 @@ from lightning_mhla.training.module import TrainingModule
 
 
 class TwoStageOptions(Protocol):
-    """Options of two-stage training that all domains share."""
+    """Protocol of the options for training a model in two stages after its attention was replaced.
+
+    The first stage trains each replaced layer to reproduce the output of its original attention. The second stage trains the
+    complete model on the data and, if there is a teacher, on the predictions of the model before the replacement.
+    """
 
     @property
     def layer_steps(self) -> int:
-        """Number of optimizer steps of the first stage, which matches layers."""
+        """Number of optimizer steps of the first stage, which trains each replaced layer on its own."""
 
     @property
     def teacher(self) -> str | None:
-        """Weights of the teacher, in a form that ``pretrained`` accepts; None for no teacher."""
+        """Path of the weights of the teacher, the model before its attention was replaced; None for no teacher."""
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the loss of the second stage with a teacher.
+        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
 
         Args:
-            plain: loss on the data.
-            distance: distance from the teacher's predictions.
+            plain: loss on the data, a scalar.
+            distance: distance of the model's predictions from those of the teacher, a scalar.
         """
 
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Options for training the new attention to match the old one.
+    """Options for training a model whose attention was replaced to match the model before the replacement.
 
     Args:
         layer_steps: number of optimizer steps, from the first, that match the output of each replaced layer to that of the
-            attention it replaced, for the same input. They train only the parameters that the swap added.
-        teacher: weights of the model before the swap, in a form that pretrained accepts. Later steps match its predictions;
-            null for no teacher.
+            attention it replaced, for the same input. They train only the parameters of the new attention.
+        teacher: weights of the model before its attention was replaced, in a form that the option pretrained accepts. Later
+            steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
         loss_weight: weight of the loss on the data.
 
@@ -79,7 +83,10 @@ class TransferOptions:
 
 
 class LinearizedHost(ABC):
-    """Interface to the models of a library, through which a swapped model learns from the model before the swap.
+    """Interface to the models of a library for training in two stages after their attention was replaced.
+
+    The first stage trains each replaced layer to reproduce the output of its original attention. The second stage trains the
+    complete model on the data and, if there is a teacher, on the predictions of the model before the replacement.
 
     Attributes:
         loss_name: name under which the loss on the data is logged if there is a teacher.
@@ -91,34 +98,34 @@ class LinearizedHost(ABC):
 
     @abstractmethod
     def check(self, trainer: Trainer, network: nn.Module, trained: str) -> None:
-        """Check that the layers of a model can be matched one by one.
+        """Check that each replaced layer of a model can be trained on its own to match its original attention.
 
         Args:
             trainer: trainer of the run.
-            network: swapped model.
+            network: model with replaced attention.
             trained: part of the model that the second stage trains, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
 
         Raises:
-            ValueError: if they cannot. The message names the way out.
+            ValueError: if the strategy or the model does not support it. The message says what to change.
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Move a teacher, in place, to the device of the model that learns from it."""
+        """Move the teacher, in place, to ``device``; ``network`` is the model that learns from it."""
         teacher.to(device)
 
     @abstractmethod
     def layer_loss(self, network: Any, teacher: Any, *inputs: Tensor) -> Tensor:
-        """Return the distance of the replaced layers' outputs from those of the attention that they replaced.
+        """Return the mean distance, a scalar, of the outputs of replaced layers from those of their original attention.
 
         Args:
-            network: swapped model.
-            teacher: model before the swap; None without a teacher.
+            network: model with replaced attention.
+            teacher: model before its attention was replaced; None without a teacher.
             *inputs: inputs of both models, ``[B, ...]``.
         """
 
     @abstractmethod
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Return the predictions of a model or a teacher that :meth:`distance` compares."""
+        """Return the predictions for ``inputs`` of a model or its teacher, in the form that :meth:`distance` compares."""
 
     @abstractmethod
     def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
@@ -127,14 +134,16 @@ class LinearizedHost(ABC):
 
 @dataclass(frozen=True)
 class ScoringHost(LinearizedHost):
-    """Models that score classes or tokens, of a library that keeps the attention that was replaced (timm, transformers).
+    """Two-stage training of timm classifiers and transformers language models after their attention was replaced.
 
-    The first stage needs no teacher, and trains only the parameters that the swap added.
+    Replaced layers of these libraries can still compute their original attention. The first stage, which trains each layer to
+    reproduce its original output, therefore needs no teacher. It trains only the parameters of the new attention. The second
+    stage compares the class or token scores of the model with those of the teacher, if there is one.
 
     Args:
         loss_name: name under which the loss on the data is logged if there is a teacher.
-        run: function that applies a model without its head to inputs ``[B, ...]``.
-        scores: function that returns a model's scores ``[B, ..., classes]`` for inputs ``[B, ...]``.
+        run: function that takes a model and inputs ``[B, ...]``, and runs the model without its head.
+        scores: function that takes a model and inputs ``[B, ...]``, and returns scores ``[B, ..., classes]``.
     """
 
     distance_name = "train/teacher_divergence"
@@ -166,19 +175,26 @@ class ScoringHost(LinearizedHost):
 
     @override
     def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        """Return the Kullback-Leibler divergence from the teacher's predictions, averaged over all axes but the classes."""
+        """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over all other axes.
+
+        Args:
+            predicted: scores of the model, ``[B, ..., classes]``.
+            wanted: scores of the teacher, with the same shape.
+        """
         learned, target = (scores.float().log_softmax(-1).flatten(0, -2) for scores in (predicted, wanted))
         return F.kl_div(learned, target, reduction="batchmean", log_target=True)
 
 
 class Linearization:
-    """Two-stage training, used by a training module: :meth:`start` once, then one of the losses in each training step.
+    """Teacher and losses of two-stage training after the attention of a model was replaced.
 
-    It is not a ``nn.Module``, and copies of a training module share it. The frozen teacher that it holds is therefore not
-    trained, averaged or saved.
+    A training module calls :meth:`start` once, and in each training step :meth:`layer_loss` (first stage, which trains each
+    replaced layer to reproduce its original attention) or :meth:`distilled_loss` (second stage, which trains the complete
+    model). The object is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it holds is
+    therefore not trained, averaged or saved.
 
     Args:
-        options: number of steps of the first stage; teacher and weights of the second.
+        options: number of steps of the first stage, path of the teacher, and weights of the losses of the second stage.
         host: interface to the library of the model.
     """
 
@@ -195,14 +211,14 @@ class Linearization:
         return self._teacher is not None
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
-        """Check that layers can be matched, if the first stage has steps, and load the teacher, if there is one.
+        """Check that the first stage is possible, if it has steps, and load the teacher, if the options name one.
 
         Args:
             module: training module, at the start of a fit.
-            read_teacher: function that builds the model before the swap with the weights at a path.
+            read_teacher: function that takes a path of weights and returns the model with its original attention.
 
         Raises:
-            ValueError: if layers cannot be matched one by one, for instance because the strategy shards weights.
+            ValueError: if replaced layers cannot be trained one by one, for example because the strategy shards weights.
         """
         if self.options.layer_steps:
             self.host.check(module.trainer, module.network, module.hparams["train"])
@@ -212,26 +228,26 @@ class Linearization:
             self.host.place(self._teacher, module.network, module.device)
 
     def matches_layers(self, module: TrainingModule) -> bool:
-        """Check whether the present step of ``module`` belongs to the first stage."""
+        """Return whether the current step of ``module`` belongs to the first stage, which uses :meth:`layer_loss`."""
         return self.options.layer_steps > 0 and module.trainer.global_step < self.options.layer_steps
 
     def layer_loss(self, module: TrainingModule, *inputs: Tensor) -> Tensor:
-        """Compute and log the loss of a step of the first stage, for inputs ``[B, ...]``."""
+        """Compute and log the distance of the replaced layers from their original attention, for inputs ``[B, ...]``."""
         loss = self.host.layer_loss(module.network, self._teacher, *inputs)
         module.log("train/layer_distance", loss.detach(), batch_size=len(inputs[0]))
         return module.log_loss(loss, len(inputs[0]))
 
     def distilled_loss(self, module: TrainingModule, plain: Tensor, predicted: Tensor, *inputs: Tensor) -> Tensor:
-        """Compute and log the loss of a step of the second stage.
+        """Compute and log the loss on the data and, with a teacher, the distance from the teacher's predictions.
 
         Args:
             module: training module.
             plain: loss on the data, a scalar.
-            predicted: predictions of the module's network for ``inputs``, in the form of :meth:`LinearizedHost.predict`.
+            predicted: result of :meth:`LinearizedHost.predict` for the module's network and ``inputs``.
             *inputs: inputs of network and teacher, ``[B, ...]``.
 
         Returns:
-            ``plain``, or with a teacher the weighted sum of ``plain`` and the distance from the teacher's predictions.
+            Weighted sum of ``plain`` and the distance from the teacher's predictions; ``plain`` itself without a teacher.
         """
         size = len(inputs[0])
         if self._teacher is None:
@@ -247,16 +263,17 @@ class Linearization:
 def check_layer_steps(
     trainer: Trainer, network: nn.Module, trained: str, complete: tuple[str, ...] = ("attention", "new", "lora")
 ) -> None:
-    """Check that a strategy and a model support training replaced layers one by one.
+    """Check that a strategy and a model support training each replaced layer on its own to match its original attention.
 
     Args:
         trainer: trainer of the run.
-        network: swapped model.
+        network: model with replaced attention.
         trained: part of the model that later steps train, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
-        complete: parts of the model of which matching layers trains every parameter.
+        complete: values of ``trained`` for which this kind of training computes gradients of all trained parameters, as DDP
+            requires.
 
     Raises:
-        ValueError: if the strategy or the model does not support it. The message names the way out.
+        ValueError: if the strategy or the model does not support it. The message says what to change.
     """
     strategy = trainer.strategy
     if not swapped_layers(network):

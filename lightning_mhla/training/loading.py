@@ -18,7 +18,7 @@ Module = TypeVar("Module", bound=TrainingModule)
 
 
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
-    """Check whether a class accepts the hyperparameters ``memory`` of a checkpoint as its arguments."""
+    """Return whether a training module class accepts ``memory``, the hyperparameters of a checkpoint, as its arguments."""
     options = {name for name in present_options("model", kind, memory) if not name.startswith("_")}
     parameters = {name: each for name, each in inspect.signature(kind.__init__).parameters.items() if name != "self"}
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -26,13 +26,14 @@ def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
 
 
 def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Module:
-    """Load the training module of a checkpoint, in evaluation mode on the CPU.
+    """Load a training module from a checkpoint, in evaluation mode on the CPU.
 
     Args:
-        kind: class of the module.
+        kind: class of the training module.
         path: path of a checkpoint file, of the folder of a sharded checkpoint, or of a folder with checkpoints, of which the
             latest complete one is loaded.
-        live: whether to load the weights that the optimizer updates, if the checkpoint also has their moving average.
+        live: if the checkpoint has a moving average of the weights, whether to load the weights that the optimizer updates
+            in place of the average.
 
     Raises:
         FileNotFoundError: if the path does not exist.

@@ -60,13 +60,13 @@ log = logging.getLogger(__name__)
 
 
 class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
-    """Base class for the training of a network. A domain sets ``self.network`` and implements the steps.
+    """Base class of the LightningModules that train a network. Subclasses set ``self.network`` and implement the steps.
 
     Args:
         training: options of the training, such as the optimizer.
 
     Attributes:
-        training_options: the options; the tuners of Lightning may have changed the learning rate.
+        training_options: the options ``training``, in which Lightning's tuners may have changed the learning rate.
     """
 
     logged_as = "model"
@@ -89,7 +89,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
 
     @property
     def optimizer_config(self) -> OptimizerConfig:
-        """Optimizer and learning-rate schedule."""
+        """Options of the optimizer and its learning-rate schedule."""
         return self.training_options.optimizer
 
     @property
@@ -109,11 +109,11 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             self.hparams["training"] = asdict(self.training_options)
 
     def setup(self, stage: str) -> None:
-        """Check that options of the data agree with those of the model, see :func:`check_agreement`."""
+        """Check that options such as the image size agree in the data and in the model, see :func:`check_agreement`."""
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
-        """Return the decay of the moving average at the present step; ``decay`` is the value of ``ema_decay``.
+        """Return the decay of the moving average for the batch size of this run; ``decay`` is the value of ``ema_decay``.
 
         Raises:
             ValueError: if ``ema_batch`` is set and the data has no batch size.
@@ -128,14 +128,17 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return decay ** (size * self.trainer.accumulate_grad_batches / reference)
 
     def layers(self) -> list[nn.Module]:
-        """Return the repeated blocks of the network, first to last, which are sharded and which layer decay counts."""
+        """Return the repeated blocks of the network, first to last: the units of compilation, sharding and layer decay."""
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks of every fit: step seeds, moving average, checkpoints, and guards that the trainer lacks.
+        """Return the callbacks that every fit needs, or those that write predictions.
 
-        The method also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`. Lightning calls no
-        hook of a module earlier, and reads or writes no checkpoint before.
+        A fit gets callbacks for seeds, kernels, the moving average and checkpoints, and :class:`FiniteWatch`,
+        :class:`StallWatch` and :class:`Forecast` unless the trainer has its own.
+
+        The method also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`. It does so here
+        because Lightning calls this hook first, before it reads or writes a checkpoint.
         """
         replace_checkpoint_io(self.trainer.strategy)
         if self.trainer.state.fn == "predict":
@@ -157,10 +160,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         ]
 
     def _recovery(self) -> list[Callback]:
-        """Return the callback that writes checkpoints; no callback if the trainer has checkpoints disabled.
+        """Return a list with the :class:`Recovery` callback; an empty list if the trainer has checkpoints disabled.
 
-        The trainer's own one is removed from its list and returned, so that it runs after all others and saves the state that
-        they reach at the same step.
+        If the trainer already has such a callback, this method removes it from the trainer's list and returns it. Lightning
+        then adds it at the end, so that it runs after all others and saves the state that they reach at the same step.
         """
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
         own: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
@@ -169,14 +172,14 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return own if own or not self.trainer.checkpoint_callbacks else [Recovery()]
 
     def prediction_callbacks(self) -> list[Callback]:
-        """Return callbacks that write predictions."""
+        """Return callbacks that write predictions to files; none in this base class."""
         return []
 
     def configure_model(self) -> None:
         """Compile the network block by block if requested, and shard it if the strategy has a device mesh (FSDP2).
 
         Raises:
-            ValueError: if sequence parallelism is on and the domain does not support it.
+            ValueError: if sequence parallelism is on and this module does not support it.
         """
         if (compilation := self.training_options.compilation) is not None:
             compile_layers(self.layers(), compilation)
@@ -195,14 +198,14 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
-        """Process group that shares each sequence of a batch; None without sequence parallelism."""
+        """Group of processes that split each sequence of a batch among them; None without sequence parallelism."""
         mesh = self.device_mesh
         if mesh is None or SEQUENCE not in (mesh.mesh_dim_names or ()) or mesh[SEQUENCE].size() == 1:
             return None
         return mesh[SEQUENCE].get_group()
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizer and its schedule, which advances with every optimizer step."""
+        """Build the optimizer and its learning-rate schedule, which advances with every optimizer step."""
         self.trainer.fit_loop.setup_data()  # otherwise the length of an epoch is unknown if max_steps ends the run
         options = (self.network, self.optimizer_config, *self._lengths(), self._layer_names())
         optimizer, schedule, _ = build_optimizer(*options)
@@ -210,18 +213,18 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def _lengths(self) -> tuple[float, float]:
-        """Return the numbers of optimizer steps of the run and of one epoch, the latter for the warm-up."""
+        """Return the number of optimizer steps of the run, and that of one epoch, with which the warm-up is computed."""
         epochs = self.optimizer_config.warmup_epochs
         warmup = steps_of_epochs(self.trainer, epochs)
         return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log the training loss of ``batch_size`` samples, averaged over the processes, and return it."""
+        """Log the training loss of ``batch_size`` samples, averaged over the processes, and return ``loss`` unchanged."""
         self.log("train/loss", loss, prog_bar=True, batch_size=batch_size, sync_dist=self.sequence_group is None)
         return loss
 
     def on_train_start(self) -> None:
-        """Apply the optimizer options of this start, in place of those that a checkpoint restored.
+        """Apply the current optimizer options, in place of those that a checkpoint restored.
 
         Raises:
             ValueError: if the checkpoint was saved between accumulated batches, because it does not hold their gradients.
@@ -284,7 +287,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return [before, *[[name] for name in names]]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Log the number of different broken samples that this process has skipped, if any."""
+        """Log the number of distinct broken samples that this process's data loader has skipped, if any."""
         if skipped := getattr(self.trainer.train_dataloader, "skipped", None):
             self.log("data/skipped", float(len(skipped)))
 
@@ -292,8 +295,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         """Check that a checkpoint fits this model and this run, and prepare to resume from it.
 
         Raises:
-            ValueError: if it does not. The message names the attention option, the optimizer or the size that differs, and the
-                way out.
+            ValueError: if the checkpoint does not fit. The message names the attention option, the optimizer or the size that
+                differs, and says what to do.
         """
         if self._trainer is None or self._trainer.is_global_zero:
             log_origin(checkpoint)
@@ -305,10 +308,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         check_weights(checkpoint, self.state_dict())
 
     def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Log the options that changed, use the live weights if this run keeps no average, and compare the optimizers.
+        """Log changed options, use the trained weights if this run keeps no average of them, and check the optimizer's state.
 
         Raises:
-            ValueError: if the state of the optimizer does not fit.
+            ValueError: if the optimizer state in the checkpoint does not fit the optimizer of this run.
         """
         if checkpoint.get("global_step"):
             self._leave_out_tuners(checkpoint)
@@ -330,7 +333,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             check_optimizer(saved, self.optimizer_config.kind, len(BETAS[self.optimizer_config.kind]), sizes)
 
     def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
-        """Remove Lightning's tuners, and restore the batch size and the learning rate that they found at the first start."""
+        """Remove Lightning's tuner callbacks, and restore the batch size and learning rate found at the run's first start."""
         data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
         for tuner in [callback for callback in callbacks if isinstance(callback, BatchSizeFinder | LearningRateFinder)]:
             callbacks.remove(tuner)

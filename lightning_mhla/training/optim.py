@@ -33,7 +33,8 @@ class OptimizerConfig:
 
     Args:
         lr: peak learning rate.
-        weight_decay: weight decay of matrices and convolutions. Biases, norms, position embeddings and mixing have none.
+        weight_decay: weight decay of matrices and convolutions. Other parameters, such as biases, norms, position embeddings
+            and mixing coefficients, have none.
         betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9, 0.999 and CAME's 0.9999.
         eps: epsilon of AdamW.
         schedule: schedule after the warm-up: cosine down to min_lr, or constant.
@@ -42,8 +43,8 @@ class OptimizerConfig:
         warmup_steps: length of the linear warm-up in optimizer steps.
         mixing_lr_scale: factor on the learning rate of the mixing coefficients.
         layer_decay: factor on the learning rate from each layer to the one below it; 1 for none.
-        kind: adamw or came (arXiv 2307.02047, from the package pytorch-optimizer), which SANA is trained with. CAME keeps one
-            full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
+        kind: adamw, or came (arXiv 2307.02047), with which SANA is trained and which needs the package pytorch-optimizer. CAME
+            keeps one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
     """
 
     lr: float = 1e-3
@@ -76,12 +77,16 @@ class OptimizerConfig:
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, layers: Iterable[Iterable[str]] = ()
 ) -> list[dict[str, Any]]:
-    """Group trainable parameters: with weight decay, without, and mixing; for each layer if there is layer decay.
+    """Group trainable parameters by learning rate and weight decay.
+
+    There is a group with weight decay, a group without, and a group of mixing coefficients. With layer decay, each layer has
+    such groups of its own.
 
     Args:
         model: model to train.
         config: learning rates and weight decay.
-        layers: name prefixes of each layer, from input to output. Names that match none belong to the output.
+        layers: prefixes of the parameter names of each layer, from input to output. Parameters whose names match no prefix
+            belong to the output.
     """
     mixing = {id(p) for m in model.modules() if isinstance(m, MixingCoefficients) for p in m.parameters()}
     prefixes = [tuple(names) for names in layers]
@@ -108,16 +113,16 @@ def parameter_groups(
 class Schedule:
     """Factor on the learning rate at each optimizer step: a linear warm-up, then cosine or constant.
 
-    Checkpoints keep its attributes, because ``LambdaLR`` saves those of a callable object.
+    ``LambdaLR`` calls the object, and saves its attributes in checkpoints.
 
     Args:
-        config: see :class:`OptimizerConfig`.
+        config: options of the schedule, see :class:`OptimizerConfig`.
         steps: number of optimizer steps of the complete run.
         warmup: number of warm-up steps.
 
     Attributes:
         start: step at which the cosine begins, after the warm-up.
-        top: factor at that step.
+        top: factor on the learning rate at step ``start``.
     """
 
     def __init__(self, config: OptimizerConfig, steps: float, warmup: int) -> None:
@@ -126,7 +131,7 @@ class Schedule:
         self.start, self.top = warmup, 1.0
 
     def __call__(self, step: int) -> float:
-        """Return the factor at ``step``."""
+        """Return the factor on the learning rate at optimizer step ``step``, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "constant":
@@ -135,10 +140,14 @@ class Schedule:
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     def follow(self, asked: Schedule, step: int) -> list[str]:
-        """Switch to a different schedule after ``step`` steps, without a jump in the learning rate.
+        """Take the options of a different schedule after ``step`` steps, without a jump in the learning rate.
+
+        Args:
+            asked: schedule whose options are taken.
+            step: number of optimizer steps done.
 
         Returns:
-            A description of each change.
+            Text for each changed option, with its old and new values.
 
         Raises:
             ValueError: if the rest of the run would train at a learning rate of zero.
@@ -169,18 +178,18 @@ def _number(value: object) -> str:
 
 
 def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int) -> list[str]:
-    """Apply changed options to an optimizer and a schedule that were restored from a checkpoint.
+    """Apply the current options to an optimizer and a schedule that were restored from a checkpoint, in place.
 
-    Options that did not change stay bit-identical.
+    If no option changed, the learning rates stay bit-identical.
 
     Args:
-        optimizer: optimizer with the options and learning rates of its checkpoint.
-        schedule: schedule of its checkpoint.
-        asked: result of :func:`build_optimizer` for the present configuration.
+        optimizer: optimizer with the options and learning rates of the checkpoint.
+        schedule: schedule of the checkpoint.
+        asked: optimizer options of the current configuration.
         step: number of optimizer steps done.
 
     Returns:
-        A description of each change.
+        Text for each changed option, with its old and new values.
 
     Raises:
         ValueError: see :meth:`Schedule.follow`.
@@ -203,7 +212,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
 
 @dataclass(frozen=True)
 class Asked:
-    """Optimizer options of the present configuration, before a checkpoint restores earlier ones.
+    """Optimizer options of the current configuration, kept because loading a checkpoint restores older ones.
 
     Attributes:
         groups: options of each parameter group.
@@ -221,7 +230,7 @@ def build_optimizer(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> tuple[Optimizer, LambdaLR, Asked]:
-    """Build the optimizer of a model and its schedule.
+    """Build the optimizer of a model and its learning-rate schedule.
 
     Args:
         model: model to train.
@@ -234,7 +243,7 @@ def build_optimizer(
         Optimizer, schedule, and their options, which a resumed run compares with those of its checkpoint.
 
     Raises:
-        ValueError: for a cosine schedule of a run without an end, or CAME with sharded parameters.
+        ValueError: if the schedule is cosine and the number of steps is infinite, or CAME gets sharded parameters.
     """
     factor = make_schedule(config, steps, steps_per_epoch)
     if factor.warmup >= steps:
@@ -266,7 +275,7 @@ def asked_options(
 
 
 def make_schedule(config: OptimizerConfig, steps: float, steps_per_epoch: float) -> Schedule:
-    """Build the learning-rate schedule; arguments and errors are those of :func:`build_optimizer`."""
+    """Build the learning-rate schedule of a run; arguments and errors are those of :func:`build_optimizer`."""
     if config.schedule == "cosine" and not math.isfinite(steps):
         raise ValueError("schedule 'cosine' needs an end: set trainer.max_epochs or trainer.max_steps")
     return Schedule(config, steps, config.warmup_steps or round(config.warmup_epochs * steps_per_epoch))
@@ -281,7 +290,11 @@ def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     from pytorch_optimizer import CAME  # not needed for AdamW
 
     class MatrixCAME(CAME):
-        """CAME that factors second moments of matrices only; those of small kernels would need several full tensors."""
+        """CAME optimizer that stores factored second moments for matrices only.
+
+        Other parameters keep full second moments. For convolution kernels of a few pixels, CAME's four factors would together
+        take more memory than the full tensor.
+        """
 
         @staticmethod
         def get_options(shape: tuple[int, ...]) -> bool:

@@ -29,10 +29,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all processes, based on Lightning's ModelParallelStrategy, with optional sequence parallelism.
 
     Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
-    any number of processes. Weights are sharded over all processes, those that share a sequence included.
+    any number of processes. Weights are sharded over all processes, including those that share a sequence.
 
     Args:
-        save_distributed_checkpoint: write a folder of shards, one file for each process, instead of one file.
+        save_distributed_checkpoint: whether to write a checkpoint as a folder of shards, one file for each process, instead of
+            one file.
         gather_dtype: dtype in which the weights of a block are gathered and used. Gradients are reduced in float32, and the
             weights that the optimizer updates stay in float32. Mixing coefficients are always gathered in float32.
         sequence_parallel_size: number of neighboring processes that share each sequence and exchange block summaries, for
@@ -52,7 +53,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.gather_dtype, self.sequence_parallel_size = gather_dtype, sequence_parallel_size
 
     def setup_environment(self) -> None:
-        """Start the process group, whose number of processes was not known before, and create the device mesh.
+        """Start the process group, after which the number of processes is known, and create the device mesh.
 
         Raises:
             ValueError: if ``sequence_parallel_size`` does not divide the number of processes.
@@ -70,7 +71,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
     ) -> None:
-        """Write a sharded checkpoint or one file. Every process calls this method."""
+        """Write a checkpoint, as a folder of shards or as one file. Every process must call this method."""
         path = Path(self.broadcast(filepath))  # all processes must write into the same folder
         if not self._save_distributed_checkpoint:
             Strategy.save_checkpoint(self, checkpoint, path)
@@ -82,9 +83,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         save_sharded(path, tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizers from a sharded checkpoint or from one file, and return the other entries.
+        """Load weights and optimizer states from a sharded checkpoint or from one file, and return the other entries.
 
-        If the checkpoint has live weights beside a moving average, they are returned as an entry, sharded like the module's.
+        If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are
+        then among the returned entries; from a sharded checkpoint, they are sharded like the weights of the module.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
@@ -118,7 +120,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def _named(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Convert an optimizer's state from numbers to names of parameters, which sharded weights need."""
+    """Convert an optimizer's state dict from parameter indices to parameter names, as torch's distributed loading expects."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     return {

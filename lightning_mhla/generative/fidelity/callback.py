@@ -31,16 +31,16 @@ MOST_REAL = 50_000
 
 @runtime_checkable
 class HasRealImages(Protocol):
-    """Protocol of a data module with real images to compare samples with."""
+    """Protocol of a data module that provides real images, with which generated samples are compared."""
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the real samples of a part of the data.
+        """Return the real images of a part of the data.
 
         Args:
             part: ``"train"`` or ``"validate"``.
 
         Returns:
-            Samples, each a dict with an ``image`` ``[C, S, S]`` in -1 .. 1.
+            Sequence of samples, each a dict with an ``image`` ``[C, S, S]`` in -1 .. 1.
         """
 
 
@@ -48,12 +48,12 @@ class GenerationMetrics(SampleGrid):
     """Callback that generates images and computes FID and related metrics, with the weights that validation uses.
 
     The callback logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
-    reference allow, and ``NAME/label_accuracy`` if the feature network classifies by the data's classes. ``NAME.jsonl`` in the
-    log folder has a line for each evaluation, with the options that the values depend on and remarks about them. A grid of
-    samples is written to ``pictures/`` and TensorBoard.
+    reference allow, and ``NAME/label_accuracy`` if the feature network predicts the classes of the data. ``NAME.jsonl`` in the
+    log folder has a line for each evaluation, with the metrics, the options that they depend on, and remarks about them. A
+    grid of samples is written to ``pictures/`` and TensorBoard.
 
-    Sample i has condition i modulo the number of conditions and its own noise, so any number of processes draws the same
-    samples.
+    Sample i has condition i modulo the number of conditions and its own noise, so the samples do not depend on the number of
+    processes.
 
     Args:
         samples: number of samples; published results use 50,000.
@@ -87,7 +87,7 @@ class GenerationMetrics(SampleGrid):
         self._reference: ImageSet | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that samples can be drawn and compared: VAE, features, reference and sampler.
+        """Check before training that samples can be drawn and compared with the reference images.
 
         Raises:
             ValueError: if the module does not draw images, or features, reference and options contradict each other.
@@ -125,8 +125,8 @@ class GenerationMetrics(SampleGrid):
         """Draw all samples, shared among the processes, and compute their features.
 
         Returns:
-            Features of all samples in order; pixels ``[n, C, H, W]`` uint8 of the first ones for a grid; and the share of
-            samples that the feature network assigns to their class, None if it does not classify by the data's classes.
+            Features of all samples in order; pixels ``[n, C, H, W]`` uint8 of the first samples, for a grid; and the share of
+            samples that the feature network assigns to their class, None if it does not predict the classes of the data.
         """
         network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
@@ -149,7 +149,7 @@ class GenerationMetrics(SampleGrid):
         return generated, torch.cat(shown)[:grid_size], share
 
     def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
-        """Compute the features of the reference once, on the first process. Errors are raised on all processes."""
+        """Compute the features of the reference images once, on the first process. Errors are raised on all processes."""
         failed: Exception | None = None
         if trainer.is_global_zero and self._reference is None:
             try:
@@ -172,11 +172,11 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check that reference statistics have as many features as the feature network computes.
+        """Check that reference statistics without images have as many features as the feature network computes.
 
         Args:
-            reference: reference set.
-            module: module that draws the samples; its images have the size to test the feature network with.
+            reference: features or statistics of the reference images.
+            module: module that draws the samples. The feature network is called with an image of their size.
         """
         statistics = reference.moments("pooled")
         if statistics is None or reference.pooled is not None:

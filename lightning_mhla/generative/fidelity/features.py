@@ -36,8 +36,8 @@ class FeatureNetwork:
     """Base class of frozen networks that compute features of 8-bit images. Derive from it to use a different network.
 
     Attributes:
-        names_labels: whether the K logits are scores of the data's classes. If so, the share of samples with the class that
-            they were drawn for can be measured.
+        names_labels: whether the logits are scores of the classes of the training data. If they are, a callback can measure
+            the share of generated images that the network assigns to the class they were generated for.
     """
 
     names_labels = False
@@ -47,7 +47,7 @@ class FeatureNetwork:
         raise NotImplementedError
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Compute features of images.
+        """Compute the features of a batch of images.
 
         Args:
             network: result of :meth:`network`.
@@ -57,7 +57,7 @@ class FeatureNetwork:
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Compute a hash of a network's weights, 16 hexadecimal digits, which is reported with every metric based on them."""
+    """Compute a hash of a network's weights, 16 hexadecimal digits, to be reported with metrics that depend on the network."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
@@ -66,10 +66,12 @@ def fingerprint(network: nn.Module) -> str:
 
 
 class InceptionFeatures(FeatureNetwork):
-    """Inception-v3 of the published FID: torch-fidelity's port of the weights of 2015-12-05, with TensorFlow's resizing.
+    """Inception-v3 network that published FID values are computed with.
 
-    ``spatial`` is the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion.
-    ``logits`` are the scores of 1,008 classes without bias, which both libraries use for the Inception Score.
+    The weights are torch-fidelity's port of the TensorFlow weights of 2015-12-05, and images are resized as TensorFlow does.
+    The spatial features are the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of
+    guided-diffusion. The logits are scores of 1,008 classes without the bias of the last layer, which both torch-fidelity and
+    the ADM evaluator use for the Inception Score.
 
     Args:
         weights: path of a local file with torch-fidelity's weights; null to download them once.
@@ -164,7 +166,7 @@ class DigitNetwork(nn.Module):
 class DigitFeatures(FeatureNetwork):
     """Features of a small digit classifier that is trained on first use, on the 1,437 training digits of scikit-learn.
 
-    Training takes seconds on a CPU and is reproducible by the seed.
+    Training takes seconds on a CPU and gives the same weights for the same seed.
 
     Args:
         seed: seed of the initial weights and of the order of the digits.
@@ -180,7 +182,7 @@ class DigitFeatures(FeatureNetwork):
 
     @override
     def network(self) -> nn.Module:
-        """Return the classifier, trained once per process."""
+        """Return the classifier, which is trained at the first call in each process."""
         return _train_on_digits(self.digits, self.side, self.seed, self.epochs)
 
     @override
@@ -196,7 +198,7 @@ class DigitFeatures(FeatureNetwork):
 class MnistFeatures(DigitFeatures):
     """Features of a small digit classifier that is trained on first use, on 4,000 digits of MNIST (28 x 28 pixels).
 
-    Training takes seconds on a CPU and is reproducible by the seed.
+    Training takes seconds on a CPU and gives the same weights for the same seed.
 
     Args:
         seed: seed of the initial weights and of the order of the digits.
@@ -213,9 +215,9 @@ class MnistFeatures(DigitFeatures):
 class RandomFeatures(FeatureNetwork):
     """Features of a convolutional network with random weights. It needs no download and accepts images of any size.
 
-    The features are the means and standard deviations of the last layer's channels, 512 numbers. Distances in the features of
-    untrained networks rank samples and do not depend on training data (Naeem et al., arXiv 2002.09797, section 4), but
-    cannot be compared with published values.
+    The 512 features are the means and standard deviations of the last layer's channels. Distances between features of an
+    untrained network rank sets of samples by quality and do not depend on training data (Naeem et al., arXiv 2002.09797,
+    section 4), but they cannot be compared with published values.
 
     Args:
         seed: seed of the weights, which are the same on every machine.

@@ -64,11 +64,13 @@ class ImageSet:
     Attributes:
         origin: description of the set for messages, such as its path.
         digest: hash of the images or statistics.
-        count: number of images behind the moments; None if the set came with moments.
+        count: number of images from which the moments are computed; None if moments were read from a file, which does not
+            tell the number.
         pooled: features ``[n, D]``; None if only statistics are known.
-        logits: class scores ``[n, K]``; None if there are none.
-        spatial: spatial features ``[n, S]``; None if there are none.
-        statistics: moments of ``"pooled"`` and ``"spatial"`` features, read with the set or computed from its features.
+        logits: class scores ``[n, K]``; None if the feature network has none or only statistics are known.
+        spatial: spatial features ``[n, S]``; None if the feature network has none or only statistics are known.
+        statistics: moments under the keys ``"pooled"`` and ``"spatial"``, read from a file or computed from the features
+            when they are first needed.
     """
 
     origin: str
@@ -80,7 +82,7 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the moments of ``"pooled"`` or ``"spatial"`` features; None if the set has neither features nor moments."""
+        """Return the moments of the ``"pooled"`` or ``"spatial"`` features; None if they can be neither read nor computed."""
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
@@ -112,9 +114,9 @@ def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Fea
     """Compute features of one batch of images in float32, even under autocast.
 
     Args:
-        features: kind of the feature network.
-        network: the network itself.
-        images: images ``[b, C, S, S]`` uint8.
+        features: feature network, which defines how images are preprocessed.
+        network: result of ``features.network()``.
+        images: images ``[b, C, S, S]`` uint8 on the device of ``network``.
     """
     with torch.autocast(images.device.type, enabled=False):
         return features.extract(network, images)
@@ -140,7 +142,7 @@ def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
 
 
 def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_size: int = 64) -> ImageSet:
-    """Read images or statistics from a folder of images, or from an ``.npz`` of ADM's evaluator.
+    """Read a set of images, or its statistics, from a folder or an ``.npz`` file of ADM's evaluator, and compute features.
 
     Args:
         path: path of a folder of images; or of an ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and
@@ -232,7 +234,7 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
 
 @dataclass
 class Scores:
-    """Metrics of a comparison between generated and real images.
+    """Results of a comparison between generated and real images: metrics and remarks.
 
     Attributes:
         values: values of the metrics by name.
@@ -244,7 +246,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute all metrics of generated images for which both sets have the required features.
+    """Compute the metrics of generated images, except those whose features one of the two sets lacks.
 
     Args:
         generated: set of samples.
