@@ -117,7 +117,8 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
                 data |= {"train": f"{world}/images/train", "val": f"{world}/images/val"}
                 model |= grouped(model, heads=4, dim=32)
             else:
-                model |= {"image_size": 28} | ({} if "vlt" in model else grouped(model, pad_to=32, patch_size=2))
+                model["image_size"] = 28
+                model |= {} if "vlt" in model else grouped(model, pad_to=32, patch_size=2)
                 data |= {"train": f"{world}/shards/train-*.tar", "val": f"{world}/shards/val-*.tar"}
     elif domain == "diffusion":
         model |= grouped(model, depth=2, heads=2, dim=16)
