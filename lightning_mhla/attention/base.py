@@ -126,7 +126,9 @@ class Attention(AttentionKind):
     def extend(self, tokens: int) -> None:
         """Extend a causal layer to sequences of ``tokens`` tokens. Its outputs for shorter sequences stay the same."""
         assert self.causal
-        self.layout = BlockLayout((tokens,), block_size=self.layout.block_size or tokens)
+        # causal layers have blocks of equal sizes, however many the layout was built with
+        size = self.layout.block_size or (self.layout.block_sizes[0] if self.uses_blocks else tokens)
+        self.layout = BlockLayout((tokens,), block_size=size)
 
     def forward(
         self,

@@ -576,3 +576,14 @@ def test_operations_of_a_window_grow_with_its_blocks_and_not_with_the_sequence()
     assert counted(64, 8) == 2 * 64 * 1.5 * 8 * 2 * (16 + 16)
     assert counted(128, 8) == 2 * counted(64, 8)
     assert counted(64, 16) == 2 * counted(64, 8)
+
+
+@pytest.mark.parametrize("kind", ["mhla", "mhla_window"])
+def test_a_layer_built_with_a_number_of_blocks_is_extended_by_blocks_of_their_size(kind: str) -> None:
+    config = AttentionConfig(kind=kind, mixing="exponential")
+    layer = build_attention(config, 16, 2, BlockLayout((64,), (8,)), causal=True)
+    x = torch.randn(1, 128, 16)
+    short = layer(x[:, :64])
+    layer.extend(128)
+    assert layer.layout.block_sizes == (8,) * 16
+    torch.testing.assert_close(layer(x)[:, :64], short)
