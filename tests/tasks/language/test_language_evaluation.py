@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from fork_server import ForkServer
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lm_eval.models.huggingface import HFLM
 from mhla_tasks.language.evaluation.callback import LMEval
 from mhla_tasks.language.evaluation.lm import MHLALM, cut_middle
 from mhla_tasks.language.evaluation.script import main
@@ -227,3 +229,11 @@ def test_the_share_of_cut_prompts_is_of_all_processes(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     assert lm.cut_shares() == {"other": 0, "trec": 0.25}
+
+
+@pytest.mark.parametrize("name", ["loglikelihood", "generate_until"])
+def test_requests_show_their_progress_as_lm_evals_own_models_do(name: str) -> None:
+    ours, theirs = (
+        inspect.signature(getattr(kind, name)).parameters["disable_tqdm"].default for kind in (MHLALM, HFLM)
+    )
+    assert ours is theirs is False
