@@ -96,10 +96,10 @@ class CaptionEncoder:
         return out
 
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of one caption, without padding. The arguments are those of :meth:`encode`.
+        """Embed the tokens of one caption, without padding. See :meth:`encode` for the device and the instruction.
 
         Returns:
-            Embeddings ``[l, width]`` float32 of the first ``length`` tokens.
+            Embeddings ``[l, width]`` float32 of the l tokens; l is at most the option ``length``.
         """
         raise NotImplementedError
 
@@ -222,19 +222,24 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """Read a list of prompts, each with a name for its files.
+    """Read a list of prompts, and the name of each prompt, with which the files of its samples begin.
 
     Args:
-        path: path of a text file with ``name<TAB>prompt``, or a prompt that is also its name, on each line; of a ``.jsonl``
-            file with a ``prompt`` on each line, named ``00000`` and so on (GenEval); of a ``.json`` file with an object of
-            names, each with a ``prompt`` (MJHQ-30K); or of a folder of ``NAME.txt`` files (DPG-Bench).
+        path: path of the list, in one of these formats:
+
+            * text file: each line is a prompt, optionally preceded by its name and a tab. Without a name, the prompt itself is
+              the name.
+            * ``.jsonl`` file (GenEval): each line is a JSON object with an entry ``prompt``. The names are ``00000``, ``00001``
+              and so on.
+            * ``.json`` file (MJHQ-30K): a JSON object that maps each name to an object with an entry ``prompt``.
+            * folder (DPG-Bench): each ``.txt`` file contains a prompt. The name is the file name without its extension.
 
     Returns:
-        Name and prompt of each entry, in this order.
+        A tuple ``(name, prompt)`` for each prompt, in the order of the file; for a folder, sorted by file name.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
-        ValueError: if the file is empty or an entry has no prompt; the message names the file and the line.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if there are no prompts or an entry has no prompt; the message names the file, and the line or the entry.
     """
     file = Path(path)
     if file.is_dir():

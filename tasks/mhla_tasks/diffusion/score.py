@@ -39,8 +39,8 @@ def compare_sets(
         device: cpu or cuda; None for a GPU if there is one.
 
     Returns:
-        Scores by name; ``marks``, remarks on the scores; the number of images in each set; and SHA-256 checksums of the sets
-        and of the network.
+        A dict with the scores by name; ``marks``, a list of remarks on the scores; the number of images in each set; and
+        SHA-256 checksums of the sets and of the network.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     torch_device = process_device(device)

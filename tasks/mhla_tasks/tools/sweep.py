@@ -183,13 +183,13 @@ def read_sweep(line: CommandLine) -> Sweep:
 
 
 def name_of(chosen: dict[str, str]) -> str:
-    """Return the folder name of the run with a combination of option values, such as ``lr=0.001,depth=12``.
+    """Return the name of a run's folder, made of its option values, such as ``lr=0.001,depth=12``.
 
     Characters that are unsuitable for a file name are replaced, secrets are removed, and long names are cut. In these cases a
     hash is appended, so that different values have different names.
 
     Args:
-        chosen: value of each option of the sweep, by the option's name.
+        chosen: value in this run of each option of the sweep, by the option's name.
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
