@@ -59,7 +59,7 @@ class DrawnSamples(PeriodicEvaluation):
         """
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Check that a module can draw samples, which loads its text encoder and its autoencoder.
+        """Load the text encoder and the autoencoder of a module, and check that the module can draw samples.
 
         Raises:
             ValueError: if the options of the module contradict each other.

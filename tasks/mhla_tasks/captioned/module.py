@@ -132,7 +132,7 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Predict the velocity of noisy samples, which is noise minus data.
+        """Predict the velocity (noise minus data) of noisy samples.
 
         Args:
             network: transformer.
@@ -158,7 +158,7 @@ class CaptionedDiffusion(GenerativeModule):
         """
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Check that samples can be drawn, which loads the text encoder and the autoencoder.
+        """Load the text encoder and the autoencoder, and check that samples can be drawn.
 
         Args:
             sampling: sampler options; None for those of the module.
@@ -373,7 +373,7 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the flow matching loss ``[B]`` of each sample; its generator draws its timestep and its noise."""
+        """Compute the flow matching loss of each sample, ``[B]``. The sample's generator draws its timestep and noise."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

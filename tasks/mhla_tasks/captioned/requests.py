@@ -55,11 +55,11 @@ class PromptRequest:
 class RequestedSamples:
     """Sample source for the predict command: one entry for each sample to draw, in the order of the prompts.
 
-    All samples of a prompt follow each other.
+    The samples of one prompt are adjacent.
 
     Args:
         request: prompts, number of samples per prompt, and seed.
-        known: prompts to use if ``request.prompts`` is None.
+        known: prompts of the data set, used if ``request.prompts`` is None.
         extension: extension of the files to write, without a dot.
 
     Raises:

@@ -31,10 +31,10 @@ class TextConfig:
             Gemma-2 (SANA), T5, mT5, or another transformers model that is not an encoder-decoder; null for a fixed random
             vector for each word, which suits small models.
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
-        instruction: text to insert before each caption that is not empty; only the embeddings of its first and its last token
-            are kept. sana for the instruction of SanaPipeline.
-        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0,
-            a transformer cannot distinguish captions that differ only in the order of their words.
+        instruction: text to insert before each caption that is not empty, or sana for the instruction of SanaPipeline. Of the
+            instruction's embeddings, only those of its first and last token are kept. null for no instruction.
+        carry: without an encoder, share of a word's embedding that is added to the embedding of the next word, at least 0 and
+            below 1. With 0, a transformer cannot distinguish captions that differ only in the order of their words.
     """
 
     encoder: str | None = None
@@ -222,7 +222,9 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """Read a list of prompts, and the name of each prompt, with which the files of its samples begin.
+    """Read named prompts from a file or a folder.
+
+    The file names of a prompt's samples begin with the name of the prompt.
 
     Args:
         path: path of the list, in one of these formats:

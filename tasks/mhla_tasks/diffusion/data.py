@@ -26,7 +26,7 @@ class SampleRequest:
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
         per_class: number of samples of each class.
-        seed: seed of the noise; sample i always starts from the same noise.
+        seed: seed of the noise; with the same seed, sample i always starts from the same noise.
     """
 
     classes: list[int] | None = None

@@ -149,7 +149,8 @@ class DenoisingProcess(NoiseProcess):
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of each sample: mean squared error of the noise, plus a variational bound if variance is learned.
 
-        As in DiT's code, the bound is not weighted. It trains only the variance, because the predicted mean is detached in it.
+        As in DiT's code, the bound is not weighted. It trains only the variance, because gradients do not flow through the
+        predicted mean.
         """
         (alpha_bar,) = self._at(times, self.kept)
         noisy = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise

@@ -36,7 +36,7 @@ def compare_sets(
         features: network whose features are compared: inception, digits, mnist or random.
         weights: path of the weights of torch-fidelity's Inception-v3; None to download them.
         batch_size: number of images processed at once.
-        device: cpu or cuda; None for a GPU if there is one.
+        device: ``cpu`` or ``cuda``; None for a GPU if the machine has one, else the CPU.
 
     Returns:
         A dict with the scores by name; ``marks``, a list of remarks on the scores; the number of images in each set; and

@@ -104,7 +104,7 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """List the image files of the prompt ``name`` in order, such as ``00000-0.png`` and ``00000-1.png`` for ``00000``.
+    """List the image files of the prompt ``name`` in order: ``00000-0.png``, ``00000-1.png`` and so on for ``00000``.
 
     Raises:
         FileNotFoundError: if the prompt has no images.

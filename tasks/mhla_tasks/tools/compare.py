@@ -227,7 +227,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Convert the comparison of runs to data that JSON can represent.
+    """Convert the comparison of runs to a list that JSON can represent.
 
     Returns:
         A dict for each run: ``folder``, the path of its folder; ``options``, the values of the configuration keys whose values

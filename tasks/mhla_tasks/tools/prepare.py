@@ -51,7 +51,7 @@ def _caption_key(parser: ArgumentParser) -> None:
 
 
 def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> None:
-    """Add the arguments that ``prepare captions`` and ``prepare clips`` have in common to a parser.
+    """Add to a parser the arguments that ``prepare captions`` and ``prepare clips`` have in common.
 
     Args:
         parser: parser of the command.

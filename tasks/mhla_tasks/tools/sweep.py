@@ -189,7 +189,7 @@ def name_of(chosen: dict[str, str]) -> str:
     hash is appended, so that different values have different names.
 
     Args:
-        chosen: value in this run of each option of the sweep, by the option's name.
+        chosen: values of the run, by option name, for the options that the sweep varies.
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
@@ -364,7 +364,7 @@ def _finished(folder: Path, line: CommandLine) -> bool:
 
 
 def _wait(command: list[str], output: Path | None = None) -> int:
-    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to it, and it is never killed.
+    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
 
     Args:
         command: program and arguments.
