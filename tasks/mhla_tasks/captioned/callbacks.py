@@ -54,12 +54,12 @@ class DrawnSamples(PeriodicEvaluation):
         Args:
             trainer: Trainer of the run.
             module: module that drew the samples.
-            samples: drawn samples, one for each prompt, uint8 on the CPU.
+            samples: drawn samples, one for each prompt: images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]``, uint8 on the CPU.
             folder: log folder of the run.
         """
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load the text encoder and the autoencoder of a module, and check that it can draw samples.
+        """Load the text encoder and the autoencoder of a module, and check that the module can draw samples.
 
         Raises:
             ValueError: if the options of the module contradict each other.

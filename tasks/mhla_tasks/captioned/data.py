@@ -91,7 +91,7 @@ class EncodedShards(CaptionedData):
 
     @property
     def text_length(self) -> int:
-        """Number of tokens per caption: the option, else the length in the shards' manifest, else the model's default."""
+        """Number of tokens per caption: the option if it is set, else the length that the shards record, else a default."""
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)
         return self._text_length

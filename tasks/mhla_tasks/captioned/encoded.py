@@ -37,12 +37,16 @@ AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
 def empty_caption_file(shard: Path) -> Path:
-    """Return the path of the file in a shard's folder that holds the embedding of the empty caption."""
+    """Return the path of the file that holds the embedding of the empty caption, in the same folder as a shard."""
     return beside_shard(shard, "empty-caption.npy")
 
 
 def read_manifest(sets: ShardSets) -> dict[str, Any]:
-    """Read the manifest, the options with which the training shards were written; return an empty dict without a manifest."""
+    """Read ``manifest.json`` of the training shards: the options with which they were written.
+
+    Returns:
+        The options by name; an empty dict if the file does not exist.
+    """
     manifest = beside_shard(sets.find("train")[0], "manifest.json")
     return dict(read_json(manifest)) if manifest.is_file() else {}
 
@@ -91,7 +95,8 @@ class EncodedSamples:
         command: command that writes such shards, named in error messages.
 
     Attributes:
-        groups: size of each latent as an index into the list of sizes, ``[samples]`` int64; None if all have the same size.
+        groups: number of each latent's size, ``[samples]`` int64: latents of the same size have the same number. None if the
+            shards do not record sizes, because all latents have the same size.
 
     Raises:
         ValueError: if none of the first 100 samples has a latent with ``axes`` axes.
@@ -165,12 +170,12 @@ class EncodedSource:
     """Captioned samples to encode, and the files that contain them.
 
     Attributes:
-        samples: sample source; each sample has a tensor ``[3, ...]`` in -1 .. 1 under ``key``. A source of samples with
-            several sizes has an attribute ``groups``, the index of each sample's size.
+        samples: sample source. Each sample is a dict; its pixels are the entry ``key``, a tensor ``[3, ...]`` in -1 .. 1. If
+            the samples have several sizes, the source has an attribute ``groups``, the number of each sample's size.
         key: name of the entry that is encoded: ``image`` or ``video``.
-        files: files with the captions of each sample.
-        origins: source file of each sample, or of each shard that holds samples, to detect changes.
-        per_sample: whether ``origins`` has one entry for each sample instead of each shard.
+        files: files of the samples, from which the captions are read.
+        origins: source files as they were when opened, to detect later changes: an entry for each sample or for each shard.
+        per_sample: whether ``origins`` has an entry for each sample; false for an entry for each shard.
     """
 
     samples: SampleSource
@@ -187,12 +192,12 @@ def open_source(
     caption_key: str,
     make_samples: Callable[[CaptionedFiles], SampleSource],
 ) -> EncodedSource:
-    """Open the captioned samples of a folder or of shards for encoding.
+    """Open the captioned images or videos in a folder or in shards, to encode them.
 
     Args:
-        name: path of a folder of files, or location of shards in any form that data modules accept.
+        name: path of a folder of files; or location of shards: a folder, a glob, a brace pattern or a URL.
         kind: name of the entry of a sample that is encoded: ``image`` or ``video``.
-        extensions: extensions of the files that are samples, without dots.
+        extensions: extensions of the image or video files, without dots.
         caption_key: key of the caption in a JSON file.
         make_samples: function that builds the sample source from the files.
 

@@ -35,8 +35,8 @@ class Host:
     Args:
         transformer: class of the transformer.
         pipeline: class of the diffusers pipeline that draws samples with the transformer.
-        name: name of the transformer in error messages, with an article.
-        first_block: prefix that the weights of the first block have in their names.
+        name: name of the transformer in error messages, with an article, such as ``a Wan transformer``.
+        first_block: prefix of the names of the first block's weights, such as ``blocks.0.``.
         is_published: function that returns whether weights, a dict by name, use the names of the original publication.
         published_names: function that converts weights from the published names to diffusers' names.
         schedulers: for each sampler, a function that builds its diffusers scheduler from the timestep shift of training.
@@ -67,6 +67,9 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
         shape: dataclass instance with the options of the transformer.
         attention: options of the new attention.
         layer_kinds: attention kind of each layer, as for :func:`lightning_mhla.swap_attention`; None to replace all layers.
+
+    Returns:
+        Transformer with the new attention and random weights.
     """
     model = host.transformer(**asdict(shape))
     swap_attention(model, attention, layer_kinds=layer_kinds)
@@ -94,9 +97,12 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
     """Read the weights of a transformer without running code from the files.
 
     Args:
-        path: path of a training checkpoint (its averaged weights, if it has them), of a ``.pt``, ``.pth`` or
-            ``.safetensors`` file with diffusers' or published names, or of a folder that ``save_pretrained`` of a transformer
-            or a pipeline wrote; or name on the hub.
+        path: source of the weights, one of these:
+
+            * training checkpoint, whose averaged weights are read if it has them;
+            * ``.pt``, ``.pth`` or ``.safetensors`` file with diffusers' or published names;
+            * folder that ``save_pretrained`` of a transformer or a pipeline wrote;
+            * name on the Hugging Face Hub.
         host: description of the transformer class.
 
     Returns:
@@ -181,7 +187,10 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
-    """Convert the name of a weight to its name in ``state``, which has ``.base_layer`` in it if LoRA wraps the layer."""
+    """Return the name of a weight in ``state``.
+
+    If LoRA wraps the weight's layer there, the name gets ``.base_layer`` before its last part; otherwise it is unchanged.
+    """
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in state else name

@@ -132,7 +132,17 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Predict the velocity of noisy samples at ``times`` ``[B]``, given embedded captions ``[B, L, D]``."""
+        """Predict the velocity (noise minus data) of noisy samples.
+
+        Args:
+            network: transformer.
+            noisy: noisy samples ``[B, C, ...]``.
+            times: timesteps ``[B]`` from 0 (data) to 1000 (noise).
+            text: embedded captions ``[B, L, D]``.
+
+        Returns:
+            Velocity with the shape of ``noisy``.
+        """
 
     @staticmethod
     @abstractmethod
@@ -142,7 +152,10 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def to_bytes(samples: Tensor) -> Tensor:
-        """Convert images ``[B, C, H, W]`` or clips ``[B, C, F, H, W]`` in -1 .. 1 to uint8, clips as ``[B, F, C, H, W]``."""
+        """Convert samples in -1 .. 1 to uint8 pixels.
+
+        Images keep their shape ``[B, C, H, W]``. Clips ``[B, C, F, H, W]`` become ``[B, F, C, H, W]``.
+        """
 
     def check_drawable(self, sampling: Any = None) -> None:
         """Load the text encoder and the autoencoder, and check that samples can be drawn.
@@ -189,7 +202,15 @@ class CaptionedDiffusion(GenerativeModule):
         return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
 
     def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
-        """Draw a sample for each prompt, in batches of :data:`AT_ONCE`; return uint8 samples on the CPU, as in :meth:`draw`."""
+        """Draw a sample for each prompt, a few at a time to limit memory.
+
+        Args:
+            prompts: prompts of the n samples.
+            seed: seed of all samples.
+
+        Returns:
+            Images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]``, uint8 on the CPU.
+        """
         parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
         return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
 
@@ -216,7 +237,7 @@ class CaptionedDiffusion(GenerativeModule):
             self.empty_caption()
 
     def on_predict_start(self) -> None:
-        """Load the text encoder and the autoencoder, so that the measured time of the first batch does not include it."""
+        """Load the text encoder and the autoencoder, so that the measured time of the first batch does not include loading."""
         self.check_drawable()
 
     def rest(self) -> None:
@@ -226,10 +247,10 @@ class CaptionedDiffusion(GenerativeModule):
             self.codec.rest()
 
     def _check_encoded_captions(self) -> None:
-        """Check that embedded captions in the data have the token count and instruction with which prompts are embedded.
+        """Check that captions embedded in the data have the same length and instruction as the model's prompts.
 
         Raises:
-            ValueError: if they differ, or the model has no text encoder.
+            ValueError: if the number of tokens or the instruction differs, or the model does not have a text encoder.
         """
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
@@ -252,7 +273,7 @@ class CaptionedDiffusion(GenerativeModule):
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Predict the velocity ``[B, C, ...]`` float32 of noisy samples at ``times`` ``[B]``, given captions ``[B, L, D]``."""
+        """Predict the velocity of noisy samples in float32; see :meth:`velocity` for the arguments."""
         return self.velocity(self.network, noisy, times, text).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -270,11 +291,11 @@ class CaptionedDiffusion(GenerativeModule):
         return self.linearization.distilled_loss(self, loss, predicted, noisy, times, text)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Draw the samples of a batch whose files do not exist yet.
+        """Draw the requested samples of a batch, except those that already have a file.
 
         Returns:
-            ``pixels``, the samples as uint8, and ``rows``, a dict for each sample with its ``file``, ``prompt``, ``index``,
-            ``seed``, ``seconds`` and batch size (``at_once``).
+            ``pixels``, the drawn samples as uint8, and ``rows``, a dict for each of them: ``file`` (file name), ``prompt``,
+            ``index``, ``seed``, ``seconds`` (drawing time) and ``at_once`` (number of samples drawn together).
         """
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [
@@ -302,7 +323,9 @@ class CaptionedDiffusion(GenerativeModule):
         return {"pixels": pixels[kept], "rows": [{**row, **took} for row in rows]}
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
-        """Return the clean samples ``[B, C, ...]`` of a batch: its latents, its encoded pixels, or its pixels.
+        """Return the clean samples ``[B, C, ...]`` of a batch, to which noise is added.
+
+        They are the latents of the batch, if it has any; otherwise its pixels, encoded if the model has an autoencoder.
 
         Raises:
             ValueError: if the model has a different number of channels, or the size is not a multiple of the patch size.
@@ -350,7 +373,7 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the flow matching loss of each sample, ``[B]``, with times and noise from the sample's generator."""
+        """Compute the flow matching loss of each sample, ``[B]``. The sample's generator draws its timestep and noise."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

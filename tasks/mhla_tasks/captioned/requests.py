@@ -36,9 +36,9 @@ class PromptRequest:
     """Options of the samples that the predict command draws: prompts, number per prompt, and seed.
 
     Args:
-        prompts: path of a text file with a prompt, or name<TAB>prompt, on each line (files are named by the name); path of the
-            prompt list of GenEval (.jsonl), MJHQ-30K (.json) or DPG-Bench (a folder of .txt files); or a list of prompts; null
-            for all captions of a built-in data set.
+        prompts: list of prompts, or path of one: a text file, or the prompts of GenEval (.jsonl), MJHQ-30K (.json) or DPG-Bench
+            (a folder of .txt files). Each line of a text file is a prompt, or name<TAB>prompt to name the files of its
+            samples. null for all captions of a built-in data set.
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
         seed: seed of the noise; with the same seed, sample i always starts from the same noise.
     """
@@ -53,11 +53,13 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Sample source for the predict command: one entry for each sample to draw, with the samples of a prompt in sequence.
+    """Sample source for the predict command: one entry for each sample to draw, in the order of the prompts.
+
+    The samples of one prompt are adjacent.
 
     Args:
         request: prompts, number of samples per prompt, and seed.
-        known: prompts to use if ``request.prompts`` is None.
+        known: prompts of the data set, used if ``request.prompts`` is None.
         extension: extension of the files to write, without a dot.
 
     Raises:
@@ -91,7 +93,7 @@ class RequestedSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``index``, ``caption``, ``seed`` and file name ``file`` (``NAME-NUMBER.EXTENSION``) of a sample to draw."""
+        """Return ``index``, ``caption``, ``seed`` and ``file`` (a name such as ``a red three-0.png``) of a sample to draw."""
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)
         return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
@@ -103,13 +105,14 @@ class RequestedSamples:
 class SampleFolder(Callback):
     """Base class of callbacks that write samples to files as each process draws them.
 
-    Samples are written to ``KIND/NAME-0.EXTENSION`` and so on, where KIND is :attr:`kind`. The folder ``KIND`` holds nothing
-    else, because tools that score samples find them by these names. Beside it, ``KIND.jsonl`` has a line with prompt, seed,
-    index and drawing time in seconds for each sample, and ``KIND.png`` shows the first samples.
+    The attribute :attr:`kind`, such as ``images``, determines the names of the output. With this kind, the samples of the
+    prompt ``a red three`` are ``images/a red three-0.png``, ``images/a red three-1.png`` and so on. The folder ``images`` holds
+    nothing else, because tools that score samples find them by these names. Beside the folder, ``images.jsonl`` has a line for
+    each sample with its prompt, seed, index and drawing time in seconds, and ``images.png`` shows the first samples.
 
     Args:
-        folder: path of the folder that contains ``KIND``; None for the folder of the run. Samples that already exist there are
-            not drawn again.
+        folder: path of the folder that receives this output; None for the folder of the run. Samples that already exist there
+            are not drawn again.
     """
 
     kind: ClassVar[str]
@@ -135,7 +138,7 @@ class SampleFolder(Callback):
         """Write an overview picture of ``samples``, pairs of prompt and pixels, to the file ``path``."""
 
     def describe(self, pixels: Tensor) -> Row:
-        """Return the ``height`` and ``width`` of a sample in pixels, which are recorded in ``KIND.jsonl``."""
+        """Return the ``height`` and ``width`` of a sample in pixels, to be recorded in the table of the samples."""
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -203,7 +206,7 @@ class SampleFolder(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
     ) -> None:
-        """Write each sample of a batch to its file, and append a line about it to ``KIND.jsonl``."""
+        """Write each sample of a batch to its file, and append a line about it to the JSON Lines table of the samples."""
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
             with (self.folder / f"{self.kind}.jsonl").open(
@@ -215,9 +218,9 @@ class SampleFolder(Callback):
                 self._shown.append((row["prompt"], pixels))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the overview ``KIND.png``, sort ``KIND.jsonl`` by sample index, and print the median time per sample.
+        """Write the overview picture, sort the table of the samples by index, and print the median time per sample.
 
-        Only the first process does so, once all processes have written their samples.
+        The first process does this alone, after all processes have written their samples.
         """
         trainer.strategy.barrier()
         if not trainer.is_global_zero:

@@ -19,7 +19,7 @@ class Sampling(Protocol):
 
     @property
     def sampler(self) -> str:
-        """Name of the sampler, a key of ``Host.schedulers``."""
+        """Name of the sampler, one of those that the model's :class:`Host` supports, such as ``euler``."""
 
     @property
     def steps(self) -> int:
@@ -31,7 +31,7 @@ class Sampling(Protocol):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Height and width of a sample in pixels, preceded by the number of frames for clips."""
+        """Size of a sample: (height, width) of an image or (frames, height, width) of a clip, with lengths in pixels."""
 
 
 def check_sampling(sampling: Sampling) -> None:

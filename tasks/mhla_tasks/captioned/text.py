@@ -31,10 +31,10 @@ class TextConfig:
             Gemma-2 (SANA), T5, mT5, or another transformers model that is not an encoder-decoder; null for a fixed random
             vector for each word, which suits small models.
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
-        instruction: text to insert before each caption that is not empty; only the embeddings of its first and its last token
-            are kept. sana for the instruction of SanaPipeline.
-        carry: without an encoder, share of a word's embedding that is added to the next word's, at least 0 and below 1. With 0,
-            a transformer cannot distinguish captions that differ only in the order of their words.
+        instruction: text to insert before each caption that is not empty, or sana for the instruction of SanaPipeline. Of the
+            instruction's embeddings, only those of its first and last token are kept. null for no instruction.
+        carry: without an encoder, share of a word's embedding that is added to the embedding of the next word, at least 0 and
+            below 1. With 0, a transformer cannot distinguish captions that differ only in the order of their words.
     """
 
     encoder: str | None = None
@@ -96,10 +96,10 @@ class CaptionEncoder:
         return out
 
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of one caption, without padding. The arguments are those of :meth:`encode`.
+        """Embed the tokens of one caption, without padding. See :meth:`encode` for the device and the instruction.
 
         Returns:
-            Embeddings ``[l, width]`` float32 of the first ``length`` tokens.
+            Embeddings ``[l, width]`` float32 of the l tokens; l is at most the option ``length``.
         """
         raise NotImplementedError
 
@@ -222,19 +222,26 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """Read a list of prompts, each with a name for its files.
+    """Read named prompts from a file or a folder.
+
+    The file names of a prompt's samples begin with the name of the prompt.
 
     Args:
-        path: path of a text file with ``name<TAB>prompt``, or a prompt that is also its name, on each line; of a ``.jsonl``
-            file with a ``prompt`` on each line, named ``00000`` and so on (GenEval); of a ``.json`` file with an object of
-            names, each with a ``prompt`` (MJHQ-30K); or of a folder of ``NAME.txt`` files (DPG-Bench).
+        path: path of the list, in one of these formats:
+
+            * text file: each line is a prompt, optionally preceded by its name and a tab. Without a name, the prompt itself is
+              the name.
+            * ``.jsonl`` file (GenEval): each line is a JSON object with an entry ``prompt``. The names are ``00000``, ``00001``
+              and so on.
+            * ``.json`` file (MJHQ-30K): a JSON object that maps each name to an object with an entry ``prompt``.
+            * folder (DPG-Bench): each ``.txt`` file contains a prompt. The name is the file name without its extension.
 
     Returns:
-        Name and prompt of each entry, in this order.
+        A tuple ``(name, prompt)`` for each prompt, in the order of the file; for a folder, sorted by file name.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
-        ValueError: if the file is empty or an entry has no prompt; the message names the file and the line.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if there are no prompts or an entry has no prompt; the message names the file, and the line or the entry.
     """
     file = Path(path)
     if file.is_dir():

@@ -40,7 +40,7 @@ class MixupConfig:
 
 
 class Classifier(NamesClasses):
-    """Base class of image classifiers, which trains a network on labels and computes metrics and predictions.
+    """Base class of image classifiers, with training, metrics and predictions.
 
     A subclass sets ``self.network``, which computes class scores of images, at the end of its constructor.
 

@@ -56,7 +56,7 @@ class Digits(ResumableDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing for prediction: images are resized to a square, ignoring their proportions, with gray values 0 .. 1."""
+        """Preprocessing for prediction: stretches images to a square and scales their gray values to 0 .. 1."""
         return Preprocessing(self.side, channels=1, crop_share=None, mean=(0.0,), std=(1.0,))
 
 
@@ -88,7 +88,8 @@ class AugmentConfig:
         horizontal_flip: probability that the image is mirrored.
         interpolation: interpolation of the resized crop: random, bilinear or bicubic.
         repeats: number of times that an epoch shows an image, each time with new augmentation (repeated augmentation, arXiv
-            1901.09335; 3 in DeiT and RAVLT). An epoch has the same length, so it covers 1 / repeats of the images.
+            1901.09335; 3 in DeiT and RAVLT). The length of an epoch does not depend on it, so an epoch shows only a share
+            1 / repeats of the images.
     """
 
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -105,7 +106,9 @@ class AugmentConfig:
 
 
 class ImageNetShards(LabelledShards, ResumableDataModule):
-    """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls, the layout of timm/imagenet-1k-wds.
+    """Labeled images in WebDataset tar shards, or in folders.
+
+    For each sample, a shard contains an image such as 17.jpg and its label 17.cls, as in the data set timm/imagenet-1k-wds.
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
@@ -114,8 +117,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         image_size: side of the square input image, in pixels.
-        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
-            beside the shards name the classes. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
+            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
         channels: number of channels, 3, or 1 for gray images. Training images are augmented before they are converted to gray.
         crop_share: side of the central crop in validation, divided by the side of the resized image.
         augment: augmentation of training images.

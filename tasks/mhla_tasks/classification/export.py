@@ -38,7 +38,10 @@ model = load_swapped("FOLDER")"""
 
 
 def loading(module: Classifier) -> str:
-    """Return Python code that loads the exported ``module``; FOLDER stands for its path, NETWORK for the network's class."""
+    """Return Python code that loads the exported ``module``.
+
+    In the code, FOLDER stands for the path of the export, and NETWORK for the name of the network's class.
+    """
     if not isinstance(module, TimmClassifier):
         return LOADING
     return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM

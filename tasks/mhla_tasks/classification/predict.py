@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class PredictionTable(Callback):
-    r"""Callback that writes ``predictions.csv`` into the log folder: path or index, predicted class, class probabilities.
+    r"""Callback that writes predicted classes and class probabilities to ``predictions.csv`` in the log folder.
 
     The table has one row for each image file, in the order of the files, for any number of processes. A file that cannot be
-    decoded has a row without a class. The encoding is UTF-8; bytes of a path that are not UTF-8 are written as ``\xe9``, line
-    breaks in names as ``\n``. A name that a spreadsheet would interpret as a formula, such as ``=1+1.jpg``, is prefixed with an
-    apostrophe.
+    decoded has a row without a class. The encoding is UTF-8. A byte of a path that is not UTF-8 is written as an escape such as
+    ``\xe9``, and a line break as ``\n``. A name that a spreadsheet would interpret as a formula, such as ``=1+1.jpg``, is
+    prefixed with an apostrophe.
     """
 
     def __init__(self) -> None:

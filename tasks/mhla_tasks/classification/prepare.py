@@ -57,7 +57,7 @@ def class_list(file: Path) -> list[str]:
     """Read class names, in the order of their labels, from a text file with one name on each line.
 
     Args:
-        file: path of the file, which error messages call ``--classes``.
+        file: path of the file. Error messages refer to it as ``--classes``.
 
     Raises:
         FileNotFoundError: if the file does not exist.

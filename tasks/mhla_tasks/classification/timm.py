@@ -42,8 +42,9 @@ class TimmClassifier(Classifier):
         attention: attention that replaces the original attention; null to replace nothing.
         layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
             to replace all.
-        train: parameters to train once distillation.layer_steps are done: all; attention (the replaced layers with their
-            projections); new (only the parameters that the replacement added); lora (those and adapters of the projections).
+        train: parameters to train after the first distillation.layer_steps steps: all; attention (the replaced layers with
+            their projections); new (only the parameters that the replacement added); lora (those and adapters of the
+            projections).
         lora: rank and alpha of the adapters.
         distillation: options for matching the new attention to the original attention; see TransferOptions.
         label_smoothing: share of the label that is spread over all classes.
@@ -125,13 +126,17 @@ class TimmClassifier(Classifier):
         super().configure_model()
 
     def read_teacher(self, path: str) -> Any:
-        """Build the timm model with its original attention, and load the weights at ``path`` (or timm's, for ``timm``)."""
+        """Build the timm model with its original attention, and load weights into it.
+
+        Args:
+            path: path of a run, a checkpoint or an exported folder; or ``timm`` for the weights that timm publishes.
+        """
         teacher = self.build()
         give_weights(teacher, self._weights(path), path)
         return teacher
 
     def _weights(self, path: str) -> dict[str, Tensor]:
-        """Read weights from a run, a checkpoint or an exported folder, or timm's published weights if ``path`` is ``timm``.
+        """Read weights by name from a run, a checkpoint or an exported folder; ``timm`` means those that timm publishes.
 
         Raises:
             FileNotFoundError: if there are no weights at the path.
@@ -150,12 +155,12 @@ class TimmClassifier(Classifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Prepare the distillation: check that new layers can be matched to the original ones, and load the teacher, if any."""
+        """Check that the new layers can be distilled from the original ones, and load the teacher, if there is one."""
         self.linearization.start(self, self.read_teacher)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of a batch: layer matching in the first ``layer_steps``, then label loss and distillation."""
+        """Compute the loss of a batch: layer matching in the first ``layer_steps`` steps, then label and distillation loss."""
         images, labels = batch["image"], batch["label"]
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, images)

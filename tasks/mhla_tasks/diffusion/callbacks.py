@@ -43,7 +43,7 @@ class ClassSampleGrid(drawing.SampleGrid):
     @property
     @override
     def state_key(self) -> str:
-        """Key of the callback's state in checkpoints: the class name in configurations, and the option ``name``."""
+        """Key of the callback's state in checkpoints: the kind of callback, and its option ``name``."""
         return f"SampleGrid{{{self.name}}}"
 
 
@@ -82,7 +82,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
     @property
     @override
     def state_key(self) -> str:
-        """Key of the callback's state in checkpoints: the class name in configurations, and the option ``name``."""
+        """Key of the callback's state in checkpoints: the kind of callback, and its option ``name``."""
         return f"GenerationMetrics{{{self.name}}}"
 
 

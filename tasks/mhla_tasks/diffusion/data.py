@@ -26,7 +26,7 @@ class SampleRequest:
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
         per_class: number of samples of each class.
-        seed: seed of the noise; sample i always starts from the same noise.
+        seed: seed of the noise; with the same seed, sample i always starts from the same noise.
     """
 
     classes: list[int] | None = None
@@ -162,7 +162,7 @@ class ClassShards(LabelledShards, ClassImages):
         val: shards for validation, in the same forms.
         flip: probability that a training sample is mirrored.
         batch_size: samples per batch, over all processes together.
-        num_classes: number of classes; None for those of the training data.
+        num_classes: number of classes; None for the number in the training data.
         samples: options of the samples that the predict command draws.
         options: further options of :class:`ResumableDataModule`.
     """
@@ -199,7 +199,9 @@ class ClassShards(LabelledShards, ClassImages):
 
 
 class ImageShards(ClassShards):
-    """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls. A model with a VAE encodes them during training.
+    """Labeled images in WebDataset tar shards, or in folders. A model with a VAE encodes them during training.
+
+    For each sample, a shard contains an image such as 17.jpg and its label 17.cls.
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
@@ -208,8 +210,8 @@ class ImageShards(ClassShards):
         image_size: side in pixels of the square images: the shorter side is resized to it and the center is cropped.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
-            beside the shards name the classes. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
+            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
         channels: number of channels, 3, or 1 for gray images.
         flip: probability that a training image is mirrored.
         samples: options of the samples that the predict command draws.
@@ -260,8 +262,8 @@ class LatentShards(ClassShards):
         sample_size: side of the latents, in latent pixels.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: number of classes; null for the number in the training data, if class folders or a PREFIX-classes.txt
-            beside the shards name the classes. Labels are matched by these names, in validation too.
+        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
+            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
         flip: probability that training uses the latent of the mirror image.
         samples: options of the samples that the predict command draws.
         seed: seed of the order and the random numbers of the training samples; null to use seed_everything.

@@ -185,7 +185,7 @@ class TurningBackbone(nn.Module):
     def initialize(self) -> None:
         """Initialize the projections of all attention layers as DiG's code does.
 
-        Queries, keys, values and outputs each get the Xavier initialization of a separate matrix, with gain 2^-2.5.
+        The weights for queries, keys, values and outputs are initialized separately, by Xavier's method with gain 2^-2.5.
         """
         for block in self.blocks:
             attention = cast(DiGBlock, block).attn

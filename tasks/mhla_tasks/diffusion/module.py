@@ -170,7 +170,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return (self.network.channels, *self.network.sides) if self.codec is None else (3, 64, 64)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
-        """Draw the samples with the given indices as uint8 pixels; sample i has class i modulo the number of classes."""
+        """Draw samples as uint8 pixels ``[B, C, S, S]``; the sample with index i has class i modulo the number of classes."""
         labels = torch.tensor(indices, device=self.device) % self.num_conditions
         return self.draw(labels, indices, seed, sampling or self.sampling)
 
@@ -209,7 +209,9 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return self.process.losses(self.network, clean, noise, times.to(clean.device), batch["label"])
 
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
-        """Return the clean samples of a batch: its latents, its images encoded by the VAE, or its images.
+        """Return the clean samples ``[B, C, H, W]`` of a batch, to which noise is added.
+
+        They are the latents of the batch, if it has any; otherwise its images, encoded if the model has a VAE.
 
         Args:
             batch: batch of the data module.

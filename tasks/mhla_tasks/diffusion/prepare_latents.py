@@ -32,8 +32,8 @@ class LabelledSource:
 
     Attributes:
         samples: source of samples with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
-        origins: source file of each image, or of each shard that holds images, to detect changes.
-        per_sample: whether ``origins`` has one entry for each image instead of each shard.
+        origins: source files as they were when opened, to detect later changes: an entry for each image or for each shard.
+        per_sample: whether ``origins`` has an entry for each image; false for an entry for each shard.
         classes: names of the classes; None if unknown.
     """
 

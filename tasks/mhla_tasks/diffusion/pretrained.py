@@ -108,8 +108,8 @@ def read_state(path: str) -> dict[str, Tensor]:
     """Read the weights of a DiT from a file, a folder or the hub, without running code from the source.
 
     Args:
-        path: path of a ``.pt`` or ``.safetensors`` file; path of a folder of diffusers (model or pipeline) or of
-            ``DiT.save_pretrained``; or name on the hub, such as ``facebook/DiT-XL-2-256``.
+        path: path of a ``.pt`` or ``.safetensors`` file; path of a folder that a diffusers model or pipeline, or
+            ``DiT.save_pretrained``, wrote; or name on the Hugging Face Hub, such as ``facebook/DiT-XL-2-256``.
 
     Returns:
         The weights by their names in the source.

@@ -35,9 +35,10 @@ class ProcessConfig:
 
     Args:
         objective: ddpm (predicts noise, as in DiT) or flow (predicts velocity on straight paths).
-        learn_sigma: whether the network also predicts the variance of a step (ddpm).
-        times: distribution of the timesteps in training, uniform or logit_normal (flow).
-        shift: factor that shifts timesteps towards noise, in training and sampling, for large samples (flow); 1 for none.
+        learn_sigma: whether the network also predicts the variance of a step; only with ddpm.
+        times: distribution of the timesteps in training, uniform or logit_normal; only with flow.
+        shift: factor that shifts timesteps towards noise, in training and sampling, for large samples; only with flow. 1 for no
+            shift.
         label_dropout: share of samples trained without their class; guidance requires a share above 0.
     """
 
@@ -116,7 +117,7 @@ class NoiseProcess:
             raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Replace a random share ``label_dropout`` of the labels by ``num_classes``, which stands for no class."""
+        """Replace each label with probability ``label_dropout`` by ``num_classes``, the label that stands for no class."""
         dropped = torch.rand(labels.shape, device=labels.device) < self.config.label_dropout
         return torch.where(dropped, num_classes, labels)
 
@@ -146,9 +147,10 @@ class DenoisingProcess(NoiseProcess):
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute each sample's mean squared noise error, plus the variational bound if the variance is learned; ``[B]``.
+        """Compute the loss of each sample: mean squared error of the noise, plus a variational bound if variance is learned.
 
-        As in DiT's code, the bound is not weighted. It trains only the variance, because the mean in it is detached.
+        As in DiT's code, the bound is not weighted. It trains only the variance, because gradients do not flow through the
+        predicted mean.
         """
         (alpha_bar,) = self._at(times, self.kept)
         noisy = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
@@ -162,18 +164,20 @@ class DenoisingProcess(NoiseProcess):
     def variational_bound(
         self, clean: Tensor, noisy: Tensor, predicted: Tensor, between: Tensor, times: Tensor
     ) -> Tensor:
-        """Compute the variational bound of each sample at a timestep (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
+        """Compute the term of the variational bound for the timestep of each sample.
+
+        See equation 5 of arXiv 2006.11239 for the bound, and equation 15 of arXiv 2102.09672 for the predicted variance.
 
         Args:
-            clean: clean samples ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
+            clean: clean samples ``[B, C, S, S]``. The term of timestep 0 assumes 8-bit pixels, scaled to -1 .. 1.
             noisy: noisy samples at ``times``, with the shape of ``clean``.
             predicted: noise that the network predicts, with the shape of ``clean``.
-            between: predicted log variance as a position between two values, with the shape of ``clean``: -1 for the smallest
-                variance (of the posterior), 1 for the largest (beta).
+            between: predicted log variance, with the shape of ``clean``, as a position between its smallest value (-1, the log
+                variance of the posterior) and its largest value (1, log beta).
             times: timesteps ``[B]`` int.
 
         Returns:
-            The bound's term for each sample's timestep, ``[B]``, in bits per dimension.
+            Terms ``[B]``, in bits per dimension.
         """
         alpha_bar, previous_alpha_bar, posterior = self._at(times, self.kept, self.before, self.posterior)
         beta = 1 - alpha_bar / previous_alpha_bar
@@ -213,7 +217,7 @@ class DenoisingProcess(NoiseProcess):
 
 
 class FlowProcess(NoiseProcess):
-    """Noise process of flow matching, whose network predicts noise minus data at points on the line between them."""
+    """Noise process of flow matching: the network predicts noise minus data at points on the line between the two."""
 
     samplers = ("euler", "dpm-solver++")
 
@@ -231,7 +235,7 @@ class FlowProcess(NoiseProcess):
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the diffusers scheduler that implements a sampler; for ``dpm-solver++``, it rounds timesteps to integers."""
+        """Build the diffusers scheduler of a sampler. The scheduler of ``dpm-solver++`` rounds timesteps to integers."""
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)

@@ -36,11 +36,11 @@ def compare_sets(
         features: network whose features are compared: inception, digits, mnist or random.
         weights: path of the weights of torch-fidelity's Inception-v3; None to download them.
         batch_size: number of images processed at once.
-        device: cpu or cuda; None for a GPU if there is one.
+        device: ``cpu`` or ``cuda``; None for a GPU if the machine has one, else the CPU.
 
     Returns:
-        Scores by name; ``marks``, remarks on the scores; the number of images in each set; and SHA-256 checksums of the sets
-        and of the network.
+        A dict with the scores by name; ``marks``, a list of remarks on the scores; the number of images in each set; and
+        SHA-256 checksums of the sets and of the network.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     torch_device = process_device(device)

@@ -119,7 +119,7 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """Read the VAE's scaling factor of the latents from the manifests in the folders of shards; return 1 without shards.
+    """Read the factor that scales the latents for training from the manifests of the shards; return 1 without shards.
 
     Raises:
         FileNotFoundError: if a folder of shards has no manifest.

@@ -58,9 +58,9 @@ class ImagePictures(DrawnSamples):
 class SceneScores(ImagePictures):
     """Callback that draws scenes of digits, and logs the shares of images with correct digits, colors, count and positions.
 
-    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` and ``scenes/all``. Each
-    evaluation also adds a line to ``scenes.jsonl`` in the log folder. :mod:`mhla_tasks.text_to_image.judge` checks the images.
-    Of the real held-out scenes, it accepts 87%.
+    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count`` and ``scenes/relation`` (position), and ``scenes/all``
+    for images that are correct in every respect. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. The
+    images are checked by :mod:`mhla_tasks.text_to_image.judge`, which accepts 87% of the real held-out scenes.
 
     Args:
         prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.

@@ -39,7 +39,11 @@ class CaptionedImageData(CaptionedData):
     extension = IMAGE
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the real images, of ``"train"`` or ``"validate"``, with which metrics such as FID compare drawn images."""
+        """Return the real images with which metrics such as FID compare drawn images.
+
+        Args:
+            part: split of the data, ``"train"`` or ``"validate"``.
+        """
         return self.samples(part)
 
 
@@ -72,11 +76,11 @@ class DigitScenes(CaptionedImageData):
 
 
 class CaptionedImageShards(CaptionedImageData):
-    """Images with captions in WebDataset tar shards (NNN.jpg with NNN.txt or NNN.json), or in folders.
+    """Images with captions in WebDataset tar shards, or in folders.
 
-    In a folder, each image has its caption in NNN.txt or NNN.json beside it, or a metadata.jsonl has a file_name and a caption
-    on each line. In training, images that cannot be decoded or lack a caption are skipped, with a warning for each, and
-    counted.
+    The caption of an image such as 17.jpg is in 17.txt or 17.json, in the same shard or folder. A folder can instead have a
+    file metadata.jsonl with a file_name and a caption on each line. In training, images that cannot be decoded or lack a
+    caption are skipped, with a warning for each, and counted.
 
     Args:
         train: shards to train on: a folder of shards, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a
@@ -87,7 +91,7 @@ class CaptionedImageShards(CaptionedImageData):
         buckets: several image sizes in place of height and width, as HEIGHTxWIDTH, such as [512x512, 384x640]. Each image gets
             the size with the nearest aspect ratio, and a batch contains images of one size. Each size must be a multiple of the
             model's patch size.
-        caption_key: key of the caption in NNN.json or in a line of metadata.jsonl.
+        caption_key: key of the caption in a JSON file or in a line of metadata.jsonl.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         prompts: prompts for which the predict command draws samples.
@@ -152,7 +156,10 @@ class ImageLatentShards(EncodedShards):
 
     @property
     def instruction(self) -> str | None:
-        """Instruction that preceded the captions when they were embedded; None without one, ``sana`` if it is not recorded."""
+        """Instruction that was inserted before each caption when the shards were written; None if there was none.
+
+        Shards that do not record the instruction are assumed to use that of SANA's pipeline, ``sana``.
+        """
         return read_manifest(self.shards).get("instruction", "sana") or None
 
     def real_images(self, part: str) -> SampleSource:

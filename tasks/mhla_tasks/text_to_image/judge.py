@@ -96,8 +96,8 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
         caption: caption of the scene.
 
     Returns:
-        Result of each check, by its name in :data:`CHECKS`: whether digits, colors, count and relative position are correct.
-        The position (``relation``) is checked only if the caption states it.
+        Whether the image passes each check, by name: ``digit`` (the right digits), ``colour`` (the right colors), ``count``
+        (the right number of digits) and, only if the caption states it, ``relation`` (the right relative position).
 
     Raises:
         ValueError: if the caption does not describe a scene of digits.
@@ -123,8 +123,8 @@ def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
         captions: caption of each image.
 
     Returns:
-        Share from 0 to 1 for each check in :data:`CHECKS` that at least one caption requires, and, under ``all``, the share of
-        images that pass all of their checks.
+        Shares from 0 to 1 by the name of the check, and, under ``all``, the share of images that pass all of their checks. The
+        share of a check counts only the images that it applies to. A check that applies to no image is left out.
     """
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
@@ -143,7 +143,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Scale the image of a digit ``[h, w]`` to fit in ``[READ, READ]``, centered, and its brightest pixel to 1."""
+    """Scale and center the image of a digit ``[h, w]`` in a box ``[12, 12]``, and divide it by its brightest pixel."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -156,7 +156,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Return a support vector classifier of images from :func:`_boxed`, trained on MNIST digits as they appear in scenes."""
+    """Return a support vector classifier of digit images ``[12, 12]``, trained on MNIST digits as scenes show them."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

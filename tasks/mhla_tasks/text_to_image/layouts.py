@@ -26,9 +26,10 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
     """Copy images that the predict command has drawn to the folder layout of a benchmark.
 
     Args:
-        images: folder of the images, named ``NAME-NUMBER.png``.
-        prompts: file of the benchmark's prompts that the images were drawn for.
-        layout: name of the benchmark, a key of :data:`LAYOUTS`.
+        images: folder of the drawn images. Each file name is the name of the prompt, a hyphen, and a number from 0, such as
+            ``00000-0.png``.
+        prompts: path of the benchmark's list of prompts, for which the images were drawn.
+        layout: name of the benchmark: ``geneval``, ``dpg`` or ``mjhq``.
         target: folder to write to, created if missing.
 
     Returns:
@@ -67,7 +68,7 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Join the four images of each prompt in one file ``NAME.png``, two in a row, as DPG-Bench requires."""
+    """Join the first four images of each prompt into one PNG file, two in a row, as DPG-Bench requires."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         paths = _numbered(images, name)
@@ -89,7 +90,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Copy the first image of each prompt to ``NAME.png``, the layout of MJHQ-30K."""
+    """Copy the first image of each prompt to a PNG file with the prompt's name, the layout of MJHQ-30K."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         _copy(_numbered(images, name)[0], target / f"{name}.png")
@@ -103,7 +104,7 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """List the image files of a prompt, ``NAME-0.png``, ``NAME-1.png`` and so on, in this order.
+    """List the image files of the prompt ``name`` in order: ``00000-0.png``, ``00000-1.png`` and so on for ``00000``.
 
     Raises:
         FileNotFoundError: if the prompt has no images.
@@ -117,7 +118,7 @@ def _numbered(images: Path, name: str) -> list[Path]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy an image file, after checking that it is an image: a symbolic link could lead to any file.
+    """Copy an image file. First check that it is an image, because a symbolic link could lead to any file.
 
     Raises:
         BrokenSampleError: if the file is not an image.

@@ -107,7 +107,7 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts of the data module, over which metrics of drawn images distribute their samples evenly."""
+        """Prompts of the data module. Metrics of drawn images distribute the images evenly over these prompts."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
@@ -117,7 +117,11 @@ class TextToImage(CaptionedDiffusion):
         return len(self.prompts)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Draw the images with the given indices, ``[B, C, H, W]`` uint8; image i has prompt i modulo the number of prompts."""
+        """Draw the images with the given indices; image i has prompt i modulo the number of prompts.
+
+        Returns:
+            Images ``[B, C, H, W]`` uint8.
+        """
         prompts = self.prompts
         return self.draw([prompts[index % len(prompts)] for index in indices], indices, seed, sampling)
 
@@ -128,7 +132,14 @@ class TextToImage(CaptionedDiffusion):
 
 
 def token_mask(text: Tensor) -> Tensor:
-    """Compute the mask ``[B, L]`` int64 of embedded captions ``[B, L, D]``: 0 for rows of zeros except the first, else 1."""
+    """Compute the mask of non-padding tokens in embedded captions.
+
+    Args:
+        text: embedded captions ``[B, L, D]``, padded with rows of zeros.
+
+    Returns:
+        Mask ``[B, L]`` int64: 0 for padding, 1 for tokens. The first token of each caption always has 1.
+    """
     mask = text.ne(0).any(-1)
     mask[:, 0] = True
     return mask.long()

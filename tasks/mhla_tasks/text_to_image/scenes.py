@@ -43,7 +43,7 @@ class Scene:
     Args:
         digits: label and color of each digit; equal digits are listed once.
         count: number of digits.
-        relation: position of the first digit relative to the second, one of :data:`RELATIONS`; None for one digit or equal
+        relation: position of the first digit relative to the second, ``left of`` or ``above``; None for one digit or equal
             digits.
     """
 

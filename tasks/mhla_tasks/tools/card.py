@@ -83,7 +83,11 @@ def write_card(
 
 
 def _options(memory: Any) -> dict[str, Any]:
-    """Return the options of a model or data module from its hyperparameters in a checkpoint, as in a configuration file."""
+    """Return the options of a model or data module in the form of a configuration file.
+
+    Args:
+        memory: hyperparameters of the model or data module from a checkpoint; None if the checkpoint has none.
+    """
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")
     return {"class_path": class_path, "init_args": arguments} if class_path else arguments
@@ -131,7 +135,7 @@ def _plain(text: Any) -> str:
 
 
 def _code(text: Any) -> str:
-    """Format a text as inline code in Markdown; escape it instead if it has a character that would end the code."""
+    """Format a text as inline code in Markdown, or escape it if it has a character that would end the code."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 

@@ -28,10 +28,9 @@ class Run:
     """Completed or unfinished training run: its folder, recorded results and options.
 
     Attributes:
-        folder: folder with ``run.json`` and, unless it is missing, ``config.yaml``.
+        folder: path of the run's folder, which contains ``run.json`` and usually ``config.yaml``.
         record: content of ``run.json``, which :class:`lightning_mhla.callbacks.RunReport` writes.
-        options: values of the configuration by their dotted keys, such as ``model.attention.kind``; empty without
-            ``config.yaml``.
+        options: values of ``config.yaml`` by their dotted keys, such as ``model.attention.kind``; empty if the file is missing.
     """
 
     folder: Path
@@ -119,7 +118,11 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Map each dotted key to a short name: as few of its last parts as are unique, ``lr`` for ``model.optimizer.lr``."""
+    """Shorten dotted configuration keys to the fewest last parts that are unique among them.
+
+    Returns:
+        The short name of each key, such as ``lr`` for ``model.optimizer.lr`` if no other key ends in ``lr``.
+    """
     names = {}
     for key in keys:
         parts = key.replace(".init_args", "").split(".")
@@ -132,7 +135,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def common_metrics(runs: Sequence[Run]) -> list[str]:
-    """List the metrics that all runs recorded, first those whose final values differ between runs.
+    """List the metrics that all runs recorded. Metrics whose final values differ between runs come first.
 
     The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
@@ -168,7 +171,7 @@ def _folders(runs: Sequence[Run]) -> list[str]:
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Print the comparison of runs as a table, which is limited to the width of the terminal, if there is one."""
+    """Print the comparison of runs as a table. On a terminal, the table fits its width."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -224,7 +227,12 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a dict for each run that JSON can represent: its folder, its differing options, and its ``run.json``."""
+    """Convert the comparison of runs to a list that JSON can represent.
+
+    Returns:
+        A dict for each run: ``folder``, the path of its folder; ``options``, the values of the configuration keys whose values
+        differ between the runs; and the entries of its ``run.json``.
+    """
     keys = differences(runs)
     return [
         {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}

@@ -58,8 +58,7 @@ def write_export(
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint does not contain a model of a task of this package, or an option is not one of the model's
-            task.
+        ValueError: if the checkpoint was not trained with this package, or the model's task does not have one of the options.
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
@@ -106,7 +105,7 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Return whether a file of an earlier export must be deleted, because libraries would load it with the new files.
+    """Return whether to delete a file of an earlier export, because libraries would load it together with the new files.
 
     Args:
         names: names of files and folders that exports of the model's task write.
@@ -124,7 +123,7 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint does not contain a model of a task of this package, or its class may not be imported.
+        ValueError: if the checkpoint was not trained with this package, or the class of its model may not be imported.
     """
     path = resolve_checkpoint(checkpoint)
     memory = read_header(path).get("hyper_parameters") or {}

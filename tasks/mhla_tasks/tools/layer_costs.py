@@ -32,14 +32,19 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         accelerator: accelerator of Lightning's Trainer.
 
     Returns:
-        A dict with these entries. ``original``, ``replaced``, ``hybrid``: loss with the original attention in all layers, with
-        the new attention in all replaced layers, and with the hybrid; all in nats per ``unit``. ``alone``: loss with the new
-        attention in a single layer, by layer index. ``unit``: ``"token"`` or ``"image"``. ``kept``: indices of the layers that
-        keep softmax attention. ``layer_kinds``: ``keep`` or ``replace`` for each layer, as the option of the model expects.
+        A dict with these entries; losses are in nats per ``unit``:
+
+        * ``original``: loss with the original attention in all layers.
+        * ``replaced``: loss with the new attention in all replaced layers.
+        * ``hybrid``: loss of the hybrid model.
+        * ``alone``: losses with the new attention in a single layer, by layer index.
+        * ``unit``: ``"token"`` or ``"image"``.
+        * ``kept``: indices of the layers that keep softmax attention in the hybrid model.
+        * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
 
     Raises:
-        ValueError: if the model is of a different class, ``keep`` or ``batches`` is out of range, or the data have no
-            validation samples.
+        ValueError: if the model has a different class or no replaced layers, if ``keep`` or ``batches`` is out of range, or if
+            the data have no validation samples.
     """
     if not 0 <= keep < 1:
         raise ValueError(f"keep={keep} must be a share of the layers, from 0 to below 1")
@@ -106,7 +111,7 @@ def _data(path: Path) -> LightningDataModule:
     """Create the data module of a run from the class name and the options stored in its checkpoint.
 
     Raises:
-        ValueError: if the checkpoint does not name the data, or its class may not be imported.
+        ValueError: if the checkpoint does not name a data module, or the class of the data module may not be imported.
     """
     memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
     class_path = str(memory.get("_class_path", ""))

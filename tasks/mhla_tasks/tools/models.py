@@ -122,7 +122,7 @@ def generate(parser: ArgumentParser) -> Run:
 
         lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
 
-    The model is a checkpoint of training, an exported folder or a name on the hub. Without a prompt, the command reads prompts
+    The model is a training checkpoint, an exported folder or a name on the hub. Without a prompt, the command reads prompts
     from the terminal one after the other.
     """
     parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
@@ -169,7 +169,7 @@ def chat(parser: ArgumentParser) -> Run:
 
         lightning chat exported --system "Answer in one sentence."
 
-    The model is a checkpoint of training, the folder of a run, an exported folder or a name on the hub. Messages are formatted
+    The model is a training checkpoint, the folder of a run, an exported folder or a name on the hub. Messages are formatted
     by the chat template of its tokenizer; a model without a template continues the text of the message. The model reads each
     message only once, because it keeps its state. The size of the state is printed after each reply, and is constant for mhla
     and the other linear kinds. Messages may also come from a file or a pipe, one per line. Only replies go to standard output.

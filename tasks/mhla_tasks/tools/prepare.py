@@ -51,7 +51,7 @@ def _caption_key(parser: ArgumentParser) -> None:
 
 
 def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> None:
-    """Add the arguments that ``prepare captions`` and ``prepare clips`` have in common to a parser.
+    """Add to a parser the arguments that ``prepare captions`` and ``prepare clips`` have in common.
 
     Args:
         parser: parser of the command.
@@ -134,11 +134,11 @@ def latents(parser: ArgumentParser) -> Run:
         lightning prepare latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image_size 256
         torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE
 
-    The source is a folder with one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every sample
-    stores the means and standard deviations of the latents of the image and of its mirror image, in float16. Images that cannot
-    be read are skipped with a warning for each, up to a limit. A shard receives its name when it is complete, so the same
-    command resumes after a stop, with any number of processes. Processes of torchrun or srun share the shards, and each uses
-    the GPU of its local rank.
+    The source is a folder with one folder of images for each class, or WebDataset shards with an image such as 17.jpg and its
+    label 17.cls for each sample. Every sample stores the means and standard deviations of the latents of the image and of its
+    mirror image, in float16. Images that cannot be read are skipped with a warning for each, up to a limit. A shard receives
+    its name when it is complete, so the same command resumes after a stop, with any number of processes. Processes of torchrun
+    or srun share the shards, and each uses the GPU of its local rank.
     """
     parser.add_argument("source", help="folder of class folders, or shards of images")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -258,10 +258,10 @@ def captions(parser: ArgumentParser) -> Run:
 
         lightning prepare captions photos/train shards --prefix train
 
-    The source contains images (JPEG, PNG, WebP), each with its caption in NNN.txt or NNN.json in the same folder, at any depth;
-    or a metadata.jsonl with a file_name and a caption on each line. Every image is decoded to check it, and copied byte for
-    byte, in an order shuffled by the seed. Images that cannot be decoded or lack a caption are skipped with a warning for each,
-    up to a limit. The command resumes after a stop.
+    The source contains images (JPEG, PNG, WebP), each with its caption in NNN.txt or NNN.json in the same folder, at any depth,
+    where NNN is the image's file name without its extension; or a metadata.jsonl with a file_name and a caption on each line.
+    Every image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be
+    decoded or lack a caption are skipped with a warning for each, up to a limit. The command resumes after a stop.
     """
     _captioned_folder(parser, "images", 1000)
 
@@ -281,11 +281,11 @@ def caption_latents(parser: ArgumentParser) -> Run:
         lightning prepare caption-latents 'shards/train-*.tar' latents --model Efficient-Large-Model/Sana_600M_512px_diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
 
-    The source is WebDataset shards of NNN.jpg with NNN.txt (or NNN.json), or a folder of such files. Images are scaled to
-    cover the size and cropped at the center. SANA's autoencoder encodes the images and its text encoder the captions; both are
-    stored in float16. Images that cannot be read or lack a caption are skipped with a warning for each, up to a limit. A shard
-    receives its name when it is complete, so the same command resumes after a stop, with any number of processes. Processes of
-    torchrun or srun share the shards, and each uses the GPU of its local rank.
+    The source is WebDataset shards or a folder. The caption of an image such as 17.jpg is in 17.txt or 17.json. Images are
+    scaled to cover the size and cropped at the center. SANA's autoencoder encodes the images and its text encoder the captions;
+    both are stored in float16. Images that cannot be read or lack a caption are skipped with a warning for each, up to a limit.
+    A shard receives its name when it is complete, so the same command resumes after a stop, with any number of processes.
+    Processes of torchrun or srun share the shards, and each uses the GPU of its local rank.
     """
     parser.add_argument("source", help="shards of images and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -349,9 +349,10 @@ def clips(parser: ArgumentParser) -> Run:
 
         lightning prepare clips clips/train shards --prefix train
 
-    The source contains NNN.mp4, each with its caption in NNN.txt or NNN.json in the same folder, at any depth. The files are
-    copied byte for byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or
-    their end, or lack a caption are skipped with a warning for each, up to a limit. The command resumes after a stop.
+    The source contains MP4 files, each with its caption in NNN.txt or NNN.json in the same folder, at any depth, where NNN is
+    the video's file name without its extension. The files are copied byte for byte, in an order shuffled by the seed. Videos
+    that are truncated, cannot be decoded at their beginning or their end, or lack a caption are skipped with a warning for
+    each, up to a limit. The command resumes after a stop.
     """
     _captioned_folder(parser, "videos", 100)
 
@@ -372,11 +373,11 @@ def clip_latents(parser: ArgumentParser) -> Run:
         lightning prepare clip-latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare clip-latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 
-    The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. Wan's VAE encodes the
-    middle of every video, and UMT5 its caption; both are stored in float16. Videos that cannot be read, are too short or lack
-    a caption are skipped with a warning for each, up to a limit. A shard receives its name when it is complete, so the same
-    command resumes after a stop, with any number of processes. Processes of torchrun or srun share the shards, and each uses
-    the GPU of its local rank.
+    The source is WebDataset shards or a folder. The caption of a video such as 17.mp4 is in 17.txt or 17.json. Wan's VAE
+    encodes the middle of every video, and UMT5 its caption; both are stored in float16. Videos that cannot be read, are too
+    short or lack a caption are skipped with a warning for each, up to a limit. A shard receives its name when it is complete,
+    so the same command resumes after a stop, with any number of processes. Processes of torchrun or srun share the shards, and
+    each uses the GPU of its local rank.
     """
     parser.add_argument("source", help="shards of videos and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")

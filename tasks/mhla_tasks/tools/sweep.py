@@ -183,13 +183,13 @@ def read_sweep(line: CommandLine) -> Sweep:
 
 
 def name_of(chosen: dict[str, str]) -> str:
-    """Return the folder name of the run with a combination of option values, such as ``lr=0.001,depth=12``.
+    """Return the name of a run's folder, made of its option values, such as ``lr=0.001,depth=12``.
 
     Characters that are unsuitable for a file name are replaced, secrets are removed, and long names are cut. In these cases a
     hash is appended, so that different values have different names.
 
     Args:
-        chosen: value of each option of the sweep, by the option's name.
+        chosen: values of the run, by option name, for the options that the sweep varies.
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
@@ -364,7 +364,7 @@ def _finished(folder: Path, line: CommandLine) -> bool:
 
 
 def _wait(command: list[str], output: Path | None = None) -> int:
-    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to it, and it is never killed.
+    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
 
     Args:
         command: program and arguments.

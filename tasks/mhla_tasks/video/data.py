@@ -104,7 +104,7 @@ class MovingMnist(MovingDigits):
 
 
 class VideoShards(ClipData):
-    """Videos with captions in WebDataset tar shards: NNN.mp4 with NNN.txt, or with NNN.json.
+    """Videos with captions in WebDataset tar shards. The caption of a video such as 17.mp4 is in 17.txt or 17.json.
 
     Training cuts a clip at a random position from each video in each epoch; validation uses the middle of each video. In
     training, videos that cannot be read, are too short or lack a caption are skipped, with a warning for each, and counted.
@@ -116,7 +116,7 @@ class VideoShards(ClipData):
         height: height in pixels to which frames are scaled and center-cropped.
         width: width in pixels to which frames are scaled and center-cropped.
         fps: number of frames to take per second of video; null to take consecutive frames.
-        caption_key: key of the caption in NNN.json.
+        caption_key: key of the caption in a JSON file.
         batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         prompts: prompts for which the predict command draws samples.

@@ -89,7 +89,7 @@ class Video:
                 frame begins at or before this time, possibly much earlier.
 
         Yields:
-            Time after the first frame of the video and duration, both in seconds, and the frame as a PyAV object.
+            For each frame: its time after the first frame of the video in seconds, its duration in seconds, and the PyAV frame.
         """
         if start > 0:
             self._seek(int((start + self._origin) / self.stream.time_base))
@@ -284,7 +284,7 @@ def check_format(data: bytes, name: str) -> None:
 
 
 def missing_bytes(data: bytes) -> int:
-    """Return the number of bytes that a truncated MP4 file lacks at its end; 0 if all sections for decoding are complete.
+    """Return the number of bytes missing at the end of a truncated MP4 file; 0 if all sections that decoding uses are complete.
 
     An MP4 file is a sequence of sections (boxes), each of which begins with its size. Sections that decoding does not use may
     be truncated.

@@ -93,7 +93,8 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if the file does not contain a Wan-MHLA transformer, or its number of blocks is not that of ``block_grid``.
+        ValueError: if the file does not contain a Wan-MHLA transformer, or its number of attention blocks is not the product of
+            ``block_grid``.
     """
     state = read_weights(path, WAN)
     mixing = {

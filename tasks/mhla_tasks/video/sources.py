@@ -56,7 +56,13 @@ class CaptionedClips:
 class ShardClips(CaptionedClips):
     """Sample source of clips cut from the videos in shards.
 
-    The arguments are a reader of the shards, the key of captions in JSON files, and those of :class:`CaptionedClips`.
+    Args:
+        reader: reader of the shards.
+        frames: number of frames in a clip.
+        height: height in pixels that frames are scaled and cropped to.
+        width: width in pixels that frames are scaled and cropped to.
+        caption_key: key of the caption in JSON files.
+        options: further options of :class:`CaptionedClips`.
     """
 
     def __init__(
@@ -74,7 +80,13 @@ class ShardClips(CaptionedClips):
 class ClipFolder(CaptionedClips):
     """Sample source of clips cut from the ``.mp4`` files in a folder and its subfolders.
 
-    The arguments are the folder, the key of captions in JSON files, and those of :class:`CaptionedClips`.
+    Args:
+        folder: path of the folder.
+        frames: number of frames in a clip.
+        height: height in pixels that frames are scaled and cropped to.
+        width: width in pixels that frames are scaled and cropped to.
+        caption_key: key of the caption in JSON files.
+        options: further options of :class:`CaptionedClips`.
     """
 
     def __init__(

@@ -130,11 +130,11 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
     Args:
         widths: width of keys and of values.
         device: device of the tensors.
-        spans: whether to create 300 tokens and exponential mixing coefficients, as the form ``spanning`` requires. If false,
-            there are 83 tokens, which are three blocks, and a dense matrix of mixing coefficients.
+        spans: whether to create 300 tokens and exponential mixing coefficients, which the algorithm ``spanning`` requires;
+            false for 83 tokens, which are three blocks, and a dense matrix of mixing coefficients.
 
     Returns:
-        Queries, keys, values and one (dense) or two (exponential) tensors of mixing coefficients.
+        Queries, keys, values, and the mixing coefficients: two tensors if they are exponential, one if they are dense.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -20,7 +20,7 @@ class Finding:
     Attributes:
         part: name of the group of checks that this check belongs to.
         name: name of the checked item.
-        status: ``"ok"``; ``"note"`` for a problem that does not prevent training; ``"wrong"`` for one that does.
+        status: ``"ok"``; ``"note"`` for a problem that does not prevent training; ``"wrong"`` for a problem that prevents it.
         found: short description of the result.
         advice: suggested remedy; empty if the status is ok.
         values: measured values, with units in their names.
@@ -38,7 +38,9 @@ Examination = Callable[[], Iterator[Finding]]
 
 
 def examine(part: str, examination: Examination) -> Iterator[Finding]:
-    """Run a group of checks, and yield its findings, followed by the error that ended it, if any, and its duration.
+    """Run a group of checks, and yield its findings.
+
+    If an exception ends the checks, a finding with the error follows. The last finding states the duration.
 
     Args:
         part: name of the group.
@@ -54,7 +56,7 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Return a dict that JSON can represent: all ``findings``, and their worst status as ``verdict``."""
+    """Convert findings to a dict that JSON can represent, with the entries ``findings`` and ``verdict`` (the worst status)."""
     return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
 
 
