@@ -137,7 +137,7 @@ def _embedded(caption: str, kind: str, content: bytes) -> str:
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """Return HTML with the latest picture of each kind in a run's folders; an empty list if there are none."""
+    """Return HTML with pictures from a run's folders, only the latest of those that differ in step; an empty list if none."""
     last: dict[str, Path] = {}
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
         if path.suffix in TYPES:

@@ -48,7 +48,7 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if the run resumed after training had ended, and their evaluation was interrupted."""
+        """Evaluate the final weights if this was not done, as when a run resumes whose final evaluation was interrupted."""
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 

@@ -122,7 +122,7 @@ class Recovery(Checkpoint):
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer for saves, skip an epoch that is already finished, and move checkpoints of later steps away."""
+        """Start the timer for saves, skip an epoch that is already finished, and set aside checkpoints of later steps."""
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -137,13 +137,13 @@ class Recovery(Checkpoint):
             self._row = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Exit before the next step if a stop was requested, once metrics of the last step are written."""
+        """Exit before the next step if a stop was requested; the metrics of the last step have been written by then."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record that the loggers have the metrics of the last step, and that the current weights are validated."""
+        """Record that the loggers have received the metrics of the last step, and that validation runs at this step."""
         self._row_is_due = False
         if not trainer.sanity_checking:
             self._best.validated_step = trainer.global_step
@@ -158,7 +158,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the metrics to log again, and adapt the saved states of ModelCheckpoints to their current folders."""
+        """Read metrics that the loggers may lack, and adapt the saved states of ModelCheckpoints to their current folders."""
         self._row = checkpoint.get(ROW)
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:

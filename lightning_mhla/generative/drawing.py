@@ -89,7 +89,7 @@ class SampleGrid(PeriodicEvaluation):
     conditions (classes, for example) and its own noise, so the samples do not depend on the number of processes.
 
     Args:
-        samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
+        samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
         sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
         every_n_steps: optimizer steps between two grids; null for no grids during training.
         at_end: whether to draw a grid with the final weights.

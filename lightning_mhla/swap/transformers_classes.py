@@ -55,7 +55,11 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of the configuration class ``host`` for replaced attention, or ``host`` if it is one."""
+        """Return the subclass of a configuration class of transformers for models with replaced attention.
+
+        Args:
+            host: configuration class of transformers. A subclass that this method returned earlier is returned unchanged.
+        """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
     @classmethod
@@ -64,7 +68,7 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a saved configuration as transformers does, and undo the changes that make the library's classes reject it."""
+        """Read a configuration as transformers does, and restore the values that :meth:`to_json_file` replaced in it."""
         config, unused = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
@@ -72,13 +76,13 @@ class SwappedConfig(SwappedClass):
         return {"attn_implementation": UNUSABLE, **config}, unused
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as transformers does, and write the Python module that its ``auto_map`` refers to."""
+        """Save the configuration as transformers does, and write the Python module to which its entry ``auto_map`` refers."""
         if (names := self._auto_map()) and not Path(save_directory).is_file():
             write_module(save_directory, __name__, sorted({name.rpartition(".")[2] for name in names.values()}))
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """Write the configuration as JSON in a form that transformers' own classes reject and this class accepts."""
+        """Write the configuration as JSON, with replaced values so that only this class, not transformers' own, can load it."""
         content = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         content["auto_map"] = self._auto_map()
         if names := content.get("architectures"):
@@ -88,9 +92,10 @@ class SwappedConfig(SwappedClass):
         Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _auto_map(self) -> dict[str, str]:
-        """Return the ``auto_map`` of the saved configuration, from names of Auto classes to paths of classes.
+        """Return the entry ``auto_map`` of the saved configuration, which tells Auto classes what to import from the folder.
 
-        It is empty if transformers itself does not have the original configuration class.
+        The dict maps names of Auto classes, such as ``AutoConfig``, to ``MODULE.CLASS``. It is empty if the original
+        configuration class is not one of transformers itself.
         """
         import transformers
 
@@ -111,11 +116,15 @@ class SwappedConfig(SwappedClass):
 
 
 class SwappedTransformersModel(SwappedClass):
-    """Base class of transformers models that, when they are built, replace their attention as their configuration records."""
+    """Base class of transformers models whose constructor replaces the attention as recorded in the model's configuration."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of the transformers model class ``host`` with replaced attention, or ``host`` if it is one."""
+        """Return the subclass of a model class of transformers that has replaced attention.
+
+        Args:
+            host: model class of transformers. A subclass that this method returned earlier is returned unchanged.
+        """
         if issubclass(host, cls):
             return host
         config = SwappedConfig.derive_from(host.config_class)
@@ -178,7 +187,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the subclass for replaced attention that has this name, so that modules in saved folders can import it."""
+    """Return the model or configuration class for replaced attention with this name, for imports by saved models."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -194,7 +203,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Add the subclass with replaced attention of a model class to the module ``transformers``, and return its name there.
+    """Add the variant of a model class with replaced attention to the module ``transformers``, and return its name there.
 
     ``transformers serve`` and pipelines look up the model classes that a configuration names in this module. A name that is
     not a model class of transformers is returned unchanged.
@@ -209,7 +218,7 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether a configuration class raises an error if the entry ``name`` is a text."""
+    """Return whether a configuration class raises an error if its argument ``name`` is a string."""
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap
@@ -261,7 +270,7 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer, from weight names, those constructor arguments of a model that transformers does not save; see :data:`PARTS`."""
+    """Infer from weight names whether a model has a pooler and a mask token, constructor arguments that are not saved."""
     parameters = inspect.signature(getattr(model, "host", model).__init__).parameters
     return {option: any(part in name for name in names) for option, part in PARTS.items() if option in parameters}
 

@@ -55,6 +55,6 @@ def check_agreement(model: Any, data: Any) -> None:
 
 
 def _value(module: Any, name: str) -> Any:
-    """Return a hyperparameter of a model or data module, or its attribute of the same name if it is None; None if unknown."""
+    """Return a hyperparameter of a module, or the module's attribute of that name if the hyperparameter is None or missing."""
     given = module.hparams.get(name)
     return vars(module).get(name) if given is None else given

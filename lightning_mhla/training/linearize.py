@@ -106,7 +106,7 @@ class LinearizedHost(ABC):
             trained: part of the model that the second stage trains, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
 
         Raises:
-            ValueError: if the strategy or the model does not support it. The message says what to change.
+            ValueError: if the strategy or the model does not support such training. The message says what to change.
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
@@ -273,7 +273,7 @@ def check_layer_steps(
             requires.
 
     Raises:
-        ValueError: if the strategy or the model does not support it. The message says what to change.
+        ValueError: if the strategy or the model does not support such training. The message says what to change.
     """
     strategy = trainer.strategy
     if not swapped_layers(network):

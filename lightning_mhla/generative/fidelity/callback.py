@@ -228,7 +228,7 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield at most :data:`MOST_REAL` images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
+    """Yield at most 50,000 images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
     count = min(len(source), MOST_REAL)
     indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)

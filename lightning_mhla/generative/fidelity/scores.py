@@ -246,7 +246,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute the metrics of generated images, except those whose features one of the two sets lacks.
+    """Compute all metrics of generated images for which the two sets have the required features.
 
     Args:
         generated: set of samples.
