@@ -50,8 +50,8 @@ class Recovery(Checkpoint):
     The callback saves the complete state of the run every few minutes, at the end of training, whenever a ModelCheckpoint
     requests a checkpoint, and when a signal asks the run to stop. It saves the state of a step once, after all callbacks have
     processed the step and after any validation or end of the epoch that follows it. The file is
-    ``checkpoints/recovery/step=N.ckpt``; ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are hard links
-    to it. A command with ``--run_dir`` resumes from the latest complete state.
+    ``checkpoints/recovery/step=N.ckpt`` for step N; ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are
+    hard links to it. A command with ``--run_dir`` resumes from the latest complete state.
 
     A signal only sets a flag: at the end of a step all processes agree on it, save together, and exit with status 75.
 
@@ -276,9 +276,10 @@ def step_of(path: Path) -> int | None:
 
 
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
-    """Move checkpoints of steps after ``step`` to a new folder ``set-aside-N``, so that no later start resumes from them.
+    """Move checkpoints of steps after ``step`` to a new folder, so that no later start of the run resumes from them.
 
-    Nothing is deleted. The checkpoints are the saved states of the run and the best checkpoints that these states list.
+    The new folder is the first unused one of ``set-aside-1``, ``set-aside-2`` and so on. The checkpoints are the saved states
+    of the run and the best checkpoints that these states list.
 
     Args:
         folder: folder of the run's checkpoints.

@@ -149,6 +149,6 @@ def _number(value: Any) -> float | None:
 
 
 def _short(path: str | Path) -> str:
-    """Format a path for display, relative to the working folder if it lies inside that."""
+    """Format a path for display, relative to the working folder if the path lies inside it."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

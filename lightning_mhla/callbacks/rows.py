@@ -19,7 +19,8 @@ ROW = "row_to_log"
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Store the metrics of the current step in a checkpoint, because the loggers do not have them yet.
 
-    A callback writes the checkpoint, and Lightning passes the metrics of a step to the loggers only after all callbacks.
+    The checkpoint is written by a callback, but Lightning passes the metrics of a step to the loggers only after all
+    callbacks of the step have run.
 
     Args:
         trainer: trainer of the run.

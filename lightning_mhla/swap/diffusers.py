@@ -87,7 +87,7 @@ class InputGrid(TokenGrid):
 
 
 class SwappedAttention(nn.Module):
-    """diffusers attention processor that computes ``attention`` with the projections and norms of its diffusers module.
+    """diffusers attention processor that computes a new attention with the projections and norms of the original module.
 
     Args:
         attention: attention without projections, such as MHLA, which replaces the original attention.

@@ -58,7 +58,7 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Check that the new attention of layers supports all that the original does. The model does not change.
+        """Check that the original layers have no feature that the new attention lacks. The model does not change.
 
         Args:
             model: model whose attention is to be replaced.
@@ -145,7 +145,7 @@ class HostLibrary(ABC):
                 self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens for a call of an attention layer. This default returns None.
+        """Return the mask of non-padding tokens for a call of an attention layer. The base class returns None.
 
         Args:
             options: keyword arguments that the layer was called with.
@@ -327,7 +327,7 @@ def refuse_float16(index: int, kind: type) -> None:
         kind: class of the attention.
 
     Raises:
-        ValueError: if the kind of attention computes sums over many tokens, as linear attention does, which overflow.
+        ValueError: if the kind of attention computes sums over many tokens, as linear attention does.
     """
     if issubclass(kind, SummaryAttention):
         raise ValueError(

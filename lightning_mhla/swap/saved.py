@@ -65,7 +65,7 @@ class SwappedClass:
     mixin: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle or copy an instance by its mixin and host, since a derived class cannot be imported by its name."""
+        """Pickle or copy an instance by its mixin and host, since not every derived class can be imported by its name."""
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
 

@@ -214,8 +214,8 @@ def swapped_attention(
         query: queries after the rotary embedding, if the model has one, ``[B, H, N, Dk]``.
         key: keys of these N tokens only, after the rotary embedding, ``[B, Hkv, N, Dk]``.
         value: values of these N tokens only, ``[B, Hkv, N, Dv]``.
-        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
+            with a column for each cached token and each of these N tokens; None without a mask.
         options: further arguments of transformers' attention functions, of which three are used: ``scaling``,
             ``position_ids`` and ``given_mask``, a tuple that contains only the mask or None the model was called with.
 

@@ -84,8 +84,8 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     without a mask, by positions. A document then begins at each occurrence of the smallest position.
 
     Args:
-        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
+            with a column for each cached token and each of the N tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         position_ids: positions, ``[B, N]`` or ``[1, N]``, if only they separate documents (flash attention); otherwise None.
 
