@@ -156,7 +156,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Context manager in which a module is in evaluation mode and, if the run averages its weights, has the average."""
+    """Context manager in which a module is in evaluation mode and has the averaged weights, if the run keeps an average."""
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training
     pl_module.eval()

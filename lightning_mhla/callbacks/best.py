@@ -171,7 +171,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Return whether a ModelCheckpoint may have written a path: a ``.ckpt`` in its folder, with symbolic links resolved."""
+    """Return whether a ModelCheckpoint may have written a file: a ``.ckpt`` in its folder, with symbolic links resolved."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")

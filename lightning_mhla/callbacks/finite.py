@@ -156,7 +156,7 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """Gather the results of :func:`explain` from all processes, and choose the one from the lowest rank that is not None.
+    """Gather the results of :func:`explain` from all processes, and choose the first in rank order that is not None.
 
     Args:
         where: result of :func:`explain` on this process.

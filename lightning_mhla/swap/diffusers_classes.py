@@ -37,14 +37,14 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of diffusers models whose constructor replaces the attention as recorded in the model's configuration."""
+    """Base class of diffusers models with replaced attention, which :meth:`from_config` builds as the configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a model class of diffusers that has replaced attention.
+        """Derive a subclass with replaced attention from a model class of diffusers. Later calls return the same subclass.
 
         Args:
-            host: model class of diffusers. A subclass that this method returned earlier is returned unchanged.
+            host: model class of diffusers. If it already is such a subclass, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host
@@ -83,7 +83,8 @@ class SwappedDiffusersModel(SwappedClass):
         """Load a saved model with replaced attention; arguments are those of the diffusers method.
 
         Raises:
-            ValueError: if the files lack weights of the model, which diffusers would leave uninitialized, or have unknown ones.
+            ValueError: if the files lack weights of the model, which diffusers would leave uninitialized, or contain weights
+                that the model does not have.
         """
         source = pretrained_model_name_or_path
         model, info = super().from_pretrained(source, output_loading_info=True, **options)  # type: ignore[misc]

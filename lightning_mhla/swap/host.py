@@ -339,7 +339,7 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
     """Set the block layout of an attention module, or return the layout while a graph is traced.
 
     Args:
-        owner: object whose attribute ``fitted`` holds the layout and device that were set last. Setting them again is skipped.
+        owner: object whose attribute ``fitted`` stores the last layout and device; nothing is set if they are the same.
         attention: attention module whose layout is set.
         layout: layout of the tokens.
         device: device of the tokens.
@@ -357,7 +357,7 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
-    """Return the configured number of blocks along each axis of the token grid; all 1 for attention kinds without blocks.
+    """Return the configured number of blocks along each axis of the token grid; 1 for each axis if the kind has no blocks.
 
     Args:
         axes: number of axes of the token grid.

@@ -133,7 +133,7 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Register the architecture ``mhla_swapped``, that of saved models with replaced attention, with timm if necessary."""
+    """Register ``mhla_swapped``, the architecture of saved models with replaced attention, with timm, unless this was done."""
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):
@@ -143,7 +143,7 @@ def register() -> None:
 def mhla_swapped(
     pretrained: bool = False, model: str = "", swapped_attention: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Build a timm model with replaced attention for a saved folder, as entry point of :func:`timm.create_model`.
+    """Build the timm model with replaced attention that a saved folder describes. :func:`timm.create_model` calls this.
 
     Args:
         pretrained: whether to load the weights from the saved folder or hub repository.

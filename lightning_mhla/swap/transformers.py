@@ -75,7 +75,7 @@ class TransformersPatchGrid(TokenGrid):
 
 
 class TransformersHost(HostLibrary):
-    """Replacement of the attention of transformers models: the decoders, text and image encoders in :data:`FAMILIES`."""
+    """Replacement of the attention of transformers' decoders, text encoders and image encoders of supported families."""
 
     package = "transformers"
 
@@ -206,7 +206,7 @@ def _inner_model(model: Any) -> Any:
 def _hand_on_mask(
     position: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that passes the original ``attention_mask`` to the attention modules as keyword ``given_mask``.
+    """Forward pre-hook that passes the original ``attention_mask`` on to the attention modules, as argument ``given_mask``.
 
     Args:
         position: index of ``attention_mask`` among the arguments of the model's forward pass.
@@ -215,7 +215,7 @@ def _hand_on_mask(
         options: keyword arguments of the call.
 
     Returns:
-        Positional and keyword arguments of the call. ``given_mask`` is a tuple that contains only the mask, which may be None.
+        Positional and keyword arguments of the call. ``given_mask`` is a one-item tuple with the mask, which may be None.
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 

@@ -216,8 +216,8 @@ def swapped_attention(
         value: values of these N tokens only, ``[B, Hkv, N, Dv]``.
         attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
             with a column for each cached token and each of these N tokens; None without a mask.
-        options: further arguments of transformers' attention functions, of which three are used: ``scaling``,
-            ``position_ids`` and ``given_mask``, a tuple that contains only the mask or None the model was called with.
+        options: further arguments of transformers' attention functions. Three are used: ``scaling``, ``position_ids``, and
+            ``given_mask``, a one-item tuple with the model's own ``attention_mask`` argument, which may be None.
 
     Returns:
         Outputs ``[B, N, H * Dv]``, and None in place of attention weights.
@@ -359,8 +359,8 @@ def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
 
     Args:
         attention_mask: mask that transformers passes to the attention module.
-        original_mask: tuple that contains only the mask or None that the model was called with; None if that is not known.
-            A mask that is not ``[B, N]`` counts as not known.
+        original_mask: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that
+            argument is not known. A mask that is not ``[B, N]`` counts as not known.
     """
     if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask

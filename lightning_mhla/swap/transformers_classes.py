@@ -55,10 +55,12 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a configuration class of transformers for models with replaced attention.
+        """Derive a configuration class for models with replaced attention from one of transformers.
+
+        Later calls return the same class.
 
         Args:
-            host: configuration class of transformers. A subclass that this method returned earlier is returned unchanged.
+            host: configuration class of transformers. If it already is such a subclass, it is returned unchanged.
         """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
@@ -94,7 +96,8 @@ class SwappedConfig(SwappedClass):
     def _auto_map(self) -> dict[str, str]:
         """Return the entry ``auto_map`` of the saved configuration, which tells Auto classes what to import from the folder.
 
-        The dict maps names of Auto classes, such as ``AutoConfig``, to ``MODULE.CLASS``. It is empty if the original
+        The dict maps the name of each Auto class, such as ``AutoConfig``, to a module in the folder and a class in it,
+        separated by a dot. It is empty if the original
         configuration class is not one of transformers itself.
         """
         import transformers
@@ -120,10 +123,10 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a model class of transformers that has replaced attention.
+        """Derive a subclass with replaced attention from a model class of transformers. Later calls return the same subclass.
 
         Args:
-            host: model class of transformers. A subclass that this method returned earlier is returned unchanged.
+            host: model class of transformers. If it already is such a subclass, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host
@@ -187,7 +190,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the model or configuration class for replaced attention with this name, for imports by saved models."""
+    """Return the class named ``name``, a model or configuration with replaced attention, so that saved models can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -203,7 +206,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Add the variant of a model class with replaced attention to the module ``transformers``, and return its name there.
+    """Make the subclass with replaced attention of a model class importable from ``transformers``, and return its name there.
 
     ``transformers serve`` and pipelines look up the model classes that a configuration names in this module. A name that is
     not a model class of transformers is returned unchanged.
@@ -270,7 +273,16 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer from weight names whether a model has a pooler and a mask token, constructor arguments that are not saved."""
+    """Infer constructor arguments that transformers does not save from the names of a model's weights.
+
+    Args:
+        model: model, or its class.
+        names: names of its weights.
+
+    Returns:
+        Those of the arguments ``add_pooling_layer`` and ``use_mask_token`` that the class has. An argument is True if there are
+        weights of the pooler or mask token.
+    """
     parameters = inspect.signature(getattr(model, "host", model).__init__).parameters
     return {option: any(part in name for name in names) for option, part in PARTS.items() if option in parameters}
 

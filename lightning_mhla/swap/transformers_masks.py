@@ -51,7 +51,8 @@ def real_of_decoder(
         attention_mask: mask that the attention module gets, as for :func:`documents`.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
-        given: tuple that contains only the mask or None that the model was called with; None if that is not known.
+        given: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that argument is
+            not known.
         position_ids: positions, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
     Returns:

@@ -249,7 +249,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute all metrics of generated images for which the two sets have the required features.
+    """Compute the metrics of generated images, and omit metrics whose features are missing in either set.
 
     Args:
         generated: set of samples.
