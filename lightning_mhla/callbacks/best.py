@@ -151,7 +151,7 @@ def _inside(paths: Iterable[str], folder: Path) -> list[str]:
 
 
 def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
-    """Create the links to a checkpoint and remove outdated files, after the process that wrote it died before doing so.
+    """Create links to a checkpoint and remove outdated files, in place of a process that died after writing the checkpoint.
 
     Files outside the folder are never touched, even if the checkpoint lists them.
 

@@ -61,7 +61,7 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
     """Find the attention layers of a model, keyed by the numbers in their module names.
 
-    ``blocks.5.attn1`` is layer 5, even if other layers are not included, such as softmax attention of diffusers.
+    ``blocks.5.attn1`` is layer 5, even if other layers, such as softmax attention of diffusers, are not found.
     ``stages.1.blocks.0`` is layer 1.0. If these numbers are not unique, the layers are counted from 0.
     """
     named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}

@@ -149,7 +149,7 @@ class Recovery(Checkpoint):
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store metrics that they do not have yet in the checkpoint, so that no metric is lost."""
+        """Flush the loggers, and store in the checkpoint the metrics that they have not received, so that no metric is lost."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         if self._stopped_inside_epoch:
@@ -258,7 +258,7 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """List the saved states to remove after a new one was written: all except those of the latest ``keep`` steps.
+        """List the saved states to remove after a new one was written. The states of the latest ``keep`` steps stay.
 
         A state that was saved only because the run was stopped does not count towards ``keep``, and is removed once there is a
         later state. The run thus ends with the same files as a run that was not stopped.

@@ -41,7 +41,7 @@ class _Swapped:
             Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: if a mask or causal attention is asked for, or the tokens are not those of the current image.
+            ValueError: if a mask or causal attention is requested, or the tokens are not those of the current image.
         """
         if self.as_before:
             out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own

@@ -148,7 +148,7 @@ def mhla_swapped(
     Args:
         pretrained: whether to load the weights from the saved folder or hub repository.
         model: timm's name of the original model.
-        swapped_attention: recorded options of the new attention, as for :meth:`HostLibrary.put_in`.
+        swapped_attention: recorded attention options and layer kinds, in the form of :meth:`HostLibrary.remember`.
         options: arguments of the original model, and the location of the weights.
 
     Raises:

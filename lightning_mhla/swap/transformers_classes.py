@@ -208,8 +208,8 @@ def __getattr__(name: str) -> Any:
 def _publish(name: str) -> str:
     """Make the subclass with replaced attention of a model class importable from ``transformers``, and return its name there.
 
-    ``transformers serve`` and pipelines look up the model classes that a configuration names in this module. A name that is
-    not a model class of transformers is returned unchanged.
+    ``transformers serve`` and pipelines look up the model classes of a configuration in ``transformers``. A name that is not a
+    model class of transformers is returned unchanged.
     """
     import transformers
 

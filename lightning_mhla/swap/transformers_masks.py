@@ -48,7 +48,8 @@ def real_of_decoder(
     a mask could only separate packed documents, so ``position_ids`` are checked for these instead.
 
     Args:
-        attention_mask: mask that the attention module gets, as for :func:`documents`.
+        attention_mask: mask that the attention module gets, ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each
+            cached token and each of the N tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
         given: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that argument is
@@ -152,7 +153,8 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
     """Return the mask of tokens that may attend to themselves, ``[B, N]`` bool; None without an attention mask.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
+            tokens; None without a mask.
         x: inputs or outputs of the attention module, ``[B, N, dim]``.
     """
     if attention_mask is None:
@@ -193,7 +195,8 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
     """Return the mask of non-padding tokens of a decoder, from its attention mask.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
+            tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
 
@@ -233,7 +236,8 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
     """Return the mask of non-padding tokens of a text encoder, from its attention mask.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
+            tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
 
     Returns:

@@ -109,7 +109,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             self.hparams["training"] = asdict(self.training_options)
 
     def setup(self, stage: str) -> None:
-        """Check that options such as the image size agree in the data and in the model, see :func:`check_agreement`."""
+        """Check that options such as the image size have values in the data that agree with those in the model."""
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:

@@ -35,7 +35,7 @@ class OptimizerConfig:
         lr: peak learning rate.
         weight_decay: weight decay of matrices and convolutions. Other parameters, such as biases, norms, position embeddings
             and mixing coefficients, have none.
-        betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9, 0.999 and CAME's 0.9999.
+        betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9 and 0.999, and for CAME also 0.9999.
         eps: epsilon of AdamW.
         schedule: schedule after the warm-up: cosine down to min_lr, or constant.
         min_lr: learning rate at the end of the cosine.
