@@ -162,7 +162,7 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Store in a model the record of how its attention was replaced, so that the model's configuration is saved with it.
+        """Store in a model the record of how its attention was replaced, which is then saved with the model's configuration.
 
         Args:
             model: model whose attention was replaced.
@@ -257,7 +257,7 @@ class TokenGrid:
             tokens: number of tokens in the layer's input, including prefix tokens.
 
         Raises:
-            ValueError: if the grid does not have this number of tokens, or if grids of several inputs fit a layer that is recomputed.
+            ValueError: if the grid does not have this number of tokens, or if several earlier grids fit a recomputed layer.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
