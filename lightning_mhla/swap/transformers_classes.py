@@ -60,7 +60,7 @@ class SwappedConfig(SwappedClass):
         Later calls return the same class.
 
         Args:
-            host: configuration class of transformers. If it already is such a subclass, it is returned unchanged.
+            host: configuration class of transformers. If it already is such a derived class, it is returned unchanged.
         """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
@@ -273,7 +273,7 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer constructor arguments that transformers does not save from the names of a model's weights.
+    """Infer, from the names of a model's weights, constructor arguments that transformers does not save.
 
     Args:
         model: model, or its class.
