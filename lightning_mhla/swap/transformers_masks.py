@@ -236,7 +236,7 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
     """Return the mask of non-padding tokens of a text encoder, from its attention mask.
 
     Args:
-        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]``, as booleans or as values that are added to scores; None without one.
+        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]``, booleans or values that are added to scores; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
 
     Returns:
