@@ -59,12 +59,12 @@ class ExponentialMovingAverage(Callback):
         self._steps += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the module's weights by their average at the end of training."""
+        """Replace the module's weights with their average at the end of training."""
         averages, weights = self._pairs(pl_module)
         foreach_copy_(weights, averages)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the module's trained weights and their average, so that validation uses the average."""
+        """Swap the module's trained weights with their average, so that validation uses the average."""
         self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -156,7 +156,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Context manager that sets a module to evaluation mode, with the averaged weights if the run keeps an average."""
+    """Context manager in which a module is in evaluation mode and has the averaged weights, if the run keeps an average."""
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training
     pl_module.eval()

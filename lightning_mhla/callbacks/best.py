@@ -35,11 +35,11 @@ class Request:
 
 
 class BestCheckpoints:
-    """Collector of the files that ModelCheckpoint callbacks want to write and remove, until all callbacks of a step have run.
+    """Collector of the requests of ModelCheckpoint callbacks to write and remove checkpoints during a step.
 
-    The :class:`Recovery` callback then writes a single checkpoint, and the requested paths become hard links to it. The
-    checkpoint itself lists these links and the files to remove. If the process dies before all of this is done, the run that
-    resumes from the checkpoint completes it.
+    Once all callbacks of the step have run, the :class:`Recovery` callback writes a single checkpoint, and the requested paths
+    become hard links to it. The checkpoint itself lists these links and the files to remove. If the process dies before it
+    has created and removed them all, the run that resumes from the checkpoint does the rest.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class BestCheckpoints:
         """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Collect the requests of a trainer's ModelCheckpoints from now on, which then change no files themselves."""
+        """Collect the requests of a trainer's ModelCheckpoints from now on, so that these no longer change files themselves."""
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -58,7 +58,7 @@ class BestCheckpoints:
             defer_saves(callback, partial(self._want, callback), self._removals.append, self._is_pending, outdated)
 
     def release(self) -> None:
-        """Let the ModelCheckpoints write and remove files themselves again, and discard requests not yet carried out."""
+        """Let the ModelCheckpoints write and remove files themselves again, and discard the requests that are still pending."""
         for callback in self._callbacks:
             stop_deferring(callback)
         self._callbacks, self._requests, self._removals = [], [], []
@@ -85,8 +85,9 @@ class BestCheckpoints:
     def name_last(self, last: Path) -> None:
         """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is written next.
 
-        The states of the ModelCheckpoints, which the checkpoint contains, then already refer to it. For a ModelCheckpoint
-        that has ``save_last`` and a different folder, the method requests a link to the checkpoint in that folder.
+        The checkpoint contains the states of the ModelCheckpoints, so these must name it before it is written. If a
+        ModelCheckpoint has ``save_last`` and a folder other than that of ``last``, the method requests a link to the
+        checkpoint in its folder, and sets its ``last_model_path`` to that link.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.
@@ -150,7 +151,7 @@ def _inside(paths: Iterable[str], folder: Path) -> list[str]:
 
 
 def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
-    """Create the links to a checkpoint and remove outdated files, if the process that wrote it died before doing so.
+    """Create links to a checkpoint and remove outdated files, in place of a process that died after writing the checkpoint.
 
     Files outside the folder are never touched, even if the checkpoint lists them.
 
@@ -170,7 +171,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Return whether a path may be a file of a ModelCheckpoint: a ``.ckpt`` in its folder, with symbolic links resolved."""
+    """Return whether a ModelCheckpoint may have written a file: a ``.ckpt`` in its folder, with symbolic links resolved."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")
@@ -178,16 +179,16 @@ def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
 
 
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
-    """Adapt the saved state of a ModelCheckpoint to its current folder, without files that are missing or not its own.
+    """Adapt the saved state of a ModelCheckpoint to its current folder, and drop missing and foreign files from it.
 
     Lightning ignores a saved state if its folder is spelled differently: as a relative path, after the run was moved, or with
-    a new version number of the logger. A ModelCheckpoint deletes files that are no longer among its best. Files outside its
-    folder are therefore removed from the state, so that it cannot delete them.
+    a new version number of the logger. A ModelCheckpoint deletes files that are no longer among its best. The
+    changed state therefore does not name files outside its folder, so that the callback cannot delete them.
 
     Args:
         state: state of the callback from a checkpoint.
         callback: ModelCheckpoint that will load the state.
-        gone: paths of checkpoints that no longer exist, in the current folder.
+        gone: paths, in the current folder, of checkpoints that no longer exist.
 
     Returns:
         A changed copy of the state.

@@ -156,15 +156,15 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """Gather the results of :func:`explain` from all processes, and choose that of the lowest rank that has one.
+    """Gather the results of :func:`explain` from all processes, and choose the first in rank order that is not None.
 
     Args:
         where: result of :func:`explain` on this process.
         processes: number of processes.
 
     Returns:
-        The chosen phrase, with the number of its process, the same on every process. If all results are None, a phrase which
-        says that the repeated step was finite.
+        The chosen phrase, the same on every process; with several processes, followed by the rank it comes from. If all
+        results are None, a phrase which says that the problem did not occur again when the step was repeated.
     """
     answers: list[str | None] = [where]
     if processes > 1:

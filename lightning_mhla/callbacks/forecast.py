@@ -96,10 +96,10 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     Args:
         module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
-        processes: number of processes, for the text.
+        processes: number of processes, which the text states.
 
     Returns:
-        One line of text.
+        The description, as one line of text.
     """
     parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

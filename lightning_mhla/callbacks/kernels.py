@@ -9,7 +9,7 @@ from mhla_kernels import agree_on_kernels
 
 
 class KernelAgreement(Callback):
-    """Callback that makes all processes stop using a kind of fused kernel once any process has stopped using it.
+    """Callback that makes all processes stop using a Triton kernel once any process has stopped using it.
 
     The processes agree after the first batch of each epoch or resumed run, and after each validation. With a single process
     the callback does nothing. See :func:`mhla_kernels.agree_on_kernels`.
@@ -27,7 +27,7 @@ class KernelAgreement(Callback):
             self._agree(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree with all processes on the kernels to use, after a validation, which may use other kernels than training."""
+        """Agree with all processes on the kernels to use, after a validation, which may use different kernels than training."""
         self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:

@@ -137,7 +137,10 @@ def _embedded(caption: str, kind: str, content: bytes) -> str:
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """Return HTML with the latest picture of each kind in a run's folders; an empty list if there are none."""
+    """Return parts of HTML with the pictures in a run's folders; an empty list if there are none.
+
+    Of pictures whose names differ only in the optimizer step, only the latest is included.
+    """
     last: dict[str, Path] = {}
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
         if path.suffix in TYPES:

@@ -48,12 +48,15 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if the run resumed after training had ended, and their evaluation was interrupted."""
+        """Evaluate the final weights if they have not been evaluated yet.
+
+        This is the case if a run resumes from the end of its training because its final evaluation was interrupted.
+        """
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the optimizer step at which the weights were last evaluated."""
+        """Return the number of the optimizer step at which the weights were last evaluated, for the checkpoint."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,8 +68,8 @@ class PeriodicEvaluation(Callback):
 
         Args:
             trainer: trainer of the run.
-            prefix: first part of the names of the metrics, which are ``PREFIX/NAME``.
-            values: values by name.
+            prefix: first part of each metric's name; a slash separates it from the name in ``values``.
+            values: metric values by name, without the prefix.
         """
         for logger in trainer.loggers:
             logger.log_metrics({f"{prefix}/{name}": value for name, value in values.items()}, trainer.global_step)

@@ -41,8 +41,8 @@ def attention_entropy(weights_HNN: Tensor) -> float:
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
     """Arrange the mixing coefficients of a 2-D grid of blocks as a picture with a tile for each block.
 
-    The tiles are arranged like the blocks. A tile shows the coefficients with which its block combines all blocks, and these
-    coefficients are arranged like the blocks, too.
+    The tile of block (i, j) is in row i and column j of the picture. It shows row (i, j) of the mixing matrix: the
+    coefficients with which this block combines all blocks, with the coefficient of block (k, l) in row k and column l.
 
     Args:
         mixing: coefficients of the M blocks, ``[M, M]``, without the prefix block.
@@ -61,7 +61,7 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
     """Find the attention layers of a model, keyed by the numbers in their module names.
 
-    ``blocks.5.attn1`` is layer 5, even if other layers are not included, such as softmax attention of diffusers.
+    ``blocks.5.attn1`` is layer 5, even if other layers, such as softmax attention of diffusers, are not found.
     ``stages.1.blocks.0`` is layer 1.0. If these numbers are not unique, the layers are counted from 0.
     """
     named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
@@ -73,9 +73,9 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 class AttentionPictures(Callback):
     """Callback that draws mixing coefficients and attention maps, and logs the rank and entropy of attention matrices.
 
-    The callback uses a sample of the first validation batch, and the weights of the validation. Pictures go to ``pictures/`` in
-    the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are logged to every
-    logger, where ``i`` is the number from :func:`numbered_layers`.
+    The callback uses one sample of the first validation batch, and the weights that validation uses. Pictures go to
+    ``pictures/`` in the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are
+    logged to every logger, where ``i`` is the number from :func:`numbered_layers`.
 
     Args:
         every_n_epochs: number of epochs between pictures, which are drawn during the next validation.
@@ -206,14 +206,15 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
 
 
 def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
-    """Draw the full attention matrix of every layer as a figure, for models of sequences.
+    """Draw the attention matrix of every layer, queries by keys, as a figure, for models with a one-dimensional token grid.
 
-    A pixel shows, on a logarithmic scale, the fraction of a query's total absolute weight that a key gets, averaged over heads.
+    A pixel shows, on a logarithmic scale, the absolute attention weight of a key as a fraction of the sum of absolute weights
+    of the query, averaged over heads.
     Fractions of exactly 0 are white.
 
     Args:
         weights: attention matrices ``[H, N, N]`` by layer number.
-        least: fraction at the lower end of the scale.
+        least: fraction at the lower end of the color scale.
     """
     from matplotlib.colors import LogNorm  # imported only when a picture is drawn
 

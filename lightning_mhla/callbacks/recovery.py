@@ -50,8 +50,8 @@ class Recovery(Checkpoint):
     The callback saves the complete state of the run every few minutes, at the end of training, whenever a ModelCheckpoint
     requests a checkpoint, and when a signal asks the run to stop. It saves the state of a step once, after all callbacks have
     processed the step and after any validation or end of the epoch that follows it. The file is
-    ``checkpoints/recovery/step=N.ckpt``; ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are hard links
-    to it. A command with ``--run_dir`` resumes from the latest complete state.
+    ``checkpoints/recovery/step=N.ckpt`` for step N; ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are
+    hard links to it. A command with ``--run_dir`` resumes from the latest complete state.
 
     A signal only sets a flag: at the end of a step all processes agree on it, save together, and exit with status 75.
 
@@ -122,7 +122,7 @@ class Recovery(Checkpoint):
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer for saves, skip an epoch that is already finished, and move checkpoints of later steps away."""
+        """Start the timer for saves, skip an epoch that is already finished, and set aside checkpoints of later steps."""
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -137,19 +137,19 @@ class Recovery(Checkpoint):
             self._row = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Exit before the next step if a stop was requested, once metrics of the last step are written."""
+        """Exit before the next step if a stop was requested; the metrics of the last step have been written by then."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record that the loggers have the metrics of the last step, and that the current weights are validated."""
+        """Record that the loggers have received the metrics of the last step, and that validation runs at this step."""
         self._row_is_due = False
         if not trainer.sanity_checking:
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store metrics that they do not have yet in the checkpoint, so that no metric is lost."""
+        """Flush the loggers, and store in the checkpoint the metrics that they have not received, so that no metric is lost."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         if self._stopped_inside_epoch:
@@ -158,7 +158,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the metrics to log again, and adapt the saved states of ModelCheckpoints to their current folders."""
+        """Read metrics that the loggers may lack, and adapt the saved states of ModelCheckpoints to their current folders."""
         self._row = checkpoint.get(ROW)
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -258,7 +258,7 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """List the saved states to remove after a new one was written: all except those of the latest ``keep`` steps.
+        """List the saved states to remove after a new one was written. The states of the latest ``keep`` steps stay.
 
         A state that was saved only because the run was stopped does not count towards ``keep``, and is removed once there is a
         later state. The run thus ends with the same files as a run that was not stopped.
@@ -276,9 +276,10 @@ def step_of(path: Path) -> int | None:
 
 
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
-    """Move checkpoints of steps after ``step`` to a new folder ``set-aside-N``, so that no later start resumes from them.
+    """Move checkpoints of steps after ``step`` to a new folder, so that no later start of the run resumes from them.
 
-    Nothing is deleted. The checkpoints are the saved states of the run and the best checkpoints that these states list.
+    The new folder is the first unused one of ``set-aside-1``, ``set-aside-2`` and so on. The checkpoints are the saved states
+    of the run and the best checkpoints that these states list.
 
     Args:
         folder: folder of the run's checkpoints.

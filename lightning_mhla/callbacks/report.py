@@ -55,7 +55,7 @@ class RunReport(Callback):
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return validation metrics, training time so far in seconds, and versions, for checkpoints and model cards."""
+        """Return validation metrics, training time so far in seconds, and library versions, for checkpoints and model cards."""
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,6 +149,6 @@ def _number(value: Any) -> float | None:
 
 
 def _short(path: str | Path) -> str:
-    """Format a path for display, relative to the working folder if it lies inside that."""
+    """Format a path for display, relative to the working folder if the path lies inside it."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -19,7 +19,8 @@ ROW = "row_to_log"
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Store the metrics of the current step in a checkpoint, because the loggers do not have them yet.
 
-    Lightning passes the metrics of a step to the loggers only after all callbacks have run. A callback writes the checkpoint.
+    The checkpoint is written by a callback, but Lightning passes the metrics of a step to the loggers only after all
+    callbacks of the step have run.
 
     Args:
         trainer: trainer of the run.
@@ -58,7 +59,7 @@ def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
 
 
 def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
-    """Return whether a CSV file in the logger's folder already has a line with the step and some metric of ``row``."""
+    """Return whether a CSV file in the logger's folder already has a line with the step and any metric of ``row``."""
     for path in Path(logger.log_dir).glob("metrics*.csv"):
         with path.open(newline="") as stream:
             for line in csv.DictReader(stream):

@@ -178,8 +178,11 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
 
     Args:
         rank: rank of the process.
-        state: progress of the process: ``at`` (number of the batch and index of its phase in :data:`PHASES`), ``host`` (name
-            of the machine) and ``silent`` (seconds since its progress message last changed).
+        state: progress of the process, a dict with these entries:
+
+            - ``at``: number of the batch, and its phase: 0 not begun, 1 being computed, 2 validation before it.
+            - ``host``: name of the machine.
+            - ``silent``: seconds since the progress message of the process last changed.
         silence: seconds without a new message after which the process counts as stopped or lost.
         world: number of processes.
     """

@@ -17,7 +17,7 @@ class FrozenVAE:
 
     Args:
         path: folder of the VAE (or of a pipeline that has one in ``vae/``), or a name on the hub.
-        model: VAE that is loaded already; None to load it from ``path``.
+        model: VAE that has already been loaded; None to load it from ``path``.
     """
 
     vae_class: ClassVar[str]
@@ -123,7 +123,7 @@ class ClipCodec(FrozenVAE):
 
         Raises:
             ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
-                height and width are multiples of its spatial one.
+                height and width are multiples of its spatial compression factor.
         """
         model = self.model(clips.device)
         self.latent_size(*clips.shape[2:])
@@ -151,7 +151,7 @@ class ClipCodec(FrozenVAE):
 
         Raises:
             ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
-                height and width are multiples of its spatial one.
+                height and width are multiples of its spatial compression factor.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial

@@ -23,10 +23,10 @@ class DistillationConfig:
 
     Args:
         teacher: weights of the teacher, in any form that the option pretrained accepts; null for plain fine-tuning.
-        layer_steps: number of optimizer steps at the beginning that only train each replaced layer to match the output of the
-            teacher's layer for the teacher's inputs.
-        velocity_weight: weight of the squared distance to the teacher's velocity after the layer steps.
-        flow_weight: weight of the flow-matching loss on the data after the layer steps.
+        layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer only learns to match
+            the output of the teacher's layer for the input of that layer.
+        velocity_weight: weight, after these steps, of the mean squared distance from the teacher's velocity.
+        flow_weight: weight, after these steps, of the flow-matching loss on the data.
     """
 
     teacher: str | None = None

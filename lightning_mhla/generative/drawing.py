@@ -76,7 +76,7 @@ class ImageGenerator(Protocol):
         """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the sampler options that metrics depend on, by name: ``sampler``, ``sampling_steps``, ``guidance``, ..."""
+        """Return the sampler options that metrics depend on, by name, such as ``sampling_steps`` and ``guidance``."""
 
     def all_gather(self, data: Any) -> Any:
         """Gather tensors from all processes, as ``LightningModule.all_gather`` does."""
@@ -89,8 +89,8 @@ class SampleGrid(PeriodicEvaluation):
     conditions (classes, for example) and its own noise, so the samples do not depend on the number of processes.
 
     Args:
-        samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
-        sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
+        samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
+        sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
         every_n_steps: optimizer steps between two grids; null for no grids during training.
         at_end: whether to draw a grid with the final weights.
         batch_size: number of samples that each process draws at once.

@@ -42,15 +42,16 @@ def draw_flow_times(
     """Draw timesteps ``[count]`` float32 to train on.
 
     Args:
-        times: distribution of the timesteps. ``logit_normal`` (mean 0, standard deviation 1) prefers the middle (arXiv
-            2403.03206).
-        shift: shift s towards noise, for large samples. The share t of noise becomes ``s t / (1 + (s - 1) t)`` (same paper).
+        times: distribution of the timesteps. ``logit_normal`` (mean 0, standard deviation 1) draws timesteps in the middle
+            more often than those near the ends (arXiv 2403.03206).
+        shift: shift s towards noise, for samples with many pixels; 1 for none. The share t of noise becomes
+            ``s t / (1 + (s - 1) t)`` (same paper).
         count: number of samples.
         generator: random generator on ``device``; None for the global one.
         device: device of the timesteps.
 
     Returns:
-        Timesteps from 0 to :data:`TIMESTEPS`.
+        Timesteps from 0 (clean data) to 1000 (pure noise).
     """
     share = compute_density_for_timestep_sampling(
         times, count, logit_mean=0.0, logit_std=1.0, device=device, generator=generator

@@ -39,7 +39,7 @@ def read_weights_file(
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
-        ValueError: if the file holds no weights, or other entries and ``mixed`` is false.
+        ValueError: if the file holds no weights, or if it also holds other entries while ``mixed`` is false.
     """
     if path.suffix == ".safetensors":
         return load_file(path)

@@ -41,7 +41,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
         model: model after :func:`lightning_mhla.swap_attention`, changed in place; ``"lora"`` also inserts adapters.
         part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced self-attention layers,
             including their projections. ``"new"`` trains only the parameters that the new attention added. ``"lora"`` trains
-            those and low-rank adapters of the projections.
+            these parameters and low-rank adapters of the projections.
         lora: options of the adapters.
 
     Raises:

@@ -75,7 +75,7 @@ class InputGrid(TokenGrid):
             args: positional arguments of the convolution, the input first.
 
         Raises:
-            ValueError: if the input does not have batch, channels and one axis for each axis of the patches.
+            ValueError: if the input does not have exactly two more axes than a patch, for batch and channels.
         """
         patch = convolution.stride
         if args[0].dim() != len(patch) + 2:
@@ -87,7 +87,7 @@ class InputGrid(TokenGrid):
 
 
 class SwappedAttention(nn.Module):
-    """diffusers attention processor that computes ``attention`` with the projections and norms of its diffusers module.
+    """diffusers attention processor that computes a new attention with the projections and norms of the original module.
 
     Args:
         attention: attention without projections, such as MHLA, which replaces the original attention.
@@ -205,11 +205,11 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     """Check that the attention of a diffusers model can be replaced. The model does not change.
 
     Args:
-        model: model of a class in :data:`PROCESSORS` or derived from one of them.
+        model: diffusers model. Its class must be a key of :data:`PROCESSORS`, the supported classes, or derived from one.
         hosts: attention modules to replace, by layer number.
 
     Raises:
-        ValueError: if the model's class, the processor of a layer or one of its options is not supported.
+        ValueError: if the model's class or its masking of frames, or a layer's processor, option or norm is not supported.
     """
     supported_class = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
     if supported_class is None:
@@ -269,7 +269,7 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
 
 
 class DiffusersHost(HostLibrary):
-    """Replacement of the attention of the diffusers models in :data:`PROCESSORS`: Wan, DiT, PixArt, SANA and related models.
+    """Replacement of the attention of diffusers models: Wan, DiT, PixArt, SANA and the other classes in :data:`PROCESSORS`.
 
     If a model applies a rotary embedding to queries and keys, the new attention does so too, after its feature map.
     """
@@ -318,7 +318,7 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
     """Return the convolution that turns a model's input into tokens.
 
     Raises:
-        ValueError: if the model has no convolution in one of :data:`PATCHES`.
+        ValueError: if no submodule ``patch_embedding``, ``patch_embed`` or ``pos_embed`` is or contains a convolution.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:

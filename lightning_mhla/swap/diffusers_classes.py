@@ -37,11 +37,15 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of diffusers models that, when they are built, replace their attention as their configuration records."""
+    """Base class of diffusers models with replaced attention, which :meth:`from_config` builds as the configuration records."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of the diffusers model class ``host`` with replaced attention, or ``host`` if it is one."""
+        """Derive a subclass with replaced attention from a model class of diffusers. Later calls return the same subclass.
+
+        Args:
+            host: model class of diffusers. If it already is such a subclass, it is returned unchanged.
+        """
         if issubclass(host, cls):
             return host
         float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
@@ -49,7 +53,7 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """Load a saved configuration as diffusers does, and undo the changes that make diffusers' own classes reject it."""
+        """Load a configuration as diffusers does, and restore the values that :meth:`to_json_file` replaced in it."""
         loaded = super().load_config(*args, **options)  # type: ignore[misc]
         return (restored(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else restored(loaded)
 
@@ -79,7 +83,8 @@ class SwappedDiffusersModel(SwappedClass):
         """Load a saved model with replaced attention; arguments are those of the diffusers method.
 
         Raises:
-            ValueError: if weights are unknown, or if weights are missing, which diffusers would leave uninitialized.
+            ValueError: if the files lack weights of the model, which diffusers would leave uninitialized, or contain weights
+                that the model does not have.
         """
         source = pretrained_model_name_or_path
         model, info = super().from_pretrained(source, output_loading_info=True, **options)  # type: ignore[misc]
@@ -87,13 +92,13 @@ class SwappedDiffusersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as diffusers does, and write the Python module that its ``auto_map`` refers to."""
+        """Save the configuration as diffusers does, and write the Python module to which its entry ``auto_map`` refers."""
         if self._is_public() and not Path(save_directory).is_file():
             write_module(save_directory, __name__, [type(self).__name__])
         super().save_config(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any) -> None:
-        """Write the configuration as JSON in a form that diffusers' own classes reject and this class accepts."""
+        """Write the configuration as JSON, with replaced values so that only this class, not diffusers' own, can load it."""
         content = json.loads(self.to_json_string())  # type: ignore[attr-defined]
         content[SAVED][DTYPE] = str(self.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
         replaced: dict[str, Any] = {"quantization_config": {"quant_method": NOTICE}}
@@ -119,7 +124,7 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the subclass with replaced attention of the diffusers model class ``name``, for imports by saved models."""
+    """Return the subclass with replaced attention of the diffusers class ``name``, so that saved models can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import diffusers

@@ -58,7 +58,7 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Check that the attention of layers can be replaced without losing any of its behavior. The model does not change.
+        """Check that the original layers have no feature that the new attention lacks. The model does not change.
 
         Args:
             model: model whose attention is to be replaced.
@@ -145,7 +145,7 @@ class HostLibrary(ABC):
                 self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens for a call of an attention layer. This default returns None.
+        """Return the mask of non-padding tokens for a call of an attention layer. The base class returns None.
 
         Args:
             options: keyword arguments that the layer was called with.
@@ -162,7 +162,7 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Store in a model how its attention was replaced, so that this is saved with the model's configuration.
+        """Store in a model the record of how its attention was replaced, which is then saved with the model's configuration.
 
         Args:
             model: model whose attention was replaced.
@@ -209,9 +209,9 @@ _numbers = itertools.count()
 class TokenGrid:
     """Record of the token grid of a model's current input, for attention modules that get only a flat sequence of tokens.
 
-    A hook on the model calls :meth:`enter` for each input. If activation checkpointing recomputes a layer in the backward
-    pass, the layer may have processed an earlier input. Its grid is then identified by its number of tokens, among the grids
-    of the inputs since the last backward pass.
+    A hook on the model calls :meth:`enter` for each input. When activation checkpointing recomputes a layer in the
+    backward pass, the layer's input may come from an earlier input of the model. The grid with the same number of tokens is
+    then chosen among those of all inputs since the last backward pass.
 
     Args:
         prefix_tokens: number of tokens before those of the grid, such as class and register tokens.
@@ -225,7 +225,7 @@ class TokenGrid:
         self._take_number()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes of a copied or unpickled grid, with a current shape separate from that of the original."""
+        """Restore the attributes of a copied or unpickled object, which records its inputs separately from the original."""
         self.__dict__.update(state)
         self._take_number()
 
@@ -257,7 +257,7 @@ class TokenGrid:
             tokens: number of tokens in the layer's input, including prefix tokens.
 
         Raises:
-            ValueError: if the grid does not have this number of tokens, or if several inputs fit a recomputed layer.
+            ValueError: if the grid does not have this number of tokens, or if several earlier grids fit a recomputed layer.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
@@ -336,10 +336,10 @@ def refuse_float16(index: int, kind: type) -> None:
 
 
 def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
-    """Set the block layout of an attention module, unless it is already set, or return the layout in a traced graph.
+    """Set the block layout of an attention module, or return the layout while a graph is traced.
 
     Args:
-        owner: object whose attribute ``fitted`` holds the layout and device that were set last; updated in place.
+        owner: object whose attribute ``fitted`` stores the last layout and device; nothing is set if they are the same.
         attention: attention module whose layout is set.
         layout: layout of the tokens.
         device: device of the tokens.
@@ -357,7 +357,7 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
-    """Return the configured number of blocks along each axis of the token grid; 1 per axis for kinds without blocks.
+    """Return the configured number of blocks along each axis of the token grid; 1 for each axis if the kind has no blocks.
 
     Args:
         axes: number of axes of the token grid.

@@ -13,7 +13,7 @@ KEEP, REPLACE = "keep", "replace"
 def kinds_of_layers(
     attention: AttentionConfig, depth: int, layers: Sequence[int] | None, layer_kinds: Sequence[str] | None
 ) -> list[str]:
-    """Return the new attention kind of each layer, or :data:`KEEP` for layers that do not change.
+    """Return the new attention kind of each layer, or ``"keep"`` for layers that do not change.
 
     Args:
         attention: configuration of the new attention; its kind is that of the layers to replace.

@@ -57,7 +57,7 @@ class SwappedClass:
     """Base class of mixins that add replaced attention to a library's model or configuration class; see :func:`derive`.
 
     Attributes:
-        host: class of the library, such as ``LlamaForCausalLM``.
+        host: class of the library that is extended, such as ``LlamaForCausalLM``.
         mixin: subclass of this class that :func:`derive` combined with ``host``.
     """
 
@@ -65,7 +65,7 @@ class SwappedClass:
     mixin: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle or copy an instance by its mixin and host, since a derived class cannot be imported by its name."""
+        """Pickle or copy an instance by its mixin and host, since not every derived class can be imported by its name."""
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
 
@@ -92,14 +92,14 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values of a configuration so that the library's own classes reject it; undone by :func:`restored`.
+    """Replace values of a configuration so that the library's own classes reject it. :func:`restored` undoes this.
 
     Args:
         config: configuration to save.
-        replaced: replacement values by the names of their entries.
+        replaced: new values by the names of the entries to replace.
 
     Returns:
-        A copy of the configuration with the replacements. Its entry :data:`SAVED` also holds the original values.
+        A copy of the configuration with the new values. Its entry ``swapped_attention`` also holds the original values.
     """
     original = {name: config[name] for name in replaced if name in config}
     return {**config, **replaced, SAVED: {**config[SAVED], ORIGINAL: {"names": sorted(replaced), "values": original}}}

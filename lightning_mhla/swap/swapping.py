@@ -43,7 +43,7 @@ def host_of(model: nn.Module) -> HostLibrary:
     """Return the library that a model belongs to.
 
     Raises:
-        ValueError: if the model does not belong to a library in :data:`HOSTS`.
+        ValueError: if the model does not belong to diffusers, timm or transformers.
     """
     for host in HOSTS:
         if host.claims(model):
@@ -217,7 +217,7 @@ def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
 
     Args:
         model: model with its original attention.
-        saved: entry :data:`SAVED` of the ``config.json`` of a model that was saved after :func:`swap_attention`.
+        saved: entry ``swapped_attention`` in the ``config.json`` of a model that was saved after :func:`swap_attention`.
 
     Raises:
         ValueError: if the model is not supported, or its attention was replaced before.

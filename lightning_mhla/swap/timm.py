@@ -45,7 +45,7 @@ class TimmPatchGrid(TokenGrid):
 
 
 class TimmHost(HostLibrary):
-    """Replacement of the attention of the timm models in :data:`MODELS`, which are vision transformers."""
+    """Replacement of the attention of timm's vision transformers, of the classes ``VisionTransformer`` and ``Eva``."""
 
     package = "timm"
 
@@ -108,7 +108,7 @@ def vision_transformer(model: Any) -> Any:
     """Return the vision transformer in a model of timm: the model itself, or the one that a ``features_only`` model wraps.
 
     Raises:
-        ValueError: if the model does not contain a vision transformer of a class in :data:`MODELS`.
+        ValueError: if the model does not contain a ``VisionTransformer`` or ``Eva`` of timm.
     """
     import timm.models
 
@@ -123,7 +123,7 @@ def vision_transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is a supported attention module of timm, with its original or with replaced attention.
+    """Return whether a module is a supported attention module of timm, before or after its attention was replaced.
 
     Modules of classes derived from supported ones are not supported, since they may compute something different.
     """

@@ -26,7 +26,7 @@ class _Swapped:
         swapped: the new attention, without projections.
         blocks: number of blocks along each axis of the token grid.
         grid: token grid of the current image.
-        as_before: whether to compute the original attention instead of the new one.
+        as_before: whether the forward pass computes the original attention instead of the new one.
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _Swapped:
             Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: if a mask or causal attention is asked for, or the tokens are not those of the current image.
+            ValueError: if a mask or causal attention is requested, or the tokens are not those of the current image.
         """
         if self.as_before:
             out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own
@@ -79,7 +79,7 @@ def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
     """Make an attention module of timm compute ``attention`` with its existing projections, in place.
 
     Args:
-        module: attention module of a class in :data:`KINDS`.
+        module: ``Attention``, ``AttentionRope`` or ``EvaAttention`` of timm.
         attention: the new attention, without projections.
         grid: token grid of the current image.
     """

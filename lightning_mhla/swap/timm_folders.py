@@ -76,8 +76,8 @@ def save_swapped(
     Args:
         model: model after :func:`lightning_mhla.swap_attention`.
         folder: folder to write to.
-        model_args: keyword arguments to build the model with when it is loaded, as for ``timm.models.save_for_hf``; None for
-            none.
+        model_args: keyword arguments with which the model is built when it is loaded, as for ``timm.models.save_for_hf``;
+            None to add no arguments.
         label_names: names of the classes, in the order of their labels; None to save no names.
         data_config: preprocessing of images, as for ``timm.models.save_for_hf``; None for that of the pretrained model.
 
@@ -133,7 +133,7 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Register the architecture :data:`ARCHITECTURE` with timm, unless it is registered already."""
+    """Register ``mhla_swapped``, the architecture of saved models with replaced attention, with timm, unless this was done."""
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):
@@ -143,12 +143,12 @@ def register() -> None:
 def mhla_swapped(
     pretrained: bool = False, model: str = "", swapped_attention: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Build a timm model and replace its attention as a saved model records. :func:`timm.create_model` calls this function.
+    """Build the timm model with replaced attention that a saved folder describes. :func:`timm.create_model` calls this.
 
     Args:
-        pretrained: whether to load the saved weights of the folder or repository.
+        pretrained: whether to load the weights from the saved folder or hub repository.
         model: timm's name of the original model.
-        swapped_attention: recorded options of the new attention, as for :meth:`HostLibrary.put_in`.
+        swapped_attention: recorded attention options and layer kinds, in the form of :meth:`HostLibrary.remember`.
         options: arguments of the original model, and the location of the weights.
 
     Raises:

@@ -75,7 +75,7 @@ class TransformersPatchGrid(TokenGrid):
 
 
 class TransformersHost(HostLibrary):
-    """Replacement of the attention of transformers models in :data:`FAMILIES`: decoders, text encoders, image encoders."""
+    """Replacement of the attention of transformers' decoders, text encoders and image encoders of supported families."""
 
     package = "transformers"
 
@@ -178,7 +178,7 @@ def _named(kind: type) -> bool:
 
 
 def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook that rejects ``output_attentions``, whose result would silently lack the replaced layers.
+    """Forward pre-hook that rejects ``output_attentions``, since the returned weights would silently omit replaced layers.
 
     Raises:
         ValueError: if attention weights are requested while any layer computes its new attention.
@@ -206,7 +206,7 @@ def _inner_model(model: Any) -> Any:
 def _hand_on_mask(
     position: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that adds the original ``attention_mask`` as argument :data:`GIVEN`, for the attention modules.
+    """Forward pre-hook that passes the original ``attention_mask`` on to the attention modules, as argument ``given_mask``.
 
     Args:
         position: index of ``attention_mask`` among the arguments of the model's forward pass.
@@ -215,7 +215,7 @@ def _hand_on_mask(
         options: keyword arguments of the call.
 
     Returns:
-        Positional and keyword arguments of the call, the latter with the mask added as a tuple of one.
+        Positional and keyword arguments of the call. ``given_mask`` is a one-item tuple with the mask, which may be None.
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
@@ -252,11 +252,11 @@ def _patches(model: Any) -> nn.Conv2d | None:
 
 
 def _check_layer(index: int, layer: Any, model: Any) -> None:
-    """Check that an attention layer does nothing that the attention replacing it would not do, such as dropout.
+    """Check that an attention layer has no feature that the new attention lacks, such as dropout of attention weights.
 
     Raises:
-        ValueError: if the layer caps scores, drops attention weights, has the wrong causality for its family, belongs to an
-            image encoder without patches, or has offloaded weights.
+        ValueError: if the layer caps scores, drops attention weights, is not causal in a decoder family or causal in an encoder
+            family, belongs to an image encoder family but a model without patches, or has offloaded weights.
     """
     if (cap := getattr(layer, "attn_logit_softcapping", None)) is not None:
         raise ValueError(

@@ -100,11 +100,10 @@ class StateLayer(CacheLayerMixin):
     Attributes:
         state: recurrent state after the tokens so far, see :meth:`Attention.continue_from`; None at the start.
         columns: number of tokens so far in each row, including padding.
-        kept: whether the state is kept up to date. It is not in training and with packed documents.
+        kept: whether the state includes the tokens so far. False after training or packed documents, which compute no state.
         kind: attention kind that computed the state; None at the start.
-        unread: tokens that a compiled graph added to an empty cache; None if there are none. The next call computes the state
-            from them, because a graph cannot count the non-padding tokens of its rows, and most such caches are never
-            continued.
+        unread: tokens that a compiled graph added to an empty cache; None if there are none. The graph does not compute the
+            state, because it cannot count the non-padding tokens of its rows. The next call computes the state from them.
     """
 
     is_sliding = False
@@ -215,10 +214,10 @@ def swapped_attention(
         query: queries after the rotary embedding, if the model has one, ``[B, H, N, Dk]``.
         key: keys of these N tokens only, after the rotary embedding, ``[B, Hkv, N, Dk]``.
         value: values of these N tokens only, ``[B, Hkv, N, Dv]``.
-        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
-            without a mask.
-        options: further arguments of transformers' attention functions; ``scaling`` and ``position_ids`` are used, and the
-            mask under :data:`GIVEN`.
+        attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
+            with a column for each cached token and each of these N tokens; None without a mask.
+        options: further arguments of transformers' attention functions. Three are used: ``scaling``, ``position_ids``, and
+            ``given_mask``, a one-item tuple with the model's own ``attention_mask`` argument, which may be None.
 
     Returns:
         Outputs ``[B, N, H * Dv]``, and None in place of attention weights.
@@ -360,8 +359,8 @@ def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
 
     Args:
         attention_mask: mask that transformers passes to the attention module.
-        original_mask: tuple of one, the mask or None that the model was called with; None if that is not known. A mask that
-            is not ``[B, N]`` counts as not known.
+        original_mask: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that
+            argument is not known. A mask that is not ``[B, N]`` counts as not known.
     """
     if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask

@@ -55,7 +55,13 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of the configuration class ``host`` for replaced attention, or ``host`` if it is one."""
+        """Derive a configuration class for models with replaced attention from one of transformers.
+
+        Later calls return the same class.
+
+        Args:
+            host: configuration class of transformers. If it already is such a derived class, it is returned unchanged.
+        """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
     @classmethod
@@ -64,7 +70,7 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a saved configuration as transformers does, and undo the changes that make the library's classes reject it."""
+        """Read a configuration as transformers does, and restore the values that :meth:`to_json_file` replaced in it."""
         config, unused = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
@@ -72,13 +78,13 @@ class SwappedConfig(SwappedClass):
         return {"attn_implementation": UNUSABLE, **config}, unused
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as transformers does, and write the Python module that its ``auto_map`` refers to."""
+        """Save the configuration as transformers does, and write the Python module to which its entry ``auto_map`` refers."""
         if (names := self._auto_map()) and not Path(save_directory).is_file():
             write_module(save_directory, __name__, sorted({name.rpartition(".")[2] for name in names.values()}))
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """Write the configuration as JSON in a form that transformers' own classes reject and this class accepts."""
+        """Write the configuration as JSON, with replaced values so that only this class, not transformers' own, can load it."""
         content = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         content["auto_map"] = self._auto_map()
         if names := content.get("architectures"):
@@ -88,9 +94,11 @@ class SwappedConfig(SwappedClass):
         Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _auto_map(self) -> dict[str, str]:
-        """Return the ``auto_map`` of the saved configuration, from names of Auto classes to paths of classes.
+        """Return the entry ``auto_map`` of the saved configuration, which tells Auto classes what to import from the folder.
 
-        It is empty if transformers itself does not have the original configuration class.
+        The dict maps the name of each Auto class, such as ``AutoConfig``, to a module in the folder and a class in it,
+        separated by a dot. It is empty if the original
+        configuration class is not one of transformers itself.
         """
         import transformers
 
@@ -111,11 +119,15 @@ class SwappedConfig(SwappedClass):
 
 
 class SwappedTransformersModel(SwappedClass):
-    """Base class of transformers models that, when they are built, replace their attention as their configuration records."""
+    """Base class of transformers models whose constructor replaces the attention as recorded in the model's configuration."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of the transformers model class ``host`` with replaced attention, or ``host`` if it is one."""
+        """Derive a subclass with replaced attention from a model class of transformers. Later calls return the same subclass.
+
+        Args:
+            host: model class of transformers. If it already is such a subclass, it is returned unchanged.
+        """
         if issubclass(host, cls):
             return host
         config = SwappedConfig.derive_from(host.config_class)
@@ -178,7 +190,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the subclass for replaced attention that has this name, so that modules in saved folders can import it."""
+    """Return the class named ``name``, a model or configuration with replaced attention, so that saved models can import it."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -194,10 +206,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Add the subclass with replaced attention of a model class to the module ``transformers``, and return its name there.
+    """Make the subclass with replaced attention of a model class importable from ``transformers``, and return its name there.
 
-    ``transformers serve`` and pipelines look up the model classes that a configuration names in this module. A name that is
-    not a model class of transformers is returned unchanged.
+    ``transformers serve`` and pipelines look up the model classes of a configuration in ``transformers``. A name that is not a
+    model class of transformers is returned unchanged.
     """
     import transformers
 
@@ -209,7 +221,7 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether a configuration class raises an error if the entry ``name`` is a text."""
+    """Return whether a configuration class raises an error if its argument ``name`` is a string."""
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap
@@ -261,7 +273,16 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer, from weight names, those constructor arguments of a model that transformers does not save; see :data:`PARTS`."""
+    """Infer, from the names of a model's weights, constructor arguments that transformers does not save.
+
+    Args:
+        model: model, or its class.
+        names: names of its weights.
+
+    Returns:
+        Those of the arguments ``add_pooling_layer`` and ``use_mask_token`` that the class has. An argument is True if there are
+        weights of the pooler or mask token.
+    """
     parameters = inspect.signature(getattr(model, "host", model).__init__).parameters
     return {option: any(part in name for name in names) for option, part in PARTS.items() if option in parameters}
 

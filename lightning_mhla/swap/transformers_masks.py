@@ -48,10 +48,12 @@ def real_of_decoder(
     a mask could only separate packed documents, so ``position_ids`` are checked for these instead.
 
     Args:
-        attention_mask: mask that the attention module gets, as for :func:`documents`.
+        attention_mask: mask that the attention module gets, ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each
+            cached token and each of the N tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
-        given: tuple of one, the mask or None that the model was called with; None if that is not known.
+        given: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that argument is
+            not known.
         position_ids: positions, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
     Returns:
@@ -84,8 +86,8 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     without a mask, by positions. A document then begins at each occurrence of the smallest position.
 
     Args:
-        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores; None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
+            with a column for each cached token and each of the N tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         position_ids: positions, ``[B, N]`` or ``[1, N]``, if only they separate documents (flash attention); otherwise None.
 
@@ -151,7 +153,8 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
     """Return the mask of tokens that may attend to themselves, ``[B, N]`` bool; None without an attention mask.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
+            tokens; None without a mask.
         x: inputs or outputs of the attention module, ``[B, N, dim]``.
     """
     if attention_mask is None:
@@ -192,7 +195,8 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
     """Return the mask of non-padding tokens of a decoder, from its attention mask.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
+            tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
 
@@ -232,7 +236,7 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
     """Return the mask of non-padding tokens of a text encoder, from its attention mask.
 
     Args:
-        attention_mask: mask as for :func:`documents`.
+        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]``, booleans or values that are added to scores; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
 
     Returns:

@@ -14,7 +14,7 @@ OF_PIXELS = ("image_size", "sample_size", "channels")
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:
-    """Return the names of options whose values in the data must agree with those in the hyperparameters ``model``."""
+    """Return the names of options whose values must agree in ``model``, a model's hyperparameters, and in its data."""
     return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
 
@@ -27,7 +27,7 @@ def agrees(name: str, model: Any, data: Any) -> bool:
 
 
 def disagreement(name: str, model: Any, data: Any) -> str:
-    """Return the error message for values of option ``name`` in a model and in its data that do not agree."""
+    """Return an error message which says that option ``name`` has different values in a model and in its data."""
     return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
 
 
@@ -55,6 +55,9 @@ def check_agreement(model: Any, data: Any) -> None:
 
 
 def _value(module: Any, name: str) -> Any:
-    """Return a hyperparameter of a model or data module, or its attribute of the same name if it is None; None if unknown."""
+    """Return a hyperparameter of a model or data module; if it is None or missing, the attribute of the same name.
+
+    The result is None if neither is known.
+    """
     given = module.hparams.get(name)
     return vars(module).get(name) if given is None else given

@@ -24,8 +24,8 @@ class CompileOptions:
         dynamic: whether graphs are compiled for symbolic sizes; null makes only those sizes symbolic that change.
         fullgraph: whether a block with a graph break is an error.
         backend: compiler backend.
-        options: options of the backend, only without ``mode``. By default, random numbers are drawn as without compilation
-            (``fallback_random``), so that results agree with those of an uncompiled run.
+        options: options of the backend, allowed only if ``mode`` is null. By default, random numbers are drawn as without
+            compilation (``fallback_random``), so that results agree with those of an uncompiled run.
     """
 
     mode: str | None = None

@@ -56,8 +56,8 @@ class TransferOptions:
     """Options for training a model whose attention was replaced to match the model before the replacement.
 
     Args:
-        layer_steps: number of optimizer steps, from the first, that match the output of each replaced layer to that of the
-            attention it replaced, for the same input. They train only the parameters of the new attention.
+        layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
+            output of its original attention for the same input. They train only the parameters of the new attention.
         teacher: weights of the model before its attention was replaced, in a form that the option pretrained accepts. Later
             steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
@@ -106,7 +106,7 @@ class LinearizedHost(ABC):
             trained: part of the model that the second stage trains, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
 
         Raises:
-            ValueError: if the strategy or the model does not support it. The message says what to change.
+            ValueError: if the strategy or the model does not support such training. The message says what to change.
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
@@ -125,7 +125,7 @@ class LinearizedHost(ABC):
 
     @abstractmethod
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Return the predictions for ``inputs`` of a model or its teacher, in the form that :meth:`distance` compares."""
+        """Return the predictions of a model or its teacher for ``inputs``, in the form that :meth:`distance` compares."""
 
     @abstractmethod
     def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
@@ -269,11 +269,11 @@ def check_layer_steps(
         trainer: trainer of the run.
         network: model with replaced attention.
         trained: part of the model that later steps train, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
-        complete: values of ``trained`` for which this kind of training computes gradients of all trained parameters, as DDP
-            requires.
+        complete: values of ``trained`` for which training each layer on its own computes gradients of all trained parameters.
+            DDP requires this.
 
     Raises:
-        ValueError: if the strategy or the model does not support it. The message says what to change.
+        ValueError: if the strategy or the model does not support such training. The message says what to change.
     """
     strategy = trainer.strategy
     if not swapped_layers(network):

@@ -109,7 +109,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             self.hparams["training"] = asdict(self.training_options)
 
     def setup(self, stage: str) -> None:
-        """Check that options such as the image size agree in the data and in the model, see :func:`check_agreement`."""
+        """Check that options such as the image size have values in the data that agree with those in the model."""
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
@@ -132,10 +132,11 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks that every fit needs, or those that write predictions.
+        """Return the callbacks that the current call of the trainer needs, depending on whether it fits or predicts.
 
-        A fit gets callbacks for seeds, kernels, the moving average and checkpoints, and :class:`FiniteWatch`,
-        :class:`StallWatch` and :class:`Forecast` unless the trainer has its own.
+        A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints, and
+        :class:`FiniteWatch`, :class:`StallWatch` and :class:`Forecast` unless the trainer already has them. Prediction gets
+        the callbacks that write predictions to files. Validation and test get none.
 
         The method also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`. It does so here
         because Lightning calls this hook first, before it reads or writes a checkpoint.
@@ -213,7 +214,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def _lengths(self) -> tuple[float, float]:
-        """Return the number of optimizer steps of the run, and that of one epoch, with which the warm-up is computed."""
+        """Return the numbers of optimizer steps in the run and in one epoch.
+
+        The second number is only used to compute the warm-up, and is 1 if there is no warm-up in epochs.
+        """
         epochs = self.optimizer_config.warmup_epochs
         warmup = steps_of_epochs(self.trainer, epochs)
         return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0

@@ -35,7 +35,7 @@ class OptimizerConfig:
         lr: peak learning rate.
         weight_decay: weight decay of matrices and convolutions. Other parameters, such as biases, norms, position embeddings
             and mixing coefficients, have none.
-        betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9, 0.999 and CAME's 0.9999.
+        betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9 and 0.999, and for CAME also 0.9999.
         eps: epsilon of AdamW.
         schedule: schedule after the warm-up: cosine down to min_lr, or constant.
         min_lr: learning rate at the end of the cosine.
@@ -192,7 +192,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
         Text for each changed option, with its old and new values.
 
     Raises:
-        ValueError: see :meth:`Schedule.follow`.
+        ValueError: if the rest of the run would train at a learning rate of zero.
     """
     factor: Any = schedule.lr_lambdas[0]  # one object serves all groups
     changed = factor.follow(asked.schedule, step)
@@ -234,10 +234,10 @@ def build_optimizer(
 
     Args:
         model: model to train.
-        config: see :class:`OptimizerConfig`.
+        config: options of the optimizer and its schedule.
         steps: number of optimizer steps of the complete run.
         steps_per_epoch: number of optimizer steps per epoch, for ``warmup_epochs``.
-        layers: see :func:`parameter_groups`.
+        layers: prefixes of the parameter names of each layer, from input to output, for layer decay.
 
     Returns:
         Optimizer, schedule, and their options, which a resumed run compares with those of its checkpoint.

@@ -40,7 +40,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             sequences that do not fit on one device; a divisor of the number of processes. Language models only.
 
     Raises:
-        ValueError: if ``sequence_parallel_size`` does not divide the number of processes, raised once that is known.
+        ValueError: from :meth:`setup_environment`, if ``sequence_parallel_size`` does not divide the number of processes.
     """
 
     def __init__(

@@ -47,9 +47,10 @@ class HasRealImages(Protocol):
 class GenerationMetrics(SampleGrid):
     """Callback that generates images and computes FID and related metrics, with the weights that validation uses.
 
-    The callback logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
-    reference allow, and ``NAME/label_accuracy`` if the feature network predicts the classes of the data. ``NAME.jsonl`` in the
-    log folder has a line for each evaluation, with the metrics, the options that they depend on, and remarks about them. A
+    The callback logs the metrics ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, except those
+    that the features or the reference do not allow. It logs ``label_accuracy`` if the feature network predicts the classes of
+    the data. The argument ``name`` and a slash precede these names. A file in the log folder, ``name`` with the suffix
+    ``.jsonl``, has a line for each evaluation, with the metrics, the options that they depend on, and remarks about them. A
     grid of samples is written to ``pictures/`` and TensorBoard.
 
     Sample i has condition i modulo the number of conditions and its own noise, so the samples do not depend on the number of
@@ -60,7 +61,7 @@ class GenerationMetrics(SampleGrid):
         reference: real images to compare with: train or validate for that part of the data (at most 50,000 images, evenly
             spaced), a folder of images, or an .npz of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
-        sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
+        sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
         every_n_steps: optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to evaluate the final weights.
         batch_size: number of samples that each process draws at once.
@@ -228,7 +229,7 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield at most :data:`MOST_REAL` images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
+    """Yield at most 50,000 images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
     count = min(len(source), MOST_REAL)
     indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)

@@ -66,7 +66,7 @@ def fingerprint(network: nn.Module) -> str:
 
 
 class InceptionFeatures(FeatureNetwork):
-    """Inception-v3 network that published FID values are computed with.
+    """Inception-v3 network with which published FID values are computed.
 
     The weights are torch-fidelity's port of the TensorFlow weights of 2015-12-05, and images are resized as TensorFlow does.
     The spatial features are the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of

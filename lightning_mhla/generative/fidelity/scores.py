@@ -145,8 +145,11 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     """Read a set of images, or its statistics, from a folder or an ``.npz`` file of ADM's evaluator, and compute features.
 
     Args:
-        path: path of a folder of images; or of an ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and
-            ``mu_s``, ``sigma_s`` for sFID), or both. Statistics in the file must come from the same feature network.
+        path: path of a folder of images, or of an ``.npz`` file with one or both of the following:
+
+            - Images: ``arr_0``, ``[N, S, S, 3]`` uint8.
+            - Statistics: ``mu`` and ``sigma``, and for sFID ``mu_s`` and ``sigma_s``. They must have been computed with the
+              same feature network.
         features: feature network.
         device: device that computes the features.
         batch_size: number of images to process at once.
@@ -246,7 +249,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute the metrics of generated images, except those whose features one of the two sets lacks.
+    """Compute the metrics of generated images, and omit metrics whose features are missing in either set.
 
     Args:
         generated: set of samples.
