@@ -52,7 +52,7 @@ class FetchAhead:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit.
+        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit in the cache.
 
         Args:
             samples: number of samples read so far, by all processes together.

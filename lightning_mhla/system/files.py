@@ -168,7 +168,7 @@ def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
 
     Args:
         new: complete file or folder.
-        path: new path of it, whose previous content is replaced.
+        path: path to rename it to.
         keep: whether a replaced folder is kept under its temporary name rather than removed.
 
     Returns:

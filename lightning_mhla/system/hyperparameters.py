@@ -24,7 +24,7 @@ def keep_plain(module: Any) -> None:
 
 
 def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested options to a dict from dotted names to values; tuples become lists.
+    """Flatten nested options to one dict with dotted names as keys, such as ``network.dim``; tuples become lists.
 
     Args:
         options: nested dicts and dataclasses.

@@ -38,7 +38,7 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
 
 @register_notrace_module
 class ImageCheck(nn.Module):
-    """Layer that checks the size of images and returns them unchanged.
+    """Layer that checks the size of images and returns the images unchanged.
 
     The check is a module because torch.fx does not trace into it, so that traced graphs do not contain the check.
 

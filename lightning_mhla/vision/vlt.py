@@ -113,7 +113,9 @@ class VLTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage of a VLT: blocks at one resolution. In all but the first, a convolution before them halves height and width.
+    """Stage of a VLT: blocks that all work at one resolution.
+
+    In all stages but the first, a convolution before the blocks halves height and width.
 
     Args:
         before: channels of the input; None for the first stage, which has no convolution.
@@ -232,7 +234,7 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the feature map of the last stage from images ``[B, channels, H, W]``."""
+        """Compute the feature map of the last stage, ``[B, C, h, w]``, from images ``[B, channels, H, W]``."""
         return self.stages(self.stem(images))
 
     @override
@@ -246,7 +248,7 @@ class VLT(
 
         Args:
             images: images, ``[B, channels, H, W]``.
-            taken: indices of the stages, from 0.
+            taken: indices of the stages whose maps are returned, from 0.
             stop_early: whether to skip the stages after the last of these. The features are then the map of that stage.
             norm: has no effect here, since stages have no norm after them.
 
