@@ -141,7 +141,8 @@ def adopt(
         source: weights and options of the pretrained model.
         path: path of the weights, for messages.
         heads: name prefixes of output layers, which keep their initial values if the pretrained size differs.
-        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the grid differs.
+        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the model has a
+            different number of tokens.
 
     Returns:
         Names of the tensors that were loaded, resized, initialized and left out.

@@ -155,7 +155,7 @@ def _is_lost(old: Path) -> bool:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder belongs to a run, or contains only files that may exist before a run starts.
+    """Check that a folder belongs to a run, or contains only files that may exist before a run starts, such as configurations.
 
     Raises:
         ValueError: if it contains anything else; the message names one such path.

@@ -176,7 +176,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origin of each sample: its file, and either the file of its captions or its captions from ``metadata.jsonl``."""
+        """List the origin of each sample: the file, with the file of its captions or its captions from ``metadata.jsonl``."""
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)

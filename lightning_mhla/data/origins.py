@@ -62,7 +62,7 @@ def shard_origins(shards: Sequence[Path]) -> list[Origin]:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """Paths of the shards in a folder whose names have the same prefix, ``PREFIX-0000.tar`` and so on, and of the files beside them.
+    """Paths of all shards in a folder with the same prefix, ``PREFIX-0000.tar`` and so on, and of the files beside them.
 
     Args:
         folder: folder of the shards.

@@ -260,7 +260,7 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Read the version and the position of the file content in an HTTP response from its headers.
+    """Determine, from the headers of an HTTP response, the version of the file and the position of the received part in it.
 
     Args:
         answer: response of aiohttp.

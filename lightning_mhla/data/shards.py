@@ -158,7 +158,7 @@ def holds_shards(folder: Path) -> bool:
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """Return the path of a file that shards with the same prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
+    """Return the path of a file that all shards of a prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 

@@ -78,7 +78,7 @@ class MemberTable:
 
 
 class _Member(tarfile.TarInfo):
-    """Tar member whose extended headers may not exceed :data:`LONGEST_HEADER`."""
+    """Tar member whose extended headers may have at most :data:`LONGEST_HEADER` bytes."""
 
     def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:

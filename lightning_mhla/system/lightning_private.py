@@ -151,5 +151,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save at fixed steps."""
+    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save every n steps."""
     return callback._every_n_train_steps

@@ -170,7 +170,8 @@ def _rules(step: Any, depth: int) -> Iterator[_Rule]:
 
     Args:
         step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
-        depth: nesting depth of ``step`` in a sequence of steps, from 0. Steps that are nested too deeply give an invalid rule.
+        depth: number of sequences in which ``step`` is nested. Steps that are nested too deeply give a rule that is always
+            rejected.
     """
     if not isinstance(step, dict):
         return

@@ -189,7 +189,7 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
     """Read arrays of plain numbers from an ``.npz`` file.
 
     Args:
-        path: the file.
+        path: path of the file.
         most: maximum size in bytes of each array to read, by name; other arrays are ignored. A compressed array may unpack to
             at most :data:`PACKED` times the size of the file.
 

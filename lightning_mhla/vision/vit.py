@@ -82,7 +82,7 @@ class VisionTransformer(
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
-        ValueError: if sizes do not fit together.
+        ValueError: if sizes do not fit together, for example if ``patch_size`` does not divide the side of the image.
     """
 
     def __init__(
