@@ -93,6 +93,6 @@ def without_controls(text: str) -> str:
 
 
 def shown(name: str | os.PathLike[str]) -> str:
-    r"""Return a file name as printable text; bytes that are not UTF-8 and control characters become escapes such as ``\xe9``."""
+    r"""Return a file name as printable text; bytes that are not UTF-8 and control characters become escapes like ``\xe9``."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
