@@ -369,7 +369,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
         error: exception that the failed attempt raised.
         failures: number of consecutive failures.
         attempts: number of failures after which to raise.
-        stop: event that ends the pause.
+        stop: event that ends the pause and cancels the download; None if nothing cancels it.
 
     Raises:
         FileNotFoundError: if the file does not exist, or may not be read.

@@ -90,8 +90,8 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 def start_next_epoch(trainer: Trainer) -> None:
     """Make a trainer begin the next epoch if it has loaded a checkpoint from the end of an epoch.
 
-    Otherwise, if ``max_steps`` limits the run, Lightning repeats the end of that epoch, at which the metrics that callbacks
-    monitor are missing.
+    Otherwise, if ``max_steps`` limits the run, Lightning processes the end of that epoch a second time, without the metrics
+    that callbacks monitor.
     """
     fit_loop = trainer.fit_loop
     if fit_loop.restarted_on_epoch_end:

@@ -92,7 +92,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Check that a URL does not contain ``***`` in place of a secret, as a URL does after it was saved to a file.
+    """Check that a URL does not contain ``***``, which replaces the secrets of URLs in saved files.
 
     Args:
         url: URL or path.
