@@ -20,18 +20,17 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
     Args:
         run: path of the run folder; None if the command does not name one.
-        asked: path of a checkpoint, or :data:`BEST` for the run's checkpoint with the best monitored value; :data:`NEWEST` or
-            None for the run's latest checkpoint.
+        asked: path of a checkpoint; ``"best"`` for the run's checkpoint with the best monitored value; ``"last"`` or None for
+            the run's latest checkpoint.
         training: whether the command trains in the run folder. Other commands only read from it.
 
     Returns:
-        Path of a checkpoint; path of the run folder, which stands for its latest complete checkpoint; or None to start from
-        scratch.
+        Path to load; None to start from scratch. The path of the run folder stands for its latest complete checkpoint.
 
     Raises:
-        FileNotFoundError: if the run has no best checkpoint, and ``asked`` is :data:`BEST`.
-        ValueError: if the run has checkpoints and ``asked`` is an unrelated one outside its folder, so that training would
-            discard the progress of the run; or if ``asked`` is :data:`BEST` and there is no run.
+        FileNotFoundError: if ``asked`` is ``"best"``, and the run has no best checkpoint.
+        ValueError: if ``asked`` is ``"best"``, and ``run`` is None; or if a training run that already has checkpoints is asked
+            to start from a different checkpoint outside its folder, which would discard its progress.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
     if asked == BEST:
@@ -60,7 +59,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
 
 def best_checkpoint(run: Path) -> Path:
-    """Find the checkpoint with the best monitored value in a run.
+    """Return the path of a run's best checkpoint, judged by the metric that its ``ModelCheckpoint`` monitors.
 
     Raises:
         FileNotFoundError: if the run has no best checkpoint, or its file no longer exists.
@@ -82,7 +81,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """Read what the callback ``Recovery`` saved in the first readable checkpoint of a list; an empty dict if nothing."""
+    """Return the state of the callback ``Recovery`` from the first readable checkpoint of a list; an empty dict without one."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")

@@ -31,7 +31,7 @@ def log_origin(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Check that a checkpoint was trained with the run's attention kind and, for mhla, with the run's block options.
+    """Check that a run has the same kind of attention as a checkpoint and, for kind mhla, the same attention blocks.
 
     Args:
         checkpoint: entries of the checkpoint.
@@ -81,11 +81,11 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     Args:
         saved: parameter groups of the checkpoint, see :func:`saved_groups`.
         kind: name of the run's optimizer, for the error message.
-        betas: number of beta coefficients of the run's optimizer. Only this number is used to tell optimizers apart.
+        betas: number of beta coefficients of the run's optimizer. Optimizers count as equal if this number agrees.
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
-        ValueError: if the optimizers differ, or their groups have different sizes.
+        ValueError: if the numbers of beta coefficients, the numbers of groups or the group sizes differ.
     """
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
@@ -109,7 +109,7 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
         state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: if only one has adapters, or if shapes differ; the message then names up to three tensors.
+        ValueError: if only one of the two has adapters, or if shapes differ. For shapes, the message names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):

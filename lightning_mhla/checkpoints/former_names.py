@@ -38,15 +38,16 @@ MOVED: Mapping[str, Mapping[str, str]] = {
 def moved_options(root: str, kind: type) -> dict[str, str]:
     """Map former option names of a class to their current names, such as ``compile`` to ``training.compile``.
 
-    Some options of a class became fields of an options dataclass, called a group. An option counts as moved if the constructor
-    does not accept the former name, and the default value of the group has a field with the current name.
+    Some constructor arguments became fields of an options dataclass, which is now passed to the constructor as one argument,
+    such as ``training``. An option counts as moved if the constructor does not accept its former name, and the default value of
+    the dataclass argument has a field for it.
 
     Args:
-        root: ``"model"`` or ``"data"``, which selects the table of moved options.
+        root: ``"model"`` or ``"data"``: whether ``kind`` is a model or a data module.
         kind: class of the model or data module.
 
     Returns:
-        Current name ``GROUP.NAME`` by former name.
+        Dict from former name to current name. A current name has the form ``ARGUMENT.FIELD``.
     """
     defaults = _defaults(kind)
     moved = {}
@@ -58,30 +59,30 @@ def moved_options(root: str, kind: type) -> dict[str, str]:
 
 
 def present_options(root: str, kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the moved options that a checkpoint stores for a class, and leave all other options unchanged.
+    """Rename the options that a checkpoint stores under former names, and leave all other options unchanged.
 
     Args:
-        root: ``"model"`` or ``"data"``.
+        root: ``"model"`` or ``"data"``: whether ``kind`` is a model or a data module.
         kind: class of the model or data module.
         options: options of the class in the checkpoint.
 
     Returns:
-        Options by current names; moved ones are in a nested dict for each group.
+        Options by current names. For example, ``{"compile": True}`` becomes ``{"training": {"compile": True}}``.
     """
     return in_groups(options, moved_options(root, kind))
 
 
 def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: object) -> dict[str, Any]:
-    """Rename the moved options in a checkpoint, see :func:`present_options`, and log a warning that lists them.
+    """Rename the options that a checkpoint stores under former names, and log a warning that lists the renamed ones.
 
     Args:
-        root: ``"model"`` or ``"data"``.
+        root: ``"model"`` or ``"data"``: whether ``kind`` is a model or a data module.
         kind: class of the model or data module.
         options: options of the class in the checkpoint.
         origin: path of the checkpoint, for the warning.
 
     Returns:
-        Options by current names; moved ones are in a nested dict for each group.
+        Options by current names. For example, ``{"compile": True}`` becomes ``{"training": {"compile": True}}``.
     """
     names = {old: new for old, new in moved_options(root, kind).items() if old in options}
     if names:
@@ -91,11 +92,13 @@ def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: ob
 
 
 def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of some options in which moved options are in a nested dict for each group.
+    """Return a copy of options with each former name replaced by its current one, in a nested dict.
+
+    For example, ``{"compile": True}`` becomes ``{"training": {"compile": True}}``.
 
     Args:
-        options: options by former or current name.
-        names: current name ``GROUP.NAME`` by former name.
+        options: options by former or current names.
+        names: dict from former name to current name, see :func:`moved_options`.
     """
     result = {name: value for name, value in options.items() if name not in names}
     for old, new in names.items():
@@ -107,7 +110,10 @@ def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Return the default of each constructor argument of a class, including arguments of its bases if it takes ``**kwargs``."""
+    """Return the default value of each constructor argument of a class, by name.
+
+    If the constructor takes ``**kwargs``, arguments of the base classes are included.
+    """
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:
         if "__init__" not in vars(base) or base is object:
@@ -129,7 +135,7 @@ class TakesFormerNames(LightningModule):
         """Reject constructor arguments with former option names.
 
         Raises:
-            TypeError: if there is one. The message gives the current name of the option.
+            TypeError: if an argument has a former name. The message gives the current name of the option.
         """
         _reject_former_names(cls, options)
         return super().__new__(cls)

@@ -74,11 +74,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Verify a checkpoint, read its entries onto the CPU, and add its path as the entry :data:`READ_FROM`.
+        """Read the entries of a checkpoint.
+
+        A local checkpoint is verified first and read onto the CPU, and its path is added as the entry ``read_from``.
+        Lightning's own reader reads paths with ``://``.
 
         Args:
-            path: path of a checkpoint, or of the folder of a run.
-            map_location: ignored for local paths.
+            path: path or URL of a checkpoint, or path of a run folder, which stands for its latest complete checkpoint.
+            map_location: device of the tensors, for Lightning's own reader; ignored for local paths.
             weights_only: ignored; code in a checkpoint never runs.
 
         Raises:
@@ -100,10 +103,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
-    """Make a strategy use :class:`WholeCheckpointIO` in place of Lightning's default plugin; keep a plugin of the user.
+    """Replace Lightning's default checkpoint plugin of a strategy by :class:`WholeCheckpointIO`; keep any other plugin.
 
     Raises:
-        ValueError: if Lightning's strategy or plugin unpickles checkpoints, which can run code.
+        ValueError: if the strategy or its plugin belongs to Lightning, and reads checkpoints in a way that can run code.
     """
     reading = type(strategy).load_checkpoint
     if reading is not Strategy.load_checkpoint and reading.__module__.startswith("lightning."):
@@ -207,7 +210,10 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without loading tensors: those of a file are memory-mapped, those of a sharded one are left out."""
+    """Read the entries of a checkpoint without loading tensors into memory.
+
+    The tensors of a single file are memory-mapped. Those of a sharded checkpoint are left out.
+    """
     return load_rest(path) if path.is_dir() else read_file(path)
 
 

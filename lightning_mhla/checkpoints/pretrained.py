@@ -45,7 +45,7 @@ class Pretrained:
 
     @property
     def block_grid(self) -> tuple[int, ...] | None:
-        """Number of blocks along each axis that the mixing coefficients were trained for; None if unknown."""
+        """Block grid that the attention of the model was trained with: number of blocks along each axis; None if unknown."""
         attention = self.options.get("attention")
         first = attention[0] if isinstance(attention, list) and attention else attention
         grid = first.get("block_grid") if isinstance(first, dict) else None
@@ -141,7 +141,8 @@ def adopt(
         source: weights and options of the pretrained model.
         path: path of the weights, for messages.
         heads: name prefixes of output layers, which keep their initial values if the pretrained size differs.
-        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the grid differs.
+        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the model has a
+            different number of tokens.
 
     Returns:
         Names of the tensors that were loaded, resized, initialized and left out.
@@ -190,7 +191,12 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether mixing coefficients of equal shape belong to different block grids, such as 2 x 8 and 4 x 4 blocks."""
+    """Return whether a layer's block grid differs from that of the pretrained weights, such as 2 x 8 and 4 x 4 blocks.
+
+    Args:
+        module: mixing coefficients of the layer; None for a tensor of a different kind, which gives False.
+        block_grid: number of blocks along each axis in the pretrained model; None if unknown, which gives False.
+    """
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
 

@@ -155,7 +155,7 @@ def _is_lost(old: Path) -> bool:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder belongs to a run, or contains only files that may exist before a run starts.
+    """Check that a folder belongs to a run, or contains only files that may exist before a run starts, such as configurations.
 
     Raises:
         ValueError: if it contains anything else; the message names one such path.
@@ -256,7 +256,7 @@ def _set_aside(file: Path) -> None:
 
 
 def _numbered(file: Path) -> Path:
-    """Return the first unused path among ``NAME-1``, ``NAME-2`` and so on beside a file."""
+    """Return the first unused path among ``metrics-1.csv``, ``metrics-2.csv`` and so on for a file ``metrics.csv``."""
     names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 

@@ -23,9 +23,13 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
     """Convert torch's metadata of a sharded checkpoint to a dict that can be written as JSON.
 
     Returns:
-        Dict of three entries. ``entries`` has the dtype, size and chunks (offsets, sizes) of each tensor by name, and None for
-        each value that is not a tensor. ``paths`` has the keys that lead to each of them in nested dicts and lists. ``places``
-        lists the stored pieces: name, offsets in the tensor, file, and first byte and number of bytes in the file.
+        Dict with three entries:
+
+        - ``entries``: dict from each stored name to the dtype, size and chunks (offsets, sizes) of its tensor, or to None if
+          the value is not a tensor.
+        - ``paths``: dict from each stored name to the list of keys that lead to its value in nested dicts and lists.
+        - ``places``: list of the stored pieces. Each is a list of the name, the offsets in the tensor (None for other values),
+          the file, the offset in the file in bytes, and the length in bytes.
     """
     entries = {
         name: {
@@ -53,8 +57,8 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
         files: size in bytes of each file in the checkpoint's folder, by name.
 
     Raises:
-        ValueError: if an entry is invalid, is larger than all files together, or names a file outside the folder. Values of
-            wrong types raise other errors of :data:`lightning_mhla.system.untrusted.BROKEN`.
+        ValueError: if an entry is invalid, a tensor is larger than all files together, or a file is not in the folder. Values
+            of wrong types raise other errors of :data:`lightning_mhla.system.untrusted.BROKEN`.
     """
     room = sum(files.values())
     entries = {name: _entry(name, entry, room) for name, entry in listed["entries"].items()}

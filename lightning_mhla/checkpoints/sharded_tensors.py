@@ -172,7 +172,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace parameter names by numbers in the state of an optimizer, which is the form of ``Optimizer.state_dict()``."""
+    """Convert an optimizer state with parameter names to the format of ``Optimizer.state_dict()``, which uses numbers."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

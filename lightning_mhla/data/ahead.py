@@ -21,7 +21,7 @@ AT_ONCE = 4
 class FetchAhead:
     """Context manager that prefetches shards in the order of their first use, as far as the cache limit allows.
 
-    If several loaders share a cache, such as those for training and validation, only the one that read last prefetches.
+    If several loaders share a cache, such as those for training and validation, only the one that read a batch last prefetches.
 
     Args:
         cache: cache to download the shards to.
@@ -52,7 +52,7 @@ class FetchAhead:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit.
+        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit in the cache.
 
         Args:
             samples: number of samples read so far, by all processes together.

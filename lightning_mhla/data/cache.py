@@ -78,12 +78,15 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """Return the table of a shard's files, from the cache or ``NAME.tar.index.npz`` on the server; else scan the shard.
+        """Return the table of the files in a shard.
+
+        The table is read from the cache if it is there. Otherwise, ``NAME.tar.index.npz`` beside the shard is downloaded if the
+        server has this file, or else the shard is downloaded and scanned.
 
         Raises:
             ShardUnavailableError: if the server fails.
             ValueError: if the shard is broken, or the limit is below the size of two shards.
-            ForeignFileError: if a different user put a file into the cache.
+            ForeignFileError: if a file in the cache belongs to a different user.
         """
         file = table_file(path)
         self._folder(path.parent)
@@ -126,7 +129,7 @@ class ShardCache:
 
         Raises:
             ShardUnavailableError: if the server fails.
-            ForeignFileError: if a different user put the file there.
+            ForeignFileError: if the file in the cache belongs to a different user.
         """
         try:
             descriptor = _open(path, os.O_RDONLY)
@@ -189,7 +192,11 @@ class ShardCache:
                 return descriptor
 
     def fetch_ahead(self, path: Path, keep: Collection[Path], stop: threading.Event) -> bool:
-        """Prefetch a shard; return False if ``keep`` leaves no room or another process is downloading it."""
+        """Prefetch a shard, and return whether it is now in the cache.
+
+        The result is False if ``keep`` leaves no room, or if another process is downloading the shard. For the arguments, see
+        :meth:`fetch`.
+        """
         descriptor = self.fetch(path, keep, stop)
         if descriptor is not None:
             _close(descriptor)
@@ -201,8 +208,8 @@ class ShardCache:
         Args:
             descriptor: descriptor of the file to write to.
             path: path of the shard in the cache.
-            keep: shards not to remove to make room, see :meth:`fetch`.
-            stop: event that cancels the download.
+            keep: shards not to remove to make room, or None, see :meth:`fetch`.
+            stop: event that cancels the download; None if nothing cancels it.
 
         Returns:
             Whether the shard was downloaded; False if ``keep`` leaves no room.
@@ -223,10 +230,10 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a downloaded shard with the saved table of its files, and replace the table if they differ.
+        """Check a downloaded shard against the saved table of its files; if they differ, save a new table and raise an error.
 
         Raises:
-            ShardUnavailableError: if the shard on the server is no longer the one that the table describes.
+            ShardUnavailableError: if the shard on the server has changed since the saved table was made.
         """
         saved_table = read_table(table_file(path))
         if saved_table is None:
@@ -352,7 +359,7 @@ class ShardCache:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List the files in a cache's subfolders for shards, which :func:`is_kept_folder` recognizes."""
+    """List the files in all folders of downloaded shards that lie directly in the cache folder."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
@@ -362,7 +369,7 @@ def _is_shard(file: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file of the cache, and return a descriptor whose copies in forked processes are closed.
+    """Open a file of the cache, and return its file descriptor, which is closed in forked processes.
 
     In a forked process, a copy of the descriptor would keep the lock after this process releases it, and would keep the disk
     space of a removed file in use.

@@ -34,7 +34,7 @@ MOST_CAPTIONS = 32
 class CaptionedFiles:
     """Base class for reading files with captions, such as images or clips, by sample index.
 
-    A sample consists of a file and one or more captions, which may be in a second file.
+    A sample consists of a file and one or more captions. The captions may be in a separate file.
 
     Attributes:
         shard_sizes: number of samples in each shard.
@@ -111,7 +111,7 @@ class ShardFiles(CaptionedFiles):
 
 
 class FolderFiles(CaptionedFiles):
-    """Captioned files in a folder, with the captions in its ``metadata.jsonl`` or in a ``.txt`` or ``.json`` beside each file.
+    """Captioned files in a folder, with captions in ``metadata.jsonl`` or in a ``.txt`` or ``.json`` file beside each of them.
 
     Args:
         folder: folder to search, including its subfolders; hidden files are left out, links are followed.
@@ -120,8 +120,8 @@ class FolderFiles(CaptionedFiles):
 
     Raises:
         FileNotFoundError: if there is no such folder, or no sample in it.
-        ValueError: if a line of ``metadata.jsonl`` has no ``file_name``, or there is only a ``metadata.csv`` or
-            ``metadata.parquet``.
+        ValueError: if a line of ``metadata.jsonl`` has no ``file_name``, or the folder has a ``metadata.csv`` or
+            ``metadata.parquet`` but no ``metadata.jsonl``.
     """
 
     def __init__(self, folder: str | Path, extensions: Sequence[str], caption_key: str) -> None:
@@ -157,7 +157,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find a file with a sample's name and the earliest possible extension in ``wanted``; None if there is none."""
+        """Find a file with the name of a sample and one of the ``wanted`` extensions, tried in order; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -176,7 +176,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origin of each sample: the files that it is read from, and its captions from ``metadata.jsonl`` if any."""
+        """List the origin of each sample: the file, with the file of its captions or its captions from ``metadata.jsonl``."""
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)

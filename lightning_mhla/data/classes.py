@@ -37,10 +37,10 @@ def folder_classes(folder: Path) -> list[str]:
 
 
 def read_classes(file: Path) -> list[str] | None:
-    """Read the class names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
+    """Read the class names in a file ``PREFIX-classes.txt``, one per line; None if there is no such file.
 
     Raises:
-        ValueError: if a name occurs twice, or the file is larger than :data:`LARGEST_LIST`.
+        ValueError: if a name occurs twice, or the file has more than :data:`LARGEST_LIST` bytes.
     """
     if not file.is_file():
         return None
@@ -55,19 +55,19 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write class names to a ``PREFIX-classes.txt``, one per line, with control characters escaped (``\\n``)."""
+    """Write class names to a file ``PREFIX-classes.txt``, one per line; control characters become escapes such as ``\\n``."""
     write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the class names of a folder's shards with other prefixes, from ``PREFIX-classes.txt``; None if there are none.
+    """Read the class names that a folder lists for shards of a different prefix; None if there is no such list.
 
     Args:
-        folder: folder of the shards.
-        prefix: prefix whose ``PREFIX-classes.txt`` is ignored.
+        folder: folder of the shards, with a file ``PREFIX-classes.txt`` for each prefix whose classes have names.
+        prefix: prefix whose list is ignored.
 
     Raises:
-        ValueError: if the lists of several prefixes differ.
+        ValueError: if there are several lists, and they differ.
     """
     lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
     lists.pop(folder / f"{prefix}-classes.txt", None)
@@ -87,7 +87,7 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
         where: location of the part, for messages.
 
     Returns:
-        Label in the complete data set for each label of the part.
+        List whose entry i is the label in the complete data set for label i of the part.
 
     Raises:
         ValueError: if the part has a class that the data set does not have.

@@ -77,7 +77,7 @@ class DigitSamples:
     Args:
         train: whether to read the training images, or the held-out ones.
         transform: function applied to each image ``[1, S, S]``; None to return images unchanged.
-        name: ``"digits"`` of scikit-learn (S = 8), or ``"mnist"`` (S = 28).
+        name: ``"digits"`` for the 8 x 8 images of scikit-learn, or ``"mnist"`` for the 28 x 28 images of MNIST.
     """
 
     def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None, name: Name = "digits") -> None:

@@ -64,8 +64,8 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
         mode: Pillow mode of the result, ``"RGB"`` or ``"L"``.
 
     Raises:
-        BrokenSampleError: if the data is not a complete image, has more than :data:`LARGEST_IMAGE` pixels, or an aspect ratio
-            above :data:`NARROWEST`.
+        BrokenSampleError: if the data is not a complete image, if the image has more than :data:`LARGEST_IMAGE` pixels, or if
+            its longer side is more than :data:`NARROWEST` times the shorter one.
     """
     try:
         image = open_image(data)
@@ -112,7 +112,7 @@ class LabelledImages:
     """Base class of sources of images with class labels; subclasses read shards or folders.
 
     Args:
-        transform: function from a Pillow image to a tensor; None returns the image itself.
+        transform: function from a Pillow image to a tensor; None to return the Pillow image.
         shard_sizes: number of samples in each shard.
     """
 
@@ -143,9 +143,9 @@ class ShardImages(LabelledImages):
 
     Args:
         reader: reader of the shards.
-        transform: function from image to tensor.
+        transform: function from a Pillow image to a tensor.
         num_classes: number of classes of the data set; labels must be below it.
-        labels: label in the data set for each label in the shards; None if both are the same.
+        labels: list whose entry i is the label in the data set for label i in the shards; None if both are the same.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class LabelledFolder(LabelledImages):
 
     Args:
         folder: folder that contains the class folders; hidden folders are skipped, and links are followed.
-        transform: function from image to tensor; None returns the image itself.
+        transform: function from a Pillow image to a tensor; None to return the Pillow image.
         classes: names of all classes of the data set, in the order of their labels; None for the names of the class folders in
             alphabetical order.
 
@@ -212,7 +212,7 @@ def labelled_images(
     Args:
         sets: shards or folders of the data set.
         stage: ``"train"``, ``"validate"`` or ``"test"``.
-        transform: function from image to tensor.
+        transform: function from a Pillow image to a tensor.
         num_classes: number of classes of the data set.
         classes: class names of the data set, in the order of its labels; None if they are not known.
 
@@ -236,7 +236,8 @@ def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> 
         classes: names of the classes of the data set; None if they are not known.
 
     Returns:
-        Label in the data set for each label in the shards; None if both are the same, or if class names are not known.
+        List whose entry i is the label in the data set for label i in the shards; None if both are the same, or if class names
+        are not known.
     """
     stage_names = class_names(sets, stage)
     if stage_names is None or classes is None or stage_names == list(classes):
@@ -297,7 +298,10 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a dict of the transformed ``image``, its ``index``, and ``broken``, True if a black image replaces it."""
+        """Return a dict of the transformed ``image``, its ``index``, and ``broken``: whether the file could not be decoded.
+
+        A black image takes the place of a broken one.
+        """
         path = self.paths[index]
         try:
             image, broken = decode_file(path, self.mode), False

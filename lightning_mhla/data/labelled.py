@@ -24,7 +24,7 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes: the option ``num_classes`` if it is set, otherwise the number of names in the training data.
+        """Number of classes: the option ``num_classes`` if it is set, otherwise the number of class names in the training data.
 
         Raises:
             ValueError: if the option is not set, and the training data does not name its classes.
@@ -68,10 +68,11 @@ class LabelledShards:
             raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
 
     def stage_classes(self, stage: str) -> list[str] | None:
-        """Return the class names to which a stage's labels are mapped, in label order; None if they are not known.
+        """Return the data set's class names, in label order, to which the classes of a stage are matched; None if not known.
 
         Raises:
-            ValueError: if the stage has class folders that cannot be matched to training labels without names.
+            ValueError: if the training data does not name its classes, and the number of class folders of the stage is not the
+                number of classes.
         """
         names, folder = self.class_names, self.shards.class_folder(stage)
         if names is None and folder is not None and stage != "train":
@@ -84,15 +85,23 @@ class LabelledShards:
         return names
 
     def stage_labels(self, stage: str) -> list[int] | None:
-        """Map each label in the shards of a stage to its label in the data set; None if both are the same."""
+        """Map the labels in the shards of a stage to labels of the data set.
+
+        Returns:
+            List whose entry i is the label in the data set for label i in the shards; None if both are the same, or if class
+            names are not known.
+        """
         return shard_labels(self.shards, stage, self.stage_classes(stage))
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Read the class names of a configuration's training data; None if they are not known or would need a download.
+        """Read the class names of the training data in a configuration.
 
         Args:
             options: arguments of the data module, with the location of the training data under ``train``.
+
+        Returns:
+            Names in the order of their labels; None if the data is remote, missing, or does not name its classes.
         """
         train = options.get("train")
         locations = train if isinstance(train, str) else [str(location) for location in train or ()]

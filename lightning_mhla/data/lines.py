@@ -107,7 +107,7 @@ def open_bytes(source: Source) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not in the format of its suffix, or is cut short.
+        ValueError: if the content is not in the compressed format that the suffix names, or is cut short.
     """
     suffix = PurePosixPath(file_name(source)).suffix.lower()
     text = os.fspath(source)
@@ -229,7 +229,7 @@ def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int
         longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
 
     Yields:
-        Number of a line, from 1, and its text without the line ending.
+        Line number, counted from 1 with blank lines included, and text of the line without the line ending.
 
     Raises:
         OSError: if the file cannot be read.
@@ -247,7 +247,7 @@ def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
         source: path or URL.
 
     Yields:
-        Number of a line, from 1, and its object.
+        Line number, counted from 1, and the parsed object of the line.
 
     Raises:
         OSError: if the file cannot be read.

@@ -55,7 +55,7 @@ class _SeededSamples(Dataset):
         self.source, self.seed, self.skip_broken = source, seed, skip_broken
 
     def __getitems__(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
-        """Read the samples of a batch, which the loader asks for at once."""
+        """Read all samples of one batch. PyTorch's DataLoader calls this method once for each batch."""
         # Without workers, samples must not reseed the generators of the training step; saving and restoring them takes as
         # long as reading a small image, so it happens once per batch.
         with kept_random_state() if get_worker_info() is None else nullcontext():
@@ -77,7 +77,7 @@ class _SeededSamples(Dataset):
                     raise
 
     def _following(self, index: int) -> int:
-        """Return the index of the next sample with the shape of a broken one; the first sample follows the last."""
+        """Return the index of the next sample with the same shape as a broken one; the first sample follows the last."""
         groups = sample_groups(self.source)
         if groups is None:
             return (index + 1) % len(self.source)
@@ -141,20 +141,20 @@ WORKER_SECONDS = 120
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Install signal handlers that let a worker process run for :data:`WORKER_SECONDS` more after a stop signal.
+    """Install signal handlers that let a worker process run for :data:`WORKER_SECONDS` more seconds after a stop signal.
 
     Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If workers ended at once, training
     would fail before it has saved a checkpoint.
 
     Args:
-        worker: number of the worker, which is not used.
+        worker: number of the worker, which the DataLoader passes; not used.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield batches unchanged; shorten the error of a worker process to its message, without the traceback.
+    """Yield batches unchanged, but raise an error of a worker process with its message alone, without the worker's traceback.
 
     Raises:
         BrokenSampleError: if a worker could not use a sample.
@@ -310,7 +310,7 @@ class ResumableLoader:
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the order of samples is the same as in a checkpoint; skip this if the run has not trained on a batch yet.
+        """Check that the order of samples is the same as in a checkpoint, unless the run has not trained on a batch yet.
 
         Args:
             state: result of :meth:`state_dict` in the checkpoint.

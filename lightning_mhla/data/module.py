@@ -99,13 +99,13 @@ def batches_trained(trainer: Trainer) -> int:
 
 
 def data_batch_size(state: dict[str, Any]) -> int | None:
-    """Return the batch size in the state of a data module that a checkpoint contains; None if the state has none."""
+    """Return the batch size that a checkpoint stores in the state of the data module; None if it stores none."""
     size = state.get("batch_size", len(state.get("rows") or ()))
     return size if isinstance(size, int) and size > 0 else None
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the rank of this process among the processes that share the samples, and the number of these processes."""
+    """Return the rank of this process and the number of processes for dividing samples; (0, 1) without a trainer."""
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 

@@ -53,7 +53,8 @@ class Origin:
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
     """Return one origin for each shard, for a command that makes new shards from existing ones.
 
-    If all file names differ, an origin is named after the file without its folder, so that the shards may be moved.
+    If all file names differ, an origin is named after the file without its folder, so that the shards may be moved. Otherwise,
+    its name is the path of the shard.
     """
     unique = len({path.name for path in shards}) == len(shards)
     return [Origin(path.name if unique else str(path), (path,)) for path in shards]
@@ -61,7 +62,7 @@ def shard_origins(shards: Sequence[Path]) -> list[Origin]:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """Paths of the shards of one prefix in a folder, ``PREFIX-0000.tar`` and so on, and of the files beside them.
+    """Paths of all shards in a folder with the same prefix, ``PREFIX-0000.tar`` and so on, and of the files beside them.
 
     Args:
         folder: folder of the shards.
@@ -166,7 +167,7 @@ def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard:
     Args:
         shards: set of complete shards.
         origins: origins as passed to :func:`resume_order`.
-        per_shard: number of samples as passed to :func:`resume_order`.
+        per_shard: number of samples in a shard, or None, as passed to :func:`resume_order`.
 
     Raises:
         ValueError: if a file differs from its record.
@@ -193,7 +194,8 @@ class _Sample(NamedTuple):
 
     Attributes:
         name: name of the sample's origin.
-        place: :data:`OPEN`, :data:`USED` or :data:`SKIPPED`.
+        place: ``"open"`` if the shard of the sample is not written yet, ``"used"`` if the shard contains the sample, or
+            ``"skipped"`` if the shard was written without it.
         origin: index of the origin in the list of this call; None if it no longer exists.
         changed: whether the origin has changed since it was recorded.
     """
@@ -310,7 +312,7 @@ def _check_unpacked(path: Path) -> None:
     """Check that a compressed record of origins does not expand to an excessive size.
 
     Raises:
-        ValueError: if it expands to more than 1 MiB and more than :data:`PACKED` times its compressed size.
+        ValueError: if it expands to more than 1 MiB, and to more than :data:`PACKED` times its compressed size.
     """
     most = max(PACKED * path.stat().st_size, 1 << 20)
     with gzip.open(path) as stream:
@@ -332,7 +334,13 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Return whether the record on disk, if any, has the same options and names of origins as this call."""
+    """Return whether an earlier call recorded the same options and the same names of origins as this call.
+
+    Args:
+        written: options and origins in the record of the earlier call; None if there is no record, which gives False.
+        options: options of this call.
+        origins: origins of this call.
+    """
     if written is None:
         return False
     return written[0] == options and {line["name"] for line in written[1]} == {origin.name for origin in origins}

@@ -159,7 +159,7 @@ class Version:
 
 
 class Download:
-    """Download of one file, in attempts that resume where the last one ended while the file on the server is unchanged.
+    """Download of one file in several attempts, each of which resumes the previous one unless the remote file has changed.
 
     Args:
         url: URL of the file.
@@ -260,11 +260,17 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Read from HTTP headers the version of the file, and the offset of the response's first byte in the file.
+    """Determine, from the headers of an HTTP response, the version of the file and the position of the received part in it.
 
     Args:
         answer: response of aiohttp.
         encoded: whether the response is compressed, so that its length is not that of the file.
+
+    Returns:
+        Version of the file, and offset in the file of the response's first byte; -1 if the headers give an invalid offset.
+
+    Raises:
+        ShardUnavailableError: if the HTTP status is neither 200 nor 206.
     """
     if answer.status not in (200, 206):
         raise ShardUnavailableError(f"{answer.url} does not send a file (status {answer.status})")
@@ -329,7 +335,7 @@ def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]
         Local path and content of each file.
 
     Raises:
-        ForeignFileError: if a different user put such a file into ``folder``.
+        ForeignFileError: if such a file in ``folder`` belongs to a different user.
     """
     shards = [url.rpartition("/") for url in urls if "?" not in url]
     for parent, prefix in sorted({(parent, name.rpartition("-")[0]) for parent, _, name in shards if "-" in name}):
@@ -360,10 +366,10 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
     Args:
         url: URL of the file.
-        error: error of the attempt.
+        error: exception that the failed attempt raised.
         failures: number of consecutive failures.
         attempts: number of failures after which to raise.
-        stop: event that ends the pause.
+        stop: event that ends the pause and cancels the download; None if nothing cancels it.
 
     Raises:
         FileNotFoundError: if the file does not exist, or may not be read.

@@ -69,7 +69,8 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
         batch: number of samples in a batch.
 
     Returns:
-        Indices in the new order, ``[m]`` int64 with ``m <= n``; samples that do not fill a batch of their group are left out.
+        Indices in the new order, ``[m]`` int64. The samples that remain after the last full batch of a group are left out, so
+        that ``m <= n``.
     """
     group_of_sample = groups[order]
     positions_by_group = [np.flatnonzero(group_of_sample == group) for group in np.unique(group_of_sample)]
@@ -83,7 +84,7 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
 def training_batches(
     order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
 ) -> Iterator[list[Ticket]]:
-    """Iterate over the training batches of an epoch, and yield the tickets of each that this process reads.
+    """Yield the share of this process in each training batch of an epoch, as a list of tickets.
 
     An incomplete last batch is left out.
 
@@ -120,7 +121,7 @@ def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Iterate over batches that read every sample once, in order, and yield the tickets of each that this process reads.
+    """Yield the share of this process in each batch of an evaluation that reads every sample once, as a list of tickets.
 
     All processes get the same number of batches and of samples. Tickets that only fill up a batch are not ``valid``.
 
@@ -172,7 +173,7 @@ def sample_generator(seed: int, index: int) -> torch.Generator:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Context manager that restores the states of Python's, NumPy's and torch's global CPU generators at its end."""
+    """Context manager that restores the global CPU random states of Python, NumPy and torch when its block ends."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

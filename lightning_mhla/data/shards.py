@@ -45,8 +45,12 @@ def find_shards(
     """Return the local paths of shards, and download remote shards now or, with ``streamed``, when they are read.
 
     Args:
-        where: folder of ``*.tar`` files, a path or URL with braces (``train-{0000..1023}.tar``), a path with wildcards, or a
-            list of these. URLs (http, https, s3, gs, hf) are downloaded once, atomically.
+        where: location of the shards, or a list of locations. A location has one of these forms:
+
+            - folder that contains ``*.tar`` files
+            - path with wildcards
+            - path with braces, such as ``train-{0000..1023}.tar``
+            - URL (http, https, s3, gs, hf), which may have braces
         cache: folder for downloads; None for :func:`default_cache`.
         streamed: cache that downloads remote shards only when they are read; None to download them now.
 
@@ -154,12 +158,12 @@ def holds_shards(folder: Path) -> bool:
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """Return the path of a file that the shards of a prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
+    """Return the path of a file that all shards of a prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
 class ShardReader:
-    """Reader of the files (members) of single samples in WebDataset shards.
+    """Reader of WebDataset shards, which reads the files (members) of any sample by the sample's number.
 
     Samples are numbered from 0 over all shards. A shard is a tar file; members of one sample differ only in the extension.
 
@@ -217,8 +221,8 @@ class ShardReader:
             pattern: regular expression for the complete extension.
 
         Returns:
-            Sorted matching extensions, and for each sample the index of its extension among them, ``[samples]`` int64; 0 also
-            for a sample without such a member.
+            Sorted list of all matching extensions, and for each sample the index of its extension in this list, ``[samples]``
+            int64. The index of a sample without such a member is 0, too.
         """
         names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
         extension_numbers = np.zeros(len(self), np.int64)
@@ -229,7 +233,11 @@ class ShardReader:
         return names, extension_numbers
 
     def count_members(self, pattern: str) -> np.ndarray:
-        """Count, for each sample, the members whose complete extension matches a regular expression, ``[samples]`` int64."""
+        """Return how many members of each sample have an extension that a regular expression matches, ``[samples]`` int64.
+
+        Args:
+            pattern: regular expression for the complete extension.
+        """
         counts = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
             columns = [number for number, name in enumerate(table.extensions) if re.fullmatch(pattern, name)]
@@ -300,7 +308,7 @@ class ShardReader:
         Args:
             index: index of the sample.
             num_classes: number of classes of the data set.
-            labels: label in the data set for each label in the shards; None if both are the same.
+            labels: list whose entry i is the label in the data set for label i in the shards; None if both are the same.
 
         Returns:
             Label in the data set.

@@ -56,7 +56,8 @@ class MemberTable:
     Attributes:
         keys: keys of the samples, ``[n]`` str.
         extensions: extensions of the shard's members, in lower case.
-        offsets: first byte of each member, ``[n, len(extensions)]`` int64; -1 if a sample has no such member.
+        offsets: offset in bytes of each member's content in the shard, ``[n, len(extensions)]`` int64; -1 if a sample has no
+            such member.
         sizes: number of bytes of each member, ``[n, len(extensions)]`` int64.
         size: size of the shard in bytes.
         written: modification time of the shard, in nanoseconds.
@@ -77,7 +78,7 @@ class MemberTable:
 
 
 class _Member(tarfile.TarInfo):
-    """Tar member whose extended headers may not exceed :data:`LONGEST_HEADER`."""
+    """Tar member whose extended headers may have at most :data:`LONGEST_HEADER` bytes."""
 
     def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:
@@ -98,7 +99,7 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of a file's tar headers while it is downloaded, which raises an error once it cannot be a shard.
+    """Check of a file's tar headers during a download, which raises an error once the file cannot be a shard.
 
     Args:
         name: name of the file, for error messages.
@@ -163,7 +164,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
     Args:
         path: path of the shard.
-        name: address that the shard was downloaded from, for error messages; None for its path.
+        name: URL that the shard was downloaded from, for error messages; None if the messages are to give ``path``.
 
     Raises:
         ValueError: if the file is not a tar file, is cut short, or exceeds a limit such as :data:`MOST_MEMBERS`.
@@ -300,7 +301,7 @@ def read_table(file: Path) -> MemberTable | None:
 
 
 def _checked_table(arrays: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
-    """Build a member table from the arrays of a file, after checking them.
+    """Check the arrays read from an ``.npz`` file, and build a member table from them.
 
     Args:
         arrays: arrays by name.

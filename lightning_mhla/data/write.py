@@ -68,7 +68,7 @@ class Preparation:
     Args:
         folder: folder of the shards, created if missing.
         prefix: prefix of the shards' names.
-        options: plain values that the samples depend on.
+        options: JSON values that the samples depend on.
         origins: origins of the samples, in the order in which they are written.
         per_shard: number of samples in a shard, one for each origin; None if an origin has many samples.
         max_skipped: number of broken samples that this process skips before it stops.
@@ -130,7 +130,7 @@ class Preparation:
         Args:
             count: number of samples in all shards.
             per_shard: number of samples in a shard.
-            samples: function that returns the samples with the numbers in a range.
+            samples: function that takes a range of sample numbers, and returns the samples with these numbers.
             title: title of the progress bar.
             digits: number of digits in a shard's name.
 
@@ -193,11 +193,13 @@ def write_shards(
 
     Args:
         items: samples to write; sample i gets the key ``i`` in eight digits.
-        encode: function from an item to the files of its sample, a dict from extension to bytes or a number; runs in threads.
+        encode: function that takes an item and returns the files of its sample: a dict from each file extension to the content,
+            in bytes or as a number. It runs in threads.
         folder: folder of the shards, created if missing.
         prefix: prefix of the file names.
         per_shard: number of samples in a shard; the last shard, and shards with broken items, may contain fewer.
-        max_skipped: maximum number of items to leave out, with a warning each, because ``encode`` raises BrokenSampleError.
+        max_skipped: maximum number of broken items, for which ``encode`` raises BrokenSampleError. They are left out, with a
+            warning each.
         made_with: options that the samples depend on; a later call with different options is rejected.
         origins: origin of each item; None if ``repr(item)`` describes an item completely.
         force: whether to delete the shards of an earlier call first.
@@ -298,7 +300,7 @@ def readable(
 
     Args:
         source: source of the samples.
-        order: index into ``source`` of each sample number; None if the sample no longer exists.
+        order: list whose entry i is the index into ``source`` of sample number i; None if the sample no longer exists.
         here: numbers of the samples to read.
         skipped: counter of broken samples.
 
@@ -319,7 +321,7 @@ def readable(
 
 
 def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
-    """Iterate over items in lists of ``count`` consecutive ones; the last list may be shorter."""
+    """Divide items into lists of ``count`` consecutive items, and iterate over these lists; the last list may be shorter."""
     iterator = iter(items)
     while group := list(itertools.islice(iterator, count)):
         yield group
@@ -371,7 +373,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
 
 
 def _unfinished(path: Path) -> list[Path]:
-    """List the temporary files into which any process writes, or wrote until it was killed, a given shard."""
+    """List the temporary files of a shard, including those that killed processes have left behind."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
     return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 

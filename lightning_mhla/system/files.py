@@ -60,14 +60,14 @@ def written_whole(path: Path) -> Iterator[Path]:
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
     """Context manager that replaces a folder atomically: it yields an empty folder to write to, which becomes ``folder``.
 
-    If the process stops or an error occurs before that, ``folder`` stays unchanged. Files of ``folder`` that are not written
-    again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. A folder that cannot be
-    renamed, such as a mount point, gets its files replaced one by one.
+    If the process stops or an error occurs while the block runs, ``folder`` stays unchanged. Files of ``folder`` that are not
+    written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. If a folder cannot
+    be renamed, for example because it is a mount point, its files are replaced one by one.
 
     Args:
         folder: the folder to replace; created if missing.
-        replaced: function that returns whether a new file with a different name supersedes an old file, which is given by its
-            path relative to the folder.
+        replaced: function from the path of an old file, relative to the folder, to whether a new file with a different name
+            supersedes it.
 
     Raises:
         FileExistsError: if ``folder`` is a file, or a kept file and a new folder have the same name.
@@ -161,14 +161,14 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
-    """Rename a complete file or folder to ``path``, replacing any existing one.
+    """Rename a complete file or folder to ``path``, replacing an existing file or folder.
 
     Replacing a file is atomic. A folder to replace is first renamed to a temporary name (:data:`REPLACED`). If the process dies
-    then, :class:`lightning_mhla.checkpoints.runs.RunFolder` gives the folder its name back.
+    before the new folder has its name, :class:`lightning_mhla.checkpoints.runs.RunFolder` gives the old folder its name back.
 
     Args:
         new: complete file or folder.
-        path: new path of it, whose previous content is replaced.
+        path: path to rename it to.
         keep: whether a replaced folder is kept under its temporary name rather than removed.
 
     Returns:

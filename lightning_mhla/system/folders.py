@@ -26,7 +26,14 @@ def checkpoint_folder(trainer: Trainer) -> Path:
 
 
 def gather_rows(trainer: Trainer, rows: list[Row]) -> list[Row]:
-    """Gather the rows of all processes on every process, in rank order. Collective: call it on every rank."""
+    """Gather a list from each process, and return all of them on every process as one list in rank order.
+
+    Collective: call it on every rank.
+
+    Args:
+        trainer: trainer of the run.
+        rows: picklable entries from this process.
+    """
     if trainer.world_size == 1:
         return rows
     parts: list[Any] = [None] * trainer.world_size

@@ -24,7 +24,7 @@ def keep_plain(module: Any) -> None:
 
 
 def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested options to a dict from dotted names to values; tuples become lists.
+    """Flatten nested options to one dict with dotted names as keys, such as ``network.dim``; tuples become lists.
 
     Args:
         options: nested dicts and dataclasses.
@@ -44,8 +44,8 @@ class LoggedApart(HyperparametersMixin):
     """Mixin that logs hyperparameters without secrets, under separate prefixes for modules and data modules.
 
     Lightning merges the hyperparameters of module and data module for loggers, and fails if a name has two values. For example,
-    ``train`` is the part of the network to train in a module, and a folder in a data module. Names in checkpoints have no
-    prefix.
+    the option ``train`` of a module is the part of the network to train, but that of a data module is a folder. Names in
+    checkpoints have no prefix.
 
     Attributes:
         logged_as: prefix, ``"model"`` or ``"data"``; loggers get ``PREFIX/NAME``.

@@ -48,14 +48,14 @@ def accumulates_gradients(trainer: Trainer) -> bool:
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Return the number of batches of the current epoch that training has begun to process."""
+    """Return the number of batches of the current epoch that training has started, including the current one."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def inside_accumulation(trainer: Trainer) -> bool:
-    """Return whether the checkpoint that a trainer resumes from was saved between two batches of one optimizer step.
+    """Return whether a trainer resumes from a checkpoint that was saved while gradients were being accumulated.
 
-    Call it at the start of training.
+    Such a checkpoint was saved between two batches of one optimizer step. Call the function at the start of training.
     """
     return bool(trainer.fit_loop.restarted_mid_epoch) and accumulates_gradients(trainer)
 
@@ -90,8 +90,8 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 def start_next_epoch(trainer: Trainer) -> None:
     """Make a trainer begin the next epoch if it has loaded a checkpoint from the end of an epoch.
 
-    Otherwise Lightning repeats the end of that epoch if ``max_steps`` limits the run, without the metrics that callbacks
-    monitor.
+    Otherwise, if ``max_steps`` limits the run, Lightning processes the end of that epoch a second time, without the metrics
+    that callbacks monitor.
     """
     fit_loop = trainer.fit_loop
     if fit_loop.restarted_on_epoch_end:
@@ -151,5 +151,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save at fixed steps."""
+    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save every n steps."""
     return callback._every_n_train_steps

@@ -29,7 +29,7 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a file or folder name is neither hidden (``.git``, ``.ipynb_checkpoints``) nor in :data:`NOISE`."""
+    """Return whether a file or folder name neither begins with a dot nor is in :data:`NOISE`, such as ``__pycache__``."""
     return not name.startswith(".") and name not in NOISE
 
 
@@ -76,7 +76,12 @@ def visible_folders(folder: Path) -> list[Path]:
 
 
 def with_extension(paths: Sequence[Path], extensions: Collection[str]) -> list[Path]:
-    """Select the paths whose extension is in ``extensions`` (lower case, no dot); the case of a path does not matter."""
+    """Select the paths with one of the given extensions, in upper or lower case.
+
+    Args:
+        paths: paths to select from.
+        extensions: extensions in lower case, without the dot.
+    """
     return [path for path in paths if path.suffix.lower().lstrip(".") in extensions]
 
 
@@ -88,6 +93,6 @@ def without_controls(text: str) -> str:
 
 
 def shown(name: str | os.PathLike[str]) -> str:
-    r"""Return a file name as printable text: bytes that are not UTF-8 become ``\xe9``, control characters ``\n``."""
+    r"""Return a file name as printable text; bytes that are not UTF-8 and control characters become escapes like ``\xe9``."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

@@ -45,7 +45,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
-    """Convert a mapping to a dataclass if the field's type ``kind`` is one; return any other value unchanged."""
+    """Convert a mapping to a dataclass if ``kind`` is a dataclass or a union with one; return any other value unchanged."""
     group = next((choice for choice in (get_args(kind) or (kind,)) if is_dataclass(choice)), None)
     return as_dataclass(cast(Any, group), value, name) if group is not None and isinstance(value, Mapping) else value
 

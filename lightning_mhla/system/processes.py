@@ -17,7 +17,7 @@ def process_ranks() -> tuple[int, int, int]:
     Variables of SLURM are used only inside a step that srun started: a batch script or a shell of salloc is a single process.
 
     Returns:
-        Rank, number of processes and local rank; (0, 1, 0) for a process that neither of them started.
+        Rank, number of processes and local rank; (0, 1, 0) for a process that neither torchrun nor srun started.
     """
     names: tuple[str, ...] = ()
     if "RANK" in os.environ:
@@ -43,7 +43,7 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes of a run, which do not wait for pending work of the GPU.
+    """Votes among all processes of a run. Voting does not wait for pending work of the GPU.
 
     Creating an instance is collective: create it on every process, after the process group exists. With one process, the result
     of a vote is the answer of this process.

@@ -37,7 +37,7 @@ _HIDDEN_IN_URL = re.compile(rf"{_START}(?:\*\*\*@|[^\s?]*\?\*\*\*)")
 
 
 def redact(text: str) -> str:
-    """Replace secrets in a text by ``***``: those in URLs, and values after the name of a secret (``api_key=...``).
+    """Replace secrets in a text by ``***``: secrets in URLs, and values that follow the name of a secret (``api_key=...``).
 
     Args:
         text: any text, such as an error message or a command-line argument.
@@ -92,11 +92,11 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Check that a URL still has its secrets, and was not read from a file in which ``***`` replaces them.
+    """Check that a URL does not contain ``***``, which replaces the secrets of URLs in saved files.
 
     Args:
         url: URL or path.
-        option: name of the option that holds it, for the message.
+        option: name of the option that holds the URL, for the message; None if not known.
 
     Raises:
         ValueError: if the URL contains ``***`` in place of a secret; the message asks for the complete URL.

@@ -28,10 +28,13 @@ _stores: list[Store] = []
 def listen_on_one_interface(strategy: Strategy) -> None:
     """Open the rendezvous port of a run only on the network interface with the address of rank 0.
 
-    The processes of a run meet at this port. By default, torch opens it on all interfaces, and this function leaves that
-    unchanged in three cases: on several machines with a host name instead of an IP address in MASTER_ADDR, because the name may
-    resolve to different addresses; with an address that does not belong to this machine; and under torchrun, which opens the
-    port itself.
+    The processes of a run meet at this port. By default, torch opens it on all interfaces. This function leaves that unchanged
+    in three cases:
+
+    - several machines with a host name instead of an IP address in MASTER_ADDR, because the name may resolve to different
+      addresses
+    - an address that does not belong to this machine
+    - torchrun, which opens the port itself
 
     Args:
         strategy: strategy of the trainer, before any method of the trainer is called. Nothing is done for a single process.

@@ -29,15 +29,15 @@ MOST_DEPTH = 8
 
 
 def check_tokenizer(tokenizer: Any, where: str) -> None:
-    """Check that no rule of a loaded transformers tokenizer can make a short text grow without bound.
+    """Check that a loaded transformers tokenizer cannot make a short text grow without bound.
 
     Args:
-        tokenizer: tokenizer of transformers; one written in Python has no rules and always passes.
+        tokenizer: tokenizer of transformers. A tokenizer written in Python has no configurable replacements, and always passes.
         where: folder or name of the tokenizer, for messages.
 
     Raises:
-        ValueError: if a rule is unsafe, see :func:`check_rules`, or a template adds more than :data:`MOST_AROUND` tokens to a
-            text.
+        ValueError: if a replacement or the padding is unsafe, see :func:`check_rules`, or if more than :data:`MOST_AROUND`
+            special tokens are added to each text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -50,12 +50,13 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the rules in a tokenizer's folder before transformers loads the tokenizer.
+    """Check the text replacements and padding in a tokenizer's folder before transformers loads the tokenizer.
 
-    A check after loading would be too late, because loading applies the rules to the added tokens.
+    A check after loading would be too late, because loading applies the replacements to the added tokens.
 
     Raises:
-        ValueError: if a rule is unsafe, see :func:`check_rules`, or ``tokenizer.json`` is larger than :data:`LARGEST_FILE`.
+        ValueError: if a replacement or the padding is unsafe, see :func:`check_rules`, or if ``tokenizer.json`` is larger than
+            :data:`LARGEST_FILE` bytes.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -69,7 +70,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_rules(state: Any, where: str) -> None:
-    """Check that no rule of a tokenizer makes a short text grow without bound.
+    """Check that the text replacements and padding of a tokenizer cannot make a short text grow without bound.
 
     Args:
         state: parsed content of the tokenizer's ``tokenizer.json``.
@@ -169,7 +170,8 @@ def _rules(step: Any, depth: int) -> Iterator[_Rule]:
 
     Args:
         step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
-        depth: number of steps that contain this one.
+        depth: number of sequences in which ``step`` is nested. Steps that are nested too deeply give a rule that is always
+            rejected.
     """
     if not isinstance(step, dict):
         return

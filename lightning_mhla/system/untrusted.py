@@ -58,7 +58,8 @@ DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np
 def reason(error: BaseException, length: int = 200) -> str:
     """Return the first line of an error's message, without unprintable characters and truncated to ``length`` characters.
 
-    A first line that ends in a colon introduces the following line, which is returned, too.
+    If the first line ends in a colon, the second line is appended. If the message is empty, the name of the error's class is
+    returned.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -84,7 +85,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
     Args:
         seconds: maximum processor time in seconds.
-        what: plural noun for what takes the time, the subject of the error message.
+        what: subject of the error message, in the plural, such as "the loops of the template" (which "take more than 5 s").
 
     Raises:
         ValueError: if the block takes longer.
@@ -126,10 +127,11 @@ def parse_array(data: bytes) -> np.ndarray:
     """Parse the content of an ``.npy`` file from an untrusted source.
 
     Args:
-        data: header and values; the dtype must be one of :data:`DTYPES`, in the byte order of this machine.
+        data: complete content of the file. The dtype must be one of :data:`DTYPES`, in the byte order of this machine.
 
     Raises:
-        ValueError: if the content is not a valid array, or the number of values does not fit the number of bytes.
+        ValueError: if the content is not a valid array, or its length differs from what the shape and dtype in the header
+            require.
     """
     shape, dtype, start = parse_array_header(data)
     size = len(data) - start
@@ -187,7 +189,7 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
     """Read arrays of plain numbers from an ``.npz`` file.
 
     Args:
-        path: the file.
+        path: path of the file.
         most: maximum size in bytes of each array to read, by name; other arrays are ignored. A compressed array may unpack to
             at most :data:`PACKED` times the size of the file.
 

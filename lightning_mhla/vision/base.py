@@ -38,7 +38,7 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
 
 @register_notrace_module
 class ImageCheck(nn.Module):
-    """Layer that checks the size of images and returns them unchanged.
+    """Layer that checks the size of images and returns the images unchanged.
 
     The check is a module because torch.fx does not trace into it, so that traced graphs do not contain the check.
 
@@ -66,9 +66,9 @@ class VisionModel(nn.Module):
     Derived classes define ``forward_features``, from images to features, and ``forward_head``, from features to class scores.
 
     Attributes:
-        in_chans: channels of the images, under timm's name.
+        in_chans: number of channels of the images; the name is timm's.
         num_classes: number of class scores; 0 for a model without a head.
-        num_features: channels of the last feature map.
+        num_features: number of channels of the last feature map.
         head_hidden_size: width of the input of the head.
         feature_info: channels, reduction and module name of each feature map, in timm's format.
         head: layer from pooled features to class scores.

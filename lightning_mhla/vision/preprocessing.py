@@ -24,8 +24,8 @@ class Preprocessing:
         channels: 3, or 1 for gray images.
         crop_share: side of the central crop divided by the side of the resized image; null resizes the complete image to the
             square, without keeping its aspect ratio.
-        mean: number to subtract from the pixels in [0, 1], one for each color or one for all.
-        std: number to divide the pixels by after that, one for each color or one for all.
+        mean: values to subtract from pixels in [0, 1]: one for each channel, or a single one for all channels.
+        std: values to divide the pixels by after the subtraction: one for each channel, or a single one for all channels.
     """
 
     image_size: int
@@ -59,7 +59,7 @@ class Preprocessing:
 
     @property
     def mode(self) -> str:
-        """Pillow mode of the images that the transform takes: ``"RGB"``, or ``"L"`` for gray images without a crop."""
+        """Pillow mode of the images that the transform takes: ``"L"`` for one channel without a crop, otherwise ``"RGB"``."""
         return "L" if self.crop_share is None and self.channels == 1 else "RGB"
 
     def as_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def read_ravlt(path: str | Path) -> Pretrained | None:
         path: file that RAVLT's training script or ``torch.save(model.state_dict(), ...)`` wrote.
 
     Returns:
-        Weights by parameter names of a VLT; None for a file that does not end in .pth or .pt.
+        Tensors by parameter name of a VLT; None for a file that does not end in .pth or .pt.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -64,10 +64,10 @@ def from_ravlt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert RAVLT's weights to the names and shapes of a :class:`lightning_mhla.vision.VLT` with a gate and ``lepe: 5``.
 
     Args:
-        weights: weights by RAVLT's names.
+        weights: tensors by parameter name of RAVLT.
 
     Returns:
-        Weights by parameter names of a VLT.
+        Tensors by parameter name of a VLT.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in weights.items():

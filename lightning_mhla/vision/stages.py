@@ -101,8 +101,10 @@ class StageConfig:
     def of(self, name: str) -> list[Any]:
         """Return the values of an option, one for each stage: those that were given, or those of the published ``size``.
 
+        Without values and without ``size``, ``layer_scale`` is 1 in each stage.
+
         Args:
-            name: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``, which is 1 if neither it nor ``size`` is given.
+            name: name of the option: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``.
         """
         if (explicit := getattr(self, name)) is not None:
             return list(explicit)

@@ -65,7 +65,7 @@ class VisionTransformer(
         image_size: side of the square image, in pixels.
         num_classes: number of class scores.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
-        size: one of the published sizes of DeiT, tiny, small or base; sets dim, depth and heads.
+        size: published size of DeiT (tiny, small or base), which sets dim, depth and heads.
         dim: width of the tokens; only without ``size``.
         depth: number of transformer blocks; only without ``size``.
         heads: number of attention heads; only without ``size``.
@@ -82,7 +82,7 @@ class VisionTransformer(
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
-        ValueError: if sizes do not fit together.
+        ValueError: if sizes do not fit together, for example if ``patch_size`` does not divide the side of the image.
     """
 
     def __init__(
@@ -167,11 +167,13 @@ class VisionTransformer(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the final tokens, and feature maps after some blocks; the maps leave out the tokens that ``pad_to`` adds.
+        """Compute the final tokens, and the feature maps after some blocks.
+
+        The maps leave out the tokens that ``pad_to`` adds.
 
         Args:
             images: images, ``[B, channels, image_size, image_size]``.
-            taken: indices of the blocks, from 0.
+            taken: indices of the blocks whose maps are returned, from 0.
             stop_early: has no effect here, since all blocks run.
             norm: whether to apply the final norm to the maps.
 

@@ -28,7 +28,7 @@ EPS = 1e-6
 class MapAttention(nn.Module):
     """Attention over the positions of a feature map of any size.
 
-    The map is divided into the blocks of ``config.block_grid``, whose number is the same for every size of the map. Blocks have
+    The map is divided into blocks. ``config.block_grid`` is their number along each axis, for maps of every size. Blocks have
     different sizes if the map cannot be divided evenly.
 
     Args:
@@ -83,8 +83,8 @@ class VLTBlock(nn.Module):
         grid: rows and columns of the map.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
         mlp_ratio: inner width of the MLP divided by ``dim``.
-        layer_scale: initial value of the factors of the two branches.
-        drop_path: probability that a sample skips a branch while training.
+        layer_scale: initial value of the learned factors.
+        drop_path: probability that a sample skips the attention while training; the same for the MLP, drawn separately.
     """
 
     def __init__(
@@ -113,7 +113,9 @@ class VLTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage of a VLT: blocks at one resolution. In all but the first, a convolution before them halves height and width.
+    """Stage of a VLT: blocks that all work at one resolution.
+
+    In all stages but the first, a convolution before the blocks halves height and width.
 
     Args:
         before: channels of the input; None for the first stage, which has no convolution.
@@ -177,7 +179,7 @@ class VLT(
         preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
-        ValueError: if sizes do not fit together.
+        ValueError: if sizes do not fit together, for example if the stages cannot divide the image into tokens.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the feature map of the last stage from images ``[B, channels, H, W]``."""
+        """Compute the feature map of the last stage, ``[B, C, h, w]``, from images ``[B, channels, H, W]``."""
         return self.stages(self.stem(images))
 
     @override
@@ -246,7 +248,7 @@ class VLT(
 
         Args:
             images: images, ``[B, channels, H, W]``.
-            taken: indices of the stages, from 0.
+            taken: indices of the stages whose maps are returned, from 0.
             stop_early: whether to skip the stages after the last of these. The features are then the map of that stage.
             norm: has no effect here, since stages have no norm after them.
 
