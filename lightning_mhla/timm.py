@@ -63,10 +63,10 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options by our names instead of timm's.
+    """Return the options with timm's names replaced by the names of this package.
 
     Raises:
-        ValueError: for dropout.
+        ValueError: if an option asks for dropout, which the models do not have.
     """
     if options.pop("drop_rate", 0):
         raise ValueError("these models have no dropout (drop_rate); drop_path_rate is stochastic depth")
