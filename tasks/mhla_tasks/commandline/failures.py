@@ -89,7 +89,7 @@ def explain_failure(error: BaseException) -> str | None:
     """Describe a failure of the machine, such as a full disk, in one line: the path, the cause and the remedy.
 
     Args:
-        error: any error. System errors that led to it are considered too if their ``errno`` is in :data:`OF_THE_MACHINE`.
+        error: any error. The chain of errors that led to it is searched too.
 
     Returns:
         The description; None if the error is not a failure of the machine.

@@ -73,10 +73,11 @@ class _Typed(str):
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """Return the value as a parameter needs it: parsed from YAML, or as text.
+        """Return the value in the form that a parameter needs: parsed from YAML, or as text.
 
         Args:
-            classes: classes that the parameter takes; empty for a parameter that takes plain values and so needs the text.
+            classes: classes whose instances the parameter accepts; empty for a parameter that accepts only plain values,
+                which needs the text.
         """
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
             # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
@@ -93,7 +94,7 @@ def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
         path: keys that lead to the option in the nested values of the source.
 
     Returns:
-        The value; None if it named a configuration file, whose options are a separate source.
+        The value; None if the text is the path of a configuration file, whose options are a separate source.
     """
     value: Any = source.values
     for key in path:
@@ -227,7 +228,7 @@ def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:
-    """Change the class in an object's options, and keep the arguments that both classes declare with the same type.
+    """Return an object's options with a different class, and with the arguments that both classes declare with the same type.
 
     Args:
         options: options of the object with its previous class.
@@ -253,7 +254,7 @@ def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
 
     Args:
         options: options of the object; their ``class_path`` names its class.
-        classes: base classes that the object may have, whose arguments are used if ``options`` name no class.
+        classes: base classes that the object may have. Their arguments are used if ``options`` has no ``class_path``.
 
     Returns:
         Classes by the name of the argument.

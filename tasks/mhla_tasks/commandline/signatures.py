@@ -61,7 +61,7 @@ def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
 
 @cache
 def option_names(kind: type) -> frozenset[str] | None:
-    """Return the names of a class's constructor parameters; None if it accepts any name (``**kwargs``)."""
+    """Return the names of a class's constructor parameters; None if the constructor accepts any name (``**kwargs``)."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
@@ -81,7 +81,7 @@ def option_dataclasses(kind: type, name: str) -> list[type]:
 
 
 def takes_options_alone(kind: type, name: str) -> bool:
-    """Return whether a parameter accepts only dataclasses or None, so that a plain value is an error.
+    """Return whether a parameter accepts only instances of dataclasses or None, so that a plain value is an error.
 
     Args:
         kind: class with the parameter.
@@ -98,11 +98,11 @@ def takes_options_alone(kind: type, name: str) -> bool:
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
     """Yield the classes in a type hint, including those in unions and containers.
 
-    Callables and classes of the modules in :data:`PLAIN` are left out.
+    Callables and classes for plain values, from the modules in :data:`PLAIN`, are omitted.
 
     Args:
         hint: type hint of a parameter.
-        inside_mappings: whether to include the classes of a mapping's values.
+        inside_mappings: whether to include the classes in the type hints of mappings, such as ``dict[str, Callback]``.
     """
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and not origin:

@@ -47,12 +47,13 @@ class Source:
     """Source of options: a configuration file, or an option on the command line.
 
     Attributes:
-        origin: file name or typed option, for messages.
-        values: nested options. A configuration file that they name is a separate source, so its options are not included.
+        origin: file name, or option as typed on the command line, for messages.
+        values: nested options. If they name a further configuration file, that file is a separate source.
         lines: line number of each key in the file, by the path of the key; integers in a path are list indices.
         problem: error message if the file cannot be read, otherwise empty.
         typed: whether the source is on the command line.
-        option: option on the command line; None for a file, and for a mapping on the command line in place of a file.
+        option: option on the command line; None for a file, and for a YAML mapping that replaces a file name on the command
+            line.
     """
 
     origin: str
@@ -66,9 +67,15 @@ class Source:
 def read_sources(line: CommandLine) -> list[Source]:
     """Read all sources of options for a command: first the configuration files, then the command-line options.
 
-    The sources are returned in ascending priority, so later ones override earlier ones.
-    A file is weaker than the files that it names, but stronger than its base, which its key ``config`` names. Without
-    ``--config``, the first file is the configuration with which the run in ``--run_dir`` was started.
+    A file may name further files. The key ``config`` names its base, which it overrides. All other files that it names
+    override the file itself. Without ``--config``, the first file is the configuration with which the run in ``--run_dir`` was
+    started.
+
+    Args:
+        line: the parsed command line.
+
+    Returns:
+        The sources in ascending priority, so that later ones override earlier ones.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
@@ -98,7 +105,7 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """Move options that a file nests below the name of a command (``fit: ...``) to the top level of the source."""
+    """Return a source whose options below the key ``command``, as in ``fit: ...``, are moved to the top level."""
     options = source.values.get(command)
     if set(source.values) != {command} or not isinstance(options, dict):
         return source
