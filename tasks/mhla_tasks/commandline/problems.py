@@ -294,7 +294,7 @@ def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the forms in which an error message may quote a value: its ``str``, its ``repr``, and these in lower case."""
+    """Return the forms in which an error message may quote a value: its ``str``, its ``repr``, and its ``str`` in lowercase."""
     return str(value), repr(value), str(value).lower()
 
 

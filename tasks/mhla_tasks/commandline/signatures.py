@@ -46,15 +46,16 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, for each parameter of a class by name, the classes whose instances it accepts, directly or in a container."""
+    """Return the classes whose instances each constructor parameter accepts, directly or in a container, by parameter name."""
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, for each parameter of a class by name, the classes whose options a configuration may nest below it.
+    """Return the classes whose options a configuration may nest below each constructor parameter, by parameter name.
 
-    Classes of list items are included. Classes of mapping values are not, because the keys of a mapping are arbitrary.
+    For ``list[Callback]``, the class ``Callback`` is included. For ``dict[str, Callback]``, it is not, because the keys of a
+    mapping are arbitrary.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 

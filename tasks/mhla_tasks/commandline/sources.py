@@ -105,7 +105,12 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """Return a source whose options below the key ``command``, as in ``fit: ...``, are moved to the top level."""
+    """Move the options to the top level if all of them are below the key ``command``, as in a file that starts with ``fit:``.
+
+    Args:
+        source: configuration file or command-line option; any other source is returned unchanged.
+        command: name of the command that runs.
+    """
     options = source.values.get(command)
     if set(source.values) != {command} or not isinstance(options, dict):
         return source

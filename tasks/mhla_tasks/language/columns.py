@@ -60,7 +60,10 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """Return the kind of a table (``jsonl``, ``csv``, ...) from its suffix before any compression suffix; None for others."""
+    """Return the kind of a table (``jsonl``, ``csv``, ...) that its file name indicates; None if it is not a table.
+
+    A compression suffix is ignored: ``a.jsonl.gz`` is a ``jsonl`` table.
+    """
     return SUFFIXES.get(plain_suffix(source))
 
 

@@ -123,7 +123,7 @@ class Conversation:
         return ids
 
     def _stops(self) -> set[int]:
-        """Return a set with the control token that ends a reply in the chat template; empty if there is no such token."""
+        """Return the control token that ends a reply in the chat template, as a set; empty if there is no such token."""
         if not self.has_template:
             return set()
         roles = self.roles

@@ -46,9 +46,9 @@ class TextData(ResumableDataModule):
 
     Args:
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend to their own document only (packed with cu_seqlens).
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
-        options: options of :class:`lightning_mhla.data.ResumableDataModule`.
+        separate_documents: whether tokens attend only to tokens of the same document (packed with cu_seqlens).
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        options: arguments of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
     def __init__(self, context: int, separate_documents: bool, prompts: str | None, **options: Any) -> None:
@@ -71,7 +71,11 @@ class TextData(ResumableDataModule):
         return self.windows("validate" if stage == "test" else stage)
 
     def windows(self, stage: str) -> TokenWindows:
-        """Return the samples of a stage, ``"train"`` or ``"validate"``."""
+        """Return the samples for a stage.
+
+        Args:
+            stage: ``"train"`` or ``"validate"``; tests use the samples of ``"validate"``.
+        """
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -134,7 +138,7 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Loader of packed batches that reports errors of its worker process by file and row, without a traceback."""
+    """Loader of packed batches. An error in its worker process names the file and the row, without a traceback."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Iterate over the remaining batches of the current epoch."""
@@ -205,7 +209,7 @@ class HubText(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        """Return the samples of the first ``val_documents`` documents, which are kept for validation."""
+        """Return the samples for validation: those of the first ``val_documents`` documents, which are not trained on."""
         remarks = Remarks()
         texts = list(itertools.islice(self._texts(remarks), self.val_documents))
         remarks.report()
@@ -217,7 +221,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Return a loader of packed training batches, which resumes after the last batch that was trained."""
+        """Return a loader of packed training batches, which continues after the last trained batch of a resumed run."""
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
