@@ -98,7 +98,7 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer, but keep the special tokens that the settings of the original model name."""
+        """Set the tokenizer, but keep the special tokens that the configuration of the original model already defines."""
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
@@ -120,7 +120,7 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Prepare training of the replaced layers: check that they can be matched, and load the teacher model."""
+        """Prepare training: check that the replaced layers can be matched to the original ones, and load the teacher model."""
         self.linearization.start(self, read_source)
 
     @override
@@ -150,7 +150,8 @@ def read_source(path: str) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: as for :func:`source_network` and :func:`load_source`.
+        ValueError: if the model is not a causal language model of transformers, or its weights do not fit; see
+            :func:`source_network` and :func:`load_source`.
     """
     if is_swapped(path):
         swapped: PreTrainedModel = load_swapped(path, torch.float32)

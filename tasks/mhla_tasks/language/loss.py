@@ -72,7 +72,7 @@ def _slices(tokens: int, vocabulary: int) -> list[slice]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Autograd function of :func:`linear_cross_entropy`, whose forward pass also computes the gradients."""
+    """Autograd function for :func:`linear_cross_entropy`; its forward pass computes the loss and the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, device: str) -> Tensor:

@@ -20,7 +20,7 @@ def in_graph() -> bool:
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Raise ValueError if a prompt is empty or holds tokens beyond the vocabulary.
+    """Raise ValueError if a prompt is empty or holds token indices that are not in the vocabulary.
 
     Args:
         tokens: token indices, ``[B, N]``.
@@ -38,11 +38,11 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    """Raise ValueError if the number of rows differs from that of the cache, or a row has neither new nor cached tokens.
+    """Raise ValueError if the batch and the cache differ in their numbers of rows, or a row has no new and no cached tokens.
 
     Args:
-        cache: state to continue from, if any.
-        counts: number of new real tokens in each row.
+        cache: state to continue from; None to start from the first token.
+        counts: number of new tokens, without padding, in each row of the batch.
     """
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
     if len(lengths) != len(counts):
@@ -53,11 +53,11 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
 
 
 def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | None) -> None:
-    """Raise ValueError if new tokens make a row longer than the limit.
+    """Raise ValueError if the cached and new tokens of a row together exceed the limit.
 
     Args:
-        cache: state to continue from.
-        counts: number of new real tokens in each row.
+        cache: state to continue from, which knows the number of cached tokens in each row.
+        counts: number of new tokens, without padding, in each row.
         limit: maximum number of tokens in a row; None for no limit.
     """
     lengths = cache.lengths or (0,) * len(counts)

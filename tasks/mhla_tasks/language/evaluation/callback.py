@@ -86,7 +86,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the weights that validation uses (averaged, if kept) on all processes; the first process logs the scores."""
+        """Score the model on all processes, with averaged weights if there are any; the first process logs the scores."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM

@@ -77,11 +77,11 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that lm-eval has all named tasks.
+    """Check that all requested tasks of lm-evaluation-harness exist.
 
     Args:
-        names: names of tasks, or paths of task files.
-        known: names of all tasks that lm-eval has.
+        names: requested tasks: names, or paths of task files.
+        known: names of all tasks that the harness has.
 
     Raises:
         ValueError: if a task is unknown; the message suggests similar names.
