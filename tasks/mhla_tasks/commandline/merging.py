@@ -181,7 +181,7 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """Merge a value that a stronger source gives for a complete argument, not just for an option nested below it.
+    """Merge a stronger source's value for an argument as a whole into the merged value of the weaker sources.
 
     Args:
         old: merged value of the weaker sources; None if they set nothing.

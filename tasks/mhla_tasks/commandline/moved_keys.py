@@ -16,7 +16,7 @@ from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
 
 @dataclass(frozen=True)
 class Move:
-    """Renamed option that a configuration file or the command line sets by its former name.
+    """Renamed option that a configuration file or the command line sets under its former name.
 
     Attributes:
         old: former name, such as ``data.cache_dir``.

@@ -99,7 +99,7 @@ def takes_options_alone(kind: type, name: str) -> bool:
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
     """Yield the classes in a type hint, including those in unions and containers.
 
-    Callables and classes for plain values, from the modules in :data:`PLAIN`, are omitted.
+    Callables are omitted, and so are classes such as ``int`` and ``Path`` that a configuration writes as plain values.
 
     Args:
         hint: type hint of a parameter.

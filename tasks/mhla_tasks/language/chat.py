@@ -70,7 +70,7 @@ class Chat:
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
-        sampling: sampling options, as for :func:`chat`.
+        sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
     """
 
     def __init__(
@@ -149,7 +149,12 @@ class Chat:
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling arguments for ``generate``.
 
-    An option is taken from ``requested``, else from the model's generation settings, else from :class:`GenerationOptions`.
+    An option comes from ``requested``. If it is missing there, it comes from the model's generation settings, or last from the
+    defaults of :class:`GenerationOptions`.
+
+    Args:
+        model: causal language model.
+        requested: options that the user has set, such as ``temperature``.
     """
     model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
@@ -160,7 +165,7 @@ def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str,
 
 
 def _bytes(cache: Any) -> int:
-    """Return the memory of a model's state or key-value cache in bytes."""
+    """Return the number of bytes that a model's generation state or key-value cache occupies in memory."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes)
     total = 0

@@ -40,7 +40,7 @@ class MissingColumnError(ValueError):
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Yield the location and the text of each row of a table. The table is read lazily; blank lines are skipped.
+    """Yield the location and the text of each row of a table, which is read lazily. Blank lines are skipped.
 
     Args:
         source: path or URL of the table.

@@ -140,7 +140,7 @@ class MHLAConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: :meth:`save_pretrained` names the model's classes, and their source is not copied."""
+        """Do nothing, because :meth:`save_pretrained` already names the model's classes."""
 
     @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:

@@ -207,7 +207,7 @@ def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
 
 
 def _counted(rows: Rows, path: Path, remarks: Remarks) -> Rows:
-    """Yield the rows of a file unchanged, and count the file in ``remarks`` if it has none."""
+    """Yield the rows of a file unchanged, and count the file in ``remarks`` if it has no rows."""
     empty = True
     for row in rows:
         empty = False

@@ -94,14 +94,14 @@ class PythonSource(TextData):
     """Source code of the running Python's standard library: 9 MB of real text that needs no download.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
         vocab_size: vocabulary size of the byte-level BPE, which is trained on the text once and kept in the cache.
-        separate_documents: whether tokens attend to their own file only.
-        num_workers: worker processes for each training process; 0 is fastest for text in memory.
-        seed: seed of the order of the samples; null takes seed_everything.
+        separate_documents: whether tokens attend only to tokens of the same file.
+        num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
+        seed: seed of the order of the samples; null for the value of seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -149,29 +149,29 @@ class HubText(TextData):
     """Text of a data set on the Hugging Face Hub or of local files, tokenized while it is streamed.
 
     Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
-    after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows with a
-    null, or with nothing but whitespace, are skipped; the log mentions the first.
+    after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows whose text
+    is null or only whitespace are skipped; the log mentions the first such row.
 
     Args:
-        tokenizer: name of a model on the hub, or folder.
-        path: name of the data set; or json (JSON lines, or an array of objects), csv, parquet, or text (each line is a
-            document) with data_files.
+        tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub.
+        path: name of the data set on the Hugging Face Hub; or, with data_files, the format of the files: json (JSON lines, or
+            an array of objects), csv, parquet, or text (each line is a document).
         name: configuration of the data set.
         split: split of the data set.
-        data_files: local files, glob patterns or URLs, for json, csv, parquet and text; .gz, .bz2, .xz and .zst are
+        data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
         column: name of the column that holds the text.
-        batch_size: samples of a batch over all processes together.
+        batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend to their own document only.
+        separate_documents: whether tokens attend only to tokens of the same document.
         steps_per_epoch: number of batches in an epoch.
         shuffle_buffer: number of documents that are shuffled together; 0 for the order of the data set.
         val_documents: number of documents at the start that are kept for validation.
-        num_workers: 1 reads and tokenizes in a separate process.
-        seed: seed of the shuffle; null takes seed_everything.
-        control_tokens: read the letters of a control token in a text, such as <|endoftext|>, as that token; false leaves
-            them text.
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
+        seed: seed of the shuffle; null for the value of seed_everything.
+        control_tokens: whether the letters of a control token in a text, such as <|endoftext|>, become that token; false leaves
+            them as text.
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class HubText(TextData):
             raise ShardUnavailableError(str(error)) from error
 
     def _documents(self) -> Iterator[str]:
-        """Yield the training documents endlessly, in a new order each epoch; every call gives the same sequence."""
+        """Yield the training documents endlessly, in a new order each epoch; every call yields the same sequence."""
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
             trained = itertools.islice(self._texts(remarks), self.val_documents, None)
@@ -304,13 +304,13 @@ class TokenShards(TextData):
         val: shards to validate and test on, in the same forms.
         tokenizer: folder of the tokenizer, or a model on the Hugging Face Hub; null for the folder tokenizer/ beside the
             shards.
-        batch_size: samples of a batch over all processes together.
+        batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend to their own document only.
-        num_workers: worker processes for each training process.
-        seed: seed of the order of the samples; null takes seed_everything.
-        shards: options of reading shards and of keeping downloads.
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        separate_documents: whether tokens attend only to tokens of the same document.
+        num_workers: number of worker processes for each training process.
+        seed: seed of the order of the samples; null for the value of seed_everything.
+        shards: options for reading shards and for caching downloads.
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(

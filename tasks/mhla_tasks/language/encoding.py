@@ -102,7 +102,7 @@ def encode_prompts(
         Token indices of each prompt.
 
     Raises:
-        ValueError: as for :func:`encode_texts`.
+        ValueError: if the tokenizer cannot keep the letters of a control token as text, or fails on a prompt.
     """
     begin = begin_tokens(tokenizer)
     rows = encode_texts(tokenizer, texts, read_control_tokens)

@@ -47,17 +47,17 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(CausalLanguageModel):
-    """Causal language model of transformers whose attention is replaced, and which is then trained to restore its quality.
+    """Causal language model of transformers whose attention layers are replaced, then trained to restore its quality.
 
     Args:
-        pretrained: model to start from: a folder of transformers, a name on the hub, or a checkpoint or run of this class or
-            of LanguageModel with network; its weights are not read if --ckpt_path supplies them.
-        attention: replacement of the attention; rotary embeddings and the norms of queries and keys remain those of the model.
-        layer_kinds: kinds of the layers, repeated to the depth: keep leaves a layer unchanged, replace uses attention.kind;
-            null replaces all.
-        train: parameters that are trained after the layer-matching stage: all; attention, the replaced attention layers with
-            their projections; new, only the parameters that the replacement added; lora, these and LoRA adapters of the
-            projections.
+        pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
+            this class or of LanguageModel with network. Its weights are not read if --ckpt_path supplies them.
+        attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the model.
+        layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
+            the kind attention.kind. null replaces all layers.
+        train: parameters that are trained after the layer-matching stage. all trains all of them; attention, those of the
+            replaced attention layers with their projections; new, only those that the replacement added; lora, the added ones
+            and LoRA adapters of the projections.
         lora: rank and alpha of the adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.

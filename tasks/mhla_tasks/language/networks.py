@@ -18,9 +18,12 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     """Build a causal language model with random weights from a configuration of transformers.
 
     Args:
-        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options. Two
-            optional entries come from published models: ``extra``, entries of ``config.json`` that the class does not know
-            and that are kept unchanged, and ``generation_config``, options of ``transformers.GenerationConfig``.
+        network: dict with these entries:
+
+            * ``class_path``: name of a configuration class, such as ``transformers.LlamaConfig``.
+            * ``init_args``: options of the configuration.
+            * ``extra`` (optional): entries of a published ``config.json`` that the class does not know; kept unchanged.
+            * ``generation_config`` (optional): options of ``transformers.GenerationConfig``.
         vocab_size: number of tokens in the vocabulary.
 
     Raises:

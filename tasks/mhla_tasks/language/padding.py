@@ -133,7 +133,7 @@ def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
         real: mask of non-padding tokens, ``[B, N]`` bool; None if all are real.
 
     Returns:
-        Targets, ``[B, N]`` int64; :data:`IGNORED` in the last column and where the token or the next one is padding.
+        Targets, ``[B, N]`` int64; -100 (ignored) in the last column and where the token or the next one is padding.
     """
     following = labels[:, 1:]
     if real is not None:

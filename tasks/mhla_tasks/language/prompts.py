@@ -25,9 +25,9 @@ class GenerationOptions:
 
     Args:
         max_new_tokens: maximum number of tokens in a continuation.
-        temperature: temperature of sampling; 0 takes the likeliest token each time.
-        top_k: number of likeliest tokens to sample from; 0 for all.
-        top_p: total probability of the likeliest tokens to sample from.
+        temperature: temperature of sampling; 0 takes the most likely token each time.
+        top_k: number of most likely tokens to sample from; 0 for all.
+        top_p: total probability of the most likely tokens to sample from.
         beams: number of beams of beam search; more than 1 requires temperature 0.
         control_tokens: whether the letters of a control token in a prompt, such as <|im_start|>, become that token, as in
             prompts made by a chat template; false leaves them as text.

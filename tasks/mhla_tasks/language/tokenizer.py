@@ -128,7 +128,7 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the index of the token for padding: the padding token, else the end token, else 0.
+    """Return the index of the token to pad with: the padding token; without one, the end token; without either, 0.
 
     Any token is suitable, because the model never attends to padding.
     """

@@ -25,10 +25,12 @@ BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 @contextmanager
 def local_data(folder: str | Path | None) -> Iterator[None]:
-    """Context manager in which lm-eval's tasks load their data sets from a folder, else from the Hugging Face Hub.
+    """Context manager that lets lm-eval's tasks load their data sets from a folder of local copies.
+
+    Data sets without a copy in the folder are loaded from the Hugging Face Hub.
 
     Args:
-        folder: folder with local copies of data sets; None changes nothing.
+        folder: folder with local copies of data sets, under their names on the hub; None changes nothing.
 
     Raises:
         FileNotFoundError: if the folder does not exist. Inside the context, if the data of a task is neither in the folder
