@@ -268,12 +268,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths of all values in nested options and lists whose last keys are ``tail``.
+    """Search nested options and lists for values, and yield the path of each value whose last keys are ``tail``.
 
     Args:
         values: nested options and lists.
-        tail: last keys of the paths to yield.
-        path: path of ``values`` itself, which the yielded paths start with.
+        tail: keys that a path must end with.
+        path: path of ``values`` itself, with which the yielded paths start.
     """
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):

@@ -283,7 +283,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         """Return whether the forward pass returns a generation state.
 
         Args:
-            use_cache: argument of the caller; None follows the configuration, but returns no state in training.
+            use_cache: argument of the caller. None follows the configuration, but returns no state in training and in a
+                compiled or exported graph.
             single: whether each row is a single sequence that one process holds completely, as a state requires.
         """
         if use_cache is not None:
@@ -346,7 +347,9 @@ class MHLAModel(EmbeddedBackbone):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         **kwargs: Unpack[BackboneOptions],
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Compute hidden states ``[B, N, dim]``; arguments as for :meth:`MHLAForCausalLM.forward`.
+        """Compute the hidden states of a batch, ``[B, N, dim]``.
+
+        The arguments are those of :meth:`MHLAForCausalLM.forward`.
 
         Raises:
             ValueError: if the inputs contradict each other.
@@ -364,6 +367,11 @@ class MHLAModel(EmbeddedBackbone):
 
 
 def check_options(options: Any, names: Any) -> None:
-    """Raise TypeError if the mapping ``options`` has a key that the TypedDict class ``names`` does not have."""
+    """Raise TypeError if a keyword argument is not declared.
+
+    Args:
+        options: keyword arguments of a call, by name.
+        names: TypedDict class that declares the accepted arguments.
+    """
     if unknown := set(options) - set(names.__annotations__):
         raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

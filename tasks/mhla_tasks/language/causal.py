@@ -38,7 +38,9 @@ Stage = Literal["val", "test"]
 
 
 class CausalLanguageModel(TrainingModule):
-    """Base class of Lightning modules that train a causal language model; arguments as for :class:`TrainingModule`.
+    """Base class of Lightning modules that train a causal language model.
+
+    The arguments are those of :class:`TrainingModule`.
 
     A subclass builds the network and passes it to :meth:`take` at the end of its constructor.
     """
@@ -51,7 +53,7 @@ class CausalLanguageModel(TrainingModule):
     predict_batch = ("prompt", "index")
 
     def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions) -> None:
-        """Store the network and its options, and create the sums for validation and test metrics.
+        """Store the network and its options, and create empty validation and test metrics.
 
         Args:
             network: causal language model, of this package or of transformers.
@@ -222,7 +224,7 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of training on one token: three times those of the forward pass.
+        """Number of floating-point operations to train on one token, three times that of the forward pass.
 
         The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only the
         weight matrices are counted.

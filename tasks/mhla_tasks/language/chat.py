@@ -29,7 +29,7 @@ HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) 
 def chat(
     path: str, system: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Chat with a model in the terminal until the input ends.
+    """Chat with a model in the terminal until the user enters ``/exit`` or the input ends.
 
     Args:
         path: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
@@ -92,7 +92,7 @@ class Chat:
         self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
-        """Generate and print the reply to a message, then print the time it took and the memory of the model's state."""
+        """Generate and print the reply to a message, then print the time taken and the memory size of the model's state."""
         ids = self.conversation.ask(text)
         limit = longest(self.model)
         reply_limit = self.count if limit is None else min(self.count, limit - len(ids) + 1)

@@ -45,8 +45,11 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
     Args:
         source: path or URL of the table.
         column: name of the column that holds the text.
-        kind: ``jsonl``, ``json`` (an array of objects, an object, or JSON lines), ``csv``, ``tsv``, ``parquet``, or
-            ``lines`` (each line of a text file is a row); None for the kind that the suffix indicates.
+        kind: format of the table; None for the one that the file suffix indicates:
+
+            * ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
+            * ``json``: an array of objects, an object, or JSON lines.
+            * ``lines``: text in which each line is a row.
 
     Raises:
         MissingColumnError: if a row has no such column.

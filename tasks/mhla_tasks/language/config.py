@@ -56,9 +56,9 @@ class MHLAConfig(PreTrainedConfig):
         tie_word_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
         use_cache: whether a model that is not training returns its state, unless a call says otherwise.
-        bos_token_id: token at the start of a text, or None.
-        eos_token_id: token at the end of a text, a list of such tokens, or None.
-        pad_token_id: padding token, which is never attended to, or None.
+        bos_token_id: index of the token at the start of a text; None without such a token.
+        eos_token_id: index of the token at the end of a text, or a list of several; None without such a token.
+        pad_token_id: index of the padding token, which is never attended to; None without such a token.
     """
 
     model_type = "mhla"

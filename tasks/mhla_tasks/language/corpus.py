@@ -89,7 +89,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 
     A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
     row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a
-    table, rows with a null or an empty text are left out. One log line counts by reason what was left out.
+    table, rows with a null or an empty text are left out. One log line reports, for each reason, how many inputs were left out.
 
     Args:
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.

@@ -163,10 +163,13 @@ def read_source(path: str) -> PreTrainedModel:
 
 
 def source_network(pretrained: str) -> dict[str, Any]:
-    """Read the configuration of a model in the form that :func:`build_network` takes.
+    """Read the configuration of a model as plain data, which :func:`build_network` accepts.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
+
+    Returns:
+        A dict with ``class_path``, ``init_args`` and optional entries; see the argument ``network`` of :func:`build_network`.
 
     Raises:
         FileNotFoundError: if there is no such model.

@@ -72,18 +72,19 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
 def document_bounds(
     options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
 ) -> Sequence[int] | Tensor | None:
-    """Determine the bounds of packed documents from the argument that marks them.
+    """Determine where packed documents begin from the argument of the forward pass that marks them.
 
     Args:
-        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` returns them.
-        cu_seqlens: the bounds themselves.
-        position_ids: positions of the tokens; a document begins where they start again. In an exported graph, which cannot
-            depend on their values, they mark no documents.
+        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` of transformers
+            returns them; empty without these arguments.
+        cu_seqlens: result in the form that this function returns; None to derive it from the other arguments.
+        position_ids: positions of the tokens, or None. A document begins where the positions start again. In an exported
+            graph, which cannot depend on their values, they mark no documents.
         x: tokens, ``[B, N, ...]``.
 
     Returns:
-        Index of the first token of each document, followed by the number of tokens, with all rows laid end to end; None if
-        every row is one document.
+        Index of the first token of each of S documents, followed by the number of tokens, ``[S + 1]``, where the rows of the
+        batch are laid end to end. None if no argument marks documents, so that every row is one document.
 
     Raises:
         ValueError: if the arguments contradict each other.

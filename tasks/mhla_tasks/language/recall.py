@@ -91,10 +91,10 @@ class AssociativeRecall(QuestionData):
     """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions about them.
 
     A sequence of N tokens begins with D keys, each followed by its value. Keys are drawn without replacement from the lower
-    half of the vocabulary, values from the upper half. The rest of the sequence is (N - 2D) / 2 slots of two tokens. D slots
-    begin with a key, whose value is to be predicted. These slots are drawn without replacement with probabilities
-    proportional to ``i ** (power - 1)``, i = 1, 2, .... All other tokens after the pairs are random, or 0. Accuracy is logged
-    by number of pairs: ``val/accuracy_pairs4``.
+    half of the vocabulary, values from the upper half. The rest of the sequence consists of (N - 2D) / 2 slots of two tokens.
+    D slots begin with a key, whose value is to be predicted. These slots are drawn without replacement, slot i = 1, 2, ... with
+    a probability proportional to ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged by
+    number of pairs: ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.
@@ -184,8 +184,8 @@ class Needle(QuestionData):
     """Needle in a haystack: a key and its value at a random position among random tokens, and the key again at the end.
 
     Keys, values and the haystack come from different thirds of the vocabulary. Accuracy is logged by length
-    (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the
-    haystack that holds the pair).
+    (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth tells
+    which fifth of the haystack holds the pair.
 
     Args:
         tokens: number of tokens in a training sequence.
