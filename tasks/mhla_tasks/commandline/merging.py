@@ -34,8 +34,8 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     """Merge the options of all sources into one nested mapping, where stronger sources override weaker ones.
 
     Args:
-        sources: configuration files and command-line options, the weakest first. Their classes must be imported already, by
-            :func:`mhla_tasks.commandline.trust.allow_classes`.
+        sources: configuration files and command-line options, the weakest first. The classes that they name must have been
+            imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
     for source in sources:
@@ -215,7 +215,7 @@ def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
-    """Convert the value of an argument that takes an object to a mapping of options such as ``class_path``.
+    """Convert the value of an argument that accepts instances of classes to a mapping with options such as ``class_path``.
 
     Args:
         value: mapping of options, or the name of a class. Any other value gives an empty mapping.

@@ -238,7 +238,7 @@ def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Sou
     Args:
         source: source whose values may name files.
         folder: folder to which relative file names refer.
-        depth: nesting depth of the source: number of files that lead from the command line to it.
+        depth: number of files in the chain of references from the command line to the source.
     """
     values, named_files = _split(source.values, folder, ())
     bases = [path for keys, path in named_files if keys == ("config",)]

@@ -35,7 +35,7 @@ __all__ = {sorted(CLASSES.values())}
 
 
 class MHLAConfig(PreTrainedConfig):
-    """Configuration of a causal language model with mhla, linear or softmax attention, or a mixture of them.
+    """Configuration of a causal language model with MHLA, linear or softmax attention, or a mixture of them.
 
     Sizes can also be set and read by the names that transformers' tools use (``hidden_size``, ``num_hidden_layers``,
     ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``intermediate_size``, ``max_position_embeddings``), and
@@ -165,7 +165,10 @@ class MHLAConfig(PreTrainedConfig):
 
 
 def default_attention() -> AttentionConfig:
-    """Return the attention options of the paper's language model: blocks of 64, rotary after relu, gate, no normalizer."""
+    """Return the attention options of the MHLA paper's language model.
+
+    They are blocks of 64 tokens, rotary embeddings after the relu feature map, an output gate, and no normalizer.
+    """
     return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
 
 

@@ -35,8 +35,8 @@ class Remarks:
     """Counter of files, rows and documents that are left out or changed, reported in one log line.
 
     Args:
-        at_once: whether the first input of each kind is also logged immediately, because an endless stream never ends with a
-            report.
+        at_once: whether the first input of each kind is also logged immediately. An endless stream needs this, because it never
+            reaches the final report.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -85,7 +85,7 @@ class Remarks:
 
 
 def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Yield the documents of all files, folders and data sets in order, without empty ones.
+    """Yield the documents of files, folders and data sets in the given order, and skip empty documents.
 
     A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
     row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a

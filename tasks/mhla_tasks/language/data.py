@@ -79,7 +79,7 @@ class TextData(ResumableDataModule):
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Replace the mask of document starts in a batch by ``cu_seqlens``, the bounds of the packed documents.
+        """Replace the mask of document starts in a batch with ``cu_seqlens``, the bounds of the packed documents.
 
         The bounds are Python integers, because reading them from an accelerator would wait for it.
         """
@@ -91,7 +91,7 @@ class TextData(ResumableDataModule):
 
 
 class PythonSource(TextData):
-    """Source code of the running Python's standard library: 9 MB of real text that needs no download.
+    """Data module for the source code of Python's standard library: 9 MB of real text that needs no download.
 
     Args:
         batch_size: number of samples in a batch, over all processes together.
@@ -146,7 +146,7 @@ class DocumentLoader(StreamLoader):
 
 
 class HubText(TextData):
-    """Text of a data set on the Hugging Face Hub or of local files, tokenized while it is streamed.
+    """Data module for text from the Hugging Face Hub or from local files, which is tokenized while it is streamed.
 
     Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
     after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows whose text
@@ -297,7 +297,7 @@ class HubText(TextData):
 
 
 class TokenShards(TextData):
-    """Tokenized text in WebDataset tar shards, which ``lightning prepare text`` writes.
+    """Data module for tokenized text in WebDataset tar shards, which ``lightning prepare text`` writes.
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
