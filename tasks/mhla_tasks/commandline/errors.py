@@ -150,7 +150,7 @@ def _report(error: Exception) -> None:
 
 
 def _report_thread(thrown: threading.ExceptHookArgs) -> None:
-    """Print an error that ended a thread; a hook for ``threading.excepthook``.
+    """Hook for ``threading.excepthook`` that prints the error with which a thread ended.
 
     A failure of the machine, such as a full disk, is printed in one line. Other errors are printed with a traceback.
     """

@@ -86,7 +86,7 @@ def _import_first(package: str) -> None:
 def without_collection() -> Iterator[None]:
     """Context manager that disables garbage collection, to speed up the imports in its ``with`` block.
 
-    Importing modules creates many objects and little garbage.
+    Imports create many objects and little garbage, so collections during them waste time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -63,7 +63,7 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """Return the transformers configuration from which a checkpoint's model was built; None if it stores none."""
+    """Return the transformers configuration of a checkpoint's model; None if the checkpoint does not store one."""
     path = Path(checkpoint)
     memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
     return memory.get("network")
