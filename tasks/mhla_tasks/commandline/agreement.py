@@ -104,9 +104,12 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments of a class from its options.
+    """Return the constructor arguments in the options of the model or the data module.
 
-    Arguments are below ``init_args``, or directly among the options if they were given as in ``--data.batch_size=8``.
+    The keys of ``init_args`` are merged into the top level, where ``--data.batch_size=8`` puts an argument.
+
+    Args:
+        value: the options; anything but a mapping gives an empty dict.
     """
     options = mapping(value)
     return {**options, **mapping(options.get("init_args"))}

@@ -28,9 +28,9 @@ OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
 
 
 def answer(breaks: str, line: str) -> list[str]:
-    """Answer a completion request of the shell: return the possible texts of the word before the cursor.
+    """Return the possible completions of the word before the cursor, in the form that the shell expects.
 
-    The shell replaces only the text after the last word-break character. The answers therefore omit the text before it.
+    The shell replaces only the text after the last word-break character. The completions therefore omit the text before it.
 
     Args:
         breaks: word-break characters of the shell (``COMP_WORDBREAKS``).

@@ -69,7 +69,7 @@ def harmless(text: str) -> str:
 
 
 def _is_raw(sign: str) -> bool:
-    """Return whether a character is a surrogate, which stands for an undecodable byte and which the stream escapes."""
+    """Return whether a character is a surrogate, which stands for a byte that is not UTF-8; the stream escapes it later."""
     return "\ud800" <= sign <= "\udfff"
 
 
@@ -99,27 +99,27 @@ def _format_warning(
 
 
 def ignore_noise() -> None:
-    """Suppress the library warnings that do not help the user, listed in :data:`NOISE`."""
+    """Suppress warnings of libraries that do not help the user; :data:`NOISE` lists their patterns."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
 
 
 def show_log(stream: TextIO) -> None:
-    """Print log messages to a stream: from level INFO for the packages in :data:`LOGGERS`, from WARNING for all others."""
+    """Print log messages to a stream: from level INFO for this project's packages, from WARNING for all others."""
     logging.basicConfig(level=logging.WARNING, handlers=[log_handler(stream)])
     set_levels()
 
 
 def set_levels() -> None:
-    """Set the log level of the packages in :data:`LOGGERS` to INFO."""
+    """Set the log level of this project's packages (:data:`LOGGERS`) to INFO."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Log handler that raises errors in writing to its stream, so that they end the command.
+    """Log handler that raises the error if its stream cannot be written to, which ends the command.
 
-    Python's handlers print such errors and continue.
+    Python's own handlers print such an error and continue.
     """
 
     @override

@@ -110,7 +110,7 @@ def explain(error: BaseException) -> str | None:
     """Return the message for an error that the user can fix; None for an error that is a bug in this project.
 
     Args:
-        error: error with its traceback, which shows which package raised it and whether deliberately.
+        error: error with its traceback. The last frame shows which package raised it and whether a ``raise`` statement did.
     """
     if _is_ours(error):
         text = name_the_extra(str(error))
@@ -150,7 +150,7 @@ def _report(error: Exception) -> None:
 
 
 def _report_thread(thrown: threading.ExceptHookArgs) -> None:
-    """Print an error that ended a thread; a hook for ``threading.excepthook``.
+    """Hook for ``threading.excepthook`` that prints the error with which a thread ended.
 
     A failure of the machine, such as a full disk, is printed in one line. Other errors are printed with a traceback.
     """
@@ -202,7 +202,7 @@ def _reader_is_gone() -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether a package in :data:`OWN` raised an error deliberately, so that its message needs no traceback."""
+    """Return whether this project raised an error deliberately, to tell the user what to fix."""
     if (
         type(error).__module__.partition(".")[0] in OWN
     ):  # DataLoader re-raises errors of worker processes in its own code
@@ -229,7 +229,7 @@ def _is_for_the_user(error: BaseException) -> bool:
 def _raised_in(error: BaseException) -> tuple[str, bool]:
     """Return the top-level package that raised an error, and whether a ``raise`` statement raised it.
 
-    An error without a ``raise`` statement comes from the interpreter and points to a bug, such as adding a number and None.
+    An error without a ``raise`` statement comes from the Python interpreter and points to a bug, such as ``1 + None``.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
@@ -246,9 +246,12 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
 
 
 def _from_worker(error: BaseException) -> str | None:
-    """Extract the message of an error that a package in :data:`OWN` raised in a DataLoader worker process.
+    """Extract the message of an error that this project's code raised in a DataLoader worker process.
 
-    PyTorch passes on the traceback of a worker process only as the text of a new error.
+    PyTorch raises a new error in the main process, whose text is the traceback of the worker process.
+
+    Args:
+        error: error in the main process.
 
     Returns:
         Last line of the traceback without the name of the exception class; None if the error has a different origin.

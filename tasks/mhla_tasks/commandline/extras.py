@@ -13,10 +13,10 @@ EXTRAS = {
 
 
 def name_the_extra(message: str) -> str:
-    """Append the command that installs the missing package to the message of a ``ModuleNotFoundError``.
+    """Append a pip command that installs the missing package to the message of a ``ModuleNotFoundError``.
 
     Args:
-        message: any error message; returned unchanged if it does not name a package in :data:`EXTRAS`.
+        message: any error message. It is returned unchanged unless it says that an optional package is missing.
     """
     match = re.search(r"No module named '(\w+)", message)
     if match is None or match[1] not in EXTRAS:

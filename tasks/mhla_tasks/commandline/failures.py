@@ -89,7 +89,7 @@ def explain_failure(error: BaseException) -> str | None:
     """Describe a failure of the machine, such as a full disk, in one line: the path, the cause and the remedy.
 
     Args:
-        error: any error. System errors that led to it are considered too if their ``errno`` is in :data:`OF_THE_MACHINE`.
+        error: any error. The chain of errors that led to it is searched too.
 
     Returns:
         The description; None if the error is not a failure of the machine.
@@ -112,7 +112,7 @@ def explain_failure(error: BaseException) -> str | None:
 def _receives_tensors(error: BaseException) -> bool:
     """Return whether an error was raised while this process received a tensor from a worker process.
 
-    An ``EOFError`` there means that the worker could not open a file to pass the tensor.
+    An ``EOFError`` during this transfer means that the worker could not open a file to pass the tensor.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.multiprocessing.reductions" for frame in frames)
@@ -162,7 +162,7 @@ def _line(number: int, path: str | None) -> str:
 
 
 def _path_of(error: OSError) -> str | None:
-    """Return the path in an ``OSError``, which for a copy or rename is the target; None if the error has no path."""
+    """Return the path that an ``OSError`` names, for a copy or rename the target's; None if the error names no path."""
     name = error.filename2 or error.filename
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
 

@@ -45,7 +45,11 @@ FIRST = "torchmetrics.utilities"
 
 
 class LatePackage(ModuleType):
-    """Module object of a package whose code runs on the first access to a name that :data:`LATE` does not list."""
+    """Module object that defers the import of a package.
+
+    The names that :data:`LATE` lists are imported from their submodules. The first access to any other name executes the
+    package.
+    """
 
     __spec__: ModuleSpec
 
@@ -66,7 +70,7 @@ class LatePackage(ModuleType):
 
 
 def _plot(*arguments: Any, **options: Any) -> Any:
-    """Call ``plot_single_or_multi_val`` of torchmetrics, whose module is imported on the first call."""
+    """Stand in for torchmetrics' ``plot_single_or_multi_val``: import its module on the first call, then call it."""
     module = sys.modules[PLOT]
     if module.__dict__["plot_single_or_multi_val"] is _plot:
         del module.__dict__["plot_single_or_multi_val"]
@@ -82,7 +86,7 @@ def _import_first(package: str) -> None:
 def without_collection() -> Iterator[None]:
     """Context manager that disables garbage collection, to speed up the imports in its ``with`` block.
 
-    Importing modules creates many objects and little garbage.
+    Imports create many objects and little garbage, so collections during them waste time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -94,7 +98,10 @@ def without_collection() -> Iterator[None]:
 
 
 def put_off_imports() -> None:
-    """Defer the import of the packages in :data:`LATE` that are installed and not imported yet."""
+    """Defer the import of slow packages, such as torchmetrics and timm, until a name in them is used.
+
+    Only the packages in :data:`LATE` that are installed and not imported yet are deferred.
+    """
     for name in LATE:
         package = name.rpartition(".")[0]
         parent = sys.modules.get(package)

@@ -26,11 +26,12 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         sources: sources of all other options: configuration files and the command line, the weakest first.
 
     Returns:
-        ``class_path`` and ``init_args`` under the keys ``model`` and ``data``. Empty for a keyword of Lightning, a URL, and a
-        folder without checkpoints.
+        Options under the keys ``model`` and ``data``, each a dict with ``class_path`` and ``init_args``. Empty if
+        ``checkpoint`` is a keyword of Lightning, a URL or a folder without checkpoints.
 
     Raises:
-        ValueError: if ``checkpoint`` does not exist, is not a readable checkpoint, or its class may not be imported.
+        ValueError: if ``checkpoint`` does not exist or cannot be read, or if a configuration may not import the class of its
+            model or data module.
     """
     path = Path(checkpoint)
     if not path.exists():
@@ -62,7 +63,7 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """Return the transformers configuration from which a checkpoint's model was built; None if it stores none."""
+    """Return the transformers configuration of a checkpoint's model; None if the checkpoint does not store one."""
     path = Path(checkpoint)
     memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
     return memory.get("network")

@@ -34,8 +34,8 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     """Merge the options of all sources into one nested mapping, where stronger sources override weaker ones.
 
     Args:
-        sources: configuration files and command-line options, the weakest first. Their classes must be imported already, by
-            :func:`mhla_tasks.commandline.trust.allow_classes`.
+        sources: configuration files and command-line options, the weakest first. The classes that they name must have been
+            imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
     for source in sources:
@@ -73,10 +73,11 @@ class _Typed(str):
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """Return the value as a parameter needs it: parsed from YAML, or as text.
+        """Return the value in the form that a parameter needs: parsed from YAML, or as text.
 
         Args:
-            classes: classes that the parameter takes; empty for a parameter that takes plain values and so needs the text.
+            classes: classes whose instances the parameter accepts; empty for a parameter that accepts only plain values,
+                which needs the text.
         """
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
             # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
@@ -93,7 +94,7 @@ def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
         path: keys that lead to the option in the nested values of the source.
 
     Returns:
-        The value; None if it named a configuration file, whose options are a separate source.
+        The value; None if the text is the path of a configuration file, whose options are a separate source.
     """
     value: Any = source.values
     for key in path:
@@ -180,7 +181,7 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """Merge a value that a stronger source gives for a complete argument, not just for an option nested below it.
+    """Merge a stronger source's value for an argument as a whole into the merged value of the weaker sources.
 
     Args:
         old: merged value of the weaker sources; None if they set nothing.
@@ -214,7 +215,7 @@ def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
-    """Convert the value of an argument that takes an object to a mapping of options such as ``class_path``.
+    """Convert the value of an argument that accepts instances of classes to a mapping with options such as ``class_path``.
 
     Args:
         value: mapping of options, or the name of a class. Any other value gives an empty mapping.
@@ -227,7 +228,7 @@ def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:
-    """Change the class in an object's options, and keep the arguments that both classes declare with the same type.
+    """Return an object's options with a different class, and with the arguments that both classes declare with the same type.
 
     Args:
         options: options of the object with its previous class.
@@ -253,7 +254,7 @@ def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
 
     Args:
         options: options of the object; their ``class_path`` names its class.
-        classes: base classes that the object may have, whose arguments are used if ``options`` name no class.
+        classes: base classes that the object may have. Their arguments are used if ``options`` has no ``class_path``.
 
     Returns:
         Classes by the name of the argument.

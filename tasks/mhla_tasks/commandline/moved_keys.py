@@ -16,7 +16,7 @@ from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
 
 @dataclass(frozen=True)
 class Move:
-    """Renamed option that a configuration file or the command line sets by its former name.
+    """Renamed option that a configuration file or the command line sets under its former name.
 
     Attributes:
         old: former name, such as ``data.cache_dir``.
@@ -30,11 +30,11 @@ class Move:
 
 
 def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
-    """Replace the former names of renamed options by their present names.
+    """Replace the former names of renamed options with their present names.
 
     A source is a configuration file or an option on the command line. Whether an option was renamed depends on the class that
-    it belongs to. That class is named by the same source, else by the nearest source of lower priority, else by the first
-    source of higher priority.
+    it belongs to, which any source may name. The function looks for the class in the source itself, then in sources of lower
+    priority from the nearest one down, then in sources of higher priority from the nearest one up.
 
     Args:
         sources: configuration files and command-line options, in ascending order of priority.
@@ -66,14 +66,14 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
 
 
 def notice(moves: Sequence[Move]) -> str:
-    """Return one warning for all options that were set by former names, with the present names and the files."""
+    """Return a warning that lists the former and present name of each renamed option, and the files that set them."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"
 
 
 def present_word(word: str) -> str:
-    """Replace the former name of an option in a command-line argument, so that two command lines can be compared.
+    """Replace the former name of an option in a command-line argument with its present name, to compare command lines.
 
     The name is replaced no matter which class takes the option. Other arguments are returned unchanged.
     """
@@ -85,27 +85,27 @@ def present_word(word: str) -> str:
 
 
 def _giver(source: Source) -> str:
-    """Return where a source comes from, for messages: the name of a file, or ``the command line``."""
+    """Return the origin of a source for messages: the name of a file, or ``the command line``."""
     return "the command line" if source.typed else source.origin
 
 
 def _arguments(source: Source, root: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the two mappings of class arguments in a source: the values below the key ``root``, and their ``init_args``."""
+    """Yield the two mappings that may hold class arguments: the options below the key ``root``, and their ``init_args``."""
     options = mapping(source.values.get(root))
     yield options
     yield mapping(options.get("init_args"))
 
 
 def _former_names(source: Source, root: str) -> dict[str, str]:
-    """Return the former names of options that a source sets below the key ``root``, mapped to the present names."""
+    """Return the former names that a source uses for options below the key ``root``, mapped to the present names."""
     return {old: new for old, new in MOVED[root].items() if any(old in each for each in _arguments(source, root))}
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:
-    """Yield the renamed options that a source sets below the key ``root`` by their present names.
+    """Yield the present names of the renamed options that a source sets below the key ``root`` under these names.
 
-    A present name has a group and a name within it. If a source sets the group to a value that is not a mapping, all options
-    of the group count as set.
+    A present name has the form ``group.name``. If a source sets the group to a value that is not a mapping, all options of the
+    group count as set.
     """
     for arguments in _arguments(source, root):
         for new in MOVED[root].values():
@@ -147,7 +147,7 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
     Args:
         source: configuration file or command-line option.
         root: key below which the options are set, such as ``data``.
-        names: present names by former name.
+        names: former names of options, mapped to the present names.
     """
     if not names:
         return source
@@ -163,7 +163,13 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
 
 
 def _new_path(path: tuple[str | int, ...], root: str, names: Mapping[str, str]) -> tuple[str | int, ...]:
-    """Return the keys that lead to an option, with its present name in place of the former one."""
+    """Return the path of an option with its present name in place of the former one.
+
+    Args:
+        path: keys that lead to the option.
+        root: first key of the options in ``names``; a path that starts with a different key is returned unchanged.
+        names: former names of options, mapped to the present names.
+    """
     at = 2 if path[1:2] == ("init_args",) else 1
     if path[0] != root or len(path) <= at or path[at] not in names:
         return path

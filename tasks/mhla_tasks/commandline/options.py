@@ -87,7 +87,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def leave_out_monitors(trainer: Any, command: str) -> None:
-    """Remove every ``LearningRateMonitor`` from the options of a trainer without a logger, as Lightning requires.
+    """Remove every ``LearningRateMonitor`` from the options of a trainer without a logger, where Lightning rejects it.
 
     Args:
         trainer: options of the trainer, changed in place.

@@ -52,7 +52,8 @@ class SaveConfig(SaveConfigCallback):
     data that loggers and checkpoints receive.
 
     Raises:
-        ValueError: if the configuration comes from a file whose secrets were removed, and they were not given again.
+        ValueError: if the configuration comes from a file from which the secrets were removed, and the command line does not
+            set them again.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
@@ -80,7 +81,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class ShortErrorParser(LightningArgumentParser):
-    """Parser that reports errors in one or two lines, without printing the usage.
+    """Command-line parser that reports errors in one or two lines, without printing the usage.
 
     Attributes:
         sources: configuration files and command-line options, which error messages name. This is a class attribute, so that
@@ -107,7 +108,7 @@ def leave(text: str, program: str) -> NoReturn:
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI that builds model, data and trainer from a merged configuration, not from command-line arguments.
+    """LightningCLI that builds model, data and trainer from a configuration in which all options are already merged.
 
     Args:
         plan: the command, its configuration and the sources of its options.
@@ -135,7 +136,7 @@ class SuiteCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add ``--run_dir``, ``--allow`` and the options of the Trainer's method to those of model, data and trainer."""
+        """Add ``--run_dir``, ``--allow`` and the arguments of the command's Trainer method, such as ``ckpt_path``."""
         command = self.plan.command
         parser.add_argument(
             "--run_dir",
@@ -164,7 +165,12 @@ class SuiteCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check the types of all values, including overridden ones, or print the help that the user asked for."""
+        """Check the types of all option values, including overridden ones, or print the help or the configuration.
+
+        Args:
+            parser: parser with all options of the command.
+            args: merged configuration of the command.
+        """
         request = self.plan.request
         if request is not None and not request.startswith("--print_config"):
             parser.parse_args([request])
@@ -215,7 +221,7 @@ class SuiteCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [EpochBar()]
 
     def run(self) -> None:
-        """Call the Trainer's method for the command, and remove the log folder of a fit that fails before its first step."""
+        """Call the Trainer's method for the command; if a fit fails before its first step, remove its log folder."""
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
@@ -236,7 +242,7 @@ class SuiteCLI(LightningCLI):
 
 
 def _has_progress_bar(trainer: Namespace) -> bool:
-    """Return whether the options of a trainer choose or disable a progress bar, so that no default one is added."""
+    """Return whether the options of a trainer already choose a progress bar or disable it, so that none must be added."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
     names = [callback.class_path for callback in callbacks if callback is not None]
     return (

@@ -47,10 +47,10 @@ class Plan:
         sources: configuration files and command-line options, the weakest first.
         configuration: merged nested options of all sources, in the form that LightningCLI takes.
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
-        replaced: configurations that contain the overridden values of each file; they serve only to check the types of these
-            values.
+        replaced: one configuration for each file with overridden values, which contains these values. It serves only to check
+            their types.
         request: parser argument that prints help or the configuration instead of running the command; None to run it.
-        moves: renamed options that were given by their former names; ``sources`` have the present names.
+        moves: renamed options that were set under their former names; ``sources`` have the present names.
     """
 
     command: str
@@ -63,7 +63,7 @@ class Plan:
 
 
 def method_options(command: str) -> list[str]:
-    """List the options that a command passes to the Trainer's method, such as ``ckpt_path`` and ``weights_only``."""
+    """List the options that a command passes to the Trainer method of the same name, such as ``ckpt_path`` for ``fit``."""
     parameters = inspect.signature(getattr(Trainer, command)).parameters
     return [name for name in parameters if name != "self" and name not in OBJECTS]
 
@@ -192,15 +192,16 @@ def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | N
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return the value of an option in the strongest source that sets it to a string; None if no source does."""
+    """Return the value of an option in the strongest (last) source that sets it to a string; None if no source does."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Complete the trainer's options in place: ``class_path`` for a strategy, and a folder for loggers that write files.
+    """Complete the trainer's options in place, and return the configuration.
 
-    Lightning requires both.
+    A strategy that is given as the name of a class gets the form ``{"class_path": ...}``. Loggers that write files get a
+    folder. Lightning requires both.
     """
     trainer = mapping(configuration.get("trainer"))
     strategy, loggers = trainer.get("strategy"), trainer.get("logger")

@@ -31,15 +31,15 @@ NOISE = re.compile(
 
 
 def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer: Collection[str]) -> str | None:
-    """Find the first key in a configuration that is not the name of an option.
+    """Find the first key in configuration files and on the command line that is not the name of an option.
 
     Args:
         sources: configuration files and command-line options, the weakest first.
-        roots: names of the command's options: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
+        roots: names of the command's top-level options: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
         trainer: names of the trainer's options.
 
     Returns:
-        A message with the source, the line and a suggestion; None if all keys are valid.
+        Error message with the source, the line and a suggestion; None if all keys are valid.
     """
     classes: dict[str, type] = {}
     for source in sources:
@@ -79,7 +79,7 @@ def _line_named_by(problem: str, source: Source) -> str:
 
 
 def find_repeated_option(line: CommandLine) -> str | None:
-    """Return an error message for the first data option that is given several different values; None if there is none.
+    """Return an error message if the command line sets an option of the data to several different values, else None.
 
     A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` passes the option three times. Only the last
     value would be used, and two thirds of the data would be lost.
@@ -97,11 +97,11 @@ def find_repeated_option(line: CommandLine) -> str | None:
 
 
 def find_options_of_another_command(sources: Sequence[Source], command: str, commands: Collection[str]) -> str | None:
-    """Return an error message for the first file with options of a different command; None if there is none.
+    """Return an error message for the first file that holds options of a different command; None if no file does.
 
     Args:
         sources: configuration files and command-line options, the weakest first.
-        command: command that is run.
+        command: command that runs, such as ``fit``.
         commands: names of all commands.
     """
     for source in sources:
@@ -122,7 +122,7 @@ def _message(origin: str, path: str, valid: Collection[str], owner: str, inner: 
         path: key of the unknown option.
         valid: names of the valid options.
         owner: name of the class that the options belong to; empty for options of the command.
-        inner: full names of the options that are nested in groups, by their last parts.
+        inner: full name of each option that is nested in a group, by the last part of the name; None without such options.
     """
     leaf = path.rsplit(".", 1)[-1]
     close = get_close_matches(leaf, sorted(valid), 1, 0.5)
@@ -268,12 +268,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the paths of all values in nested options and lists whose last keys are ``tail``.
+    """Search nested options and lists for values, and yield the path of each value whose last keys are ``tail``.
 
     Args:
         values: nested options and lists.
-        tail: last keys of the paths to yield.
-        path: path of ``values`` itself, which the yielded paths start with.
+        tail: keys that a path must end with.
+        path: path of ``values`` itself, with which the yielded paths start.
     """
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):
@@ -294,7 +294,7 @@ def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the texts by which an error message may quote a value: ``str``, ``repr``, and lower case."""
+    """Return the forms in which an error message may quote a value: its ``str``, its ``repr``, and its ``str`` in lowercase."""
     return str(value), repr(value), str(value).lower()
 
 

@@ -66,13 +66,13 @@ TOOLS: dict[str, dict[str, str]] = {
 
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
-    """Decorator that marks a tool with its own argument parser, so that the tool receives its arguments unparsed."""
+    """Decorator for a tool that parses its command-line arguments itself; the function receives them as a list of strings."""
     function.passes_on = True  # type: ignore[attr-defined]
     return function
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports errors in two lines, and accepts dashes for underscores in the names of options."""
+    """Argument parser that reports errors in two lines, and accepts dashes in place of underscores in option names."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and exit with status 2."""
@@ -93,7 +93,7 @@ def _with_underscores(word: str) -> str:
 
 
 def tool_named(words: Sequence[str]) -> str | None:
-    """Return the tool that the first one or two arguments name; None if they do not name a tool."""
+    """Return the name of the tool that the first one or two command-line arguments select; None if they select no tool."""
     names = {name for tools in TOOLS.values() for name in tools}
     return next((name for count in (2, 1) if (name := " ".join(words[:count])) in names), None)
 
@@ -153,7 +153,8 @@ def listing(start: str = "") -> str:
     """Format a list of commands and tools by group, each with its summary.
 
     Args:
-        start: beginning of the names of the tools to list, without commands; empty for all commands and tools.
+        start: prefix of the names of the tools to list. With a prefix, commands are omitted. Empty lists all commands and
+            tools.
     """
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():
@@ -168,7 +169,10 @@ def listing(start: str = "") -> str:
 
 
 def nearest(word: str) -> str:
-    """Return the end of an error message that suggests a command similar to ``word``; empty if there is none."""
+    """Return a suggestion to append to an error message: ``; did you mean NAME?`` for a command or tool like ``word``.
+
+    The suggestion is empty if no name is similar.
+    """
     names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
     matches = difflib.get_close_matches(word, names, 1)
     return f"; did you mean {matches[0]}?" if matches else ""

@@ -22,10 +22,12 @@ def names() -> list[str]:
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """Replace ``mhla://NAME``, the name of a shipped configuration, in command-line arguments by the path of its file.
+    """Replace each ``mhla://NAME`` in command-line arguments with the path of the shipped configuration of that name.
+
+    If an argument has ``mhla://`` without a name, the names of all shipped configurations are printed and the program exits.
 
     Args:
-        words: arguments after the name of the program. ``mhla://`` without a name lists all configurations and exits.
+        words: arguments after the name of the program.
 
     Raises:
         FileNotFoundError: if a name is unknown. The message suggests a similar one.

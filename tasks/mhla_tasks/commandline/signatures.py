@@ -46,22 +46,23 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, for each parameter of a class by name, the classes whose instances it accepts, directly or in a container."""
+    """Return the classes whose instances each constructor parameter accepts, directly or in a container, by parameter name."""
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, for each parameter of a class by name, the classes whose options a configuration may nest below it.
+    """Return the classes whose options a configuration may nest below each constructor parameter, by parameter name.
 
-    Classes of list items are included. Classes of mapping values are not, because the keys of a mapping are arbitrary.
+    For ``list[Callback]``, the class ``Callback`` is included. For ``dict[str, Callback]``, it is not, because the keys of a
+    mapping are arbitrary.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_names(kind: type) -> frozenset[str] | None:
-    """Return the names of a class's constructor parameters; None if it accepts any name (``**kwargs``)."""
+    """Return the names of a class's constructor parameters; None if the constructor accepts any name (``**kwargs``)."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
@@ -81,7 +82,7 @@ def option_dataclasses(kind: type, name: str) -> list[type]:
 
 
 def takes_options_alone(kind: type, name: str) -> bool:
-    """Return whether a parameter accepts only dataclasses or None, so that a plain value is an error.
+    """Return whether a parameter accepts only instances of dataclasses or None, so that a plain value is an error.
 
     Args:
         kind: class with the parameter.
@@ -98,11 +99,11 @@ def takes_options_alone(kind: type, name: str) -> bool:
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
     """Yield the classes in a type hint, including those in unions and containers.
 
-    Callables and classes of the modules in :data:`PLAIN` are left out.
+    Callables are omitted, and so are classes such as ``int`` and ``Path`` that a configuration writes as plain values.
 
     Args:
         hint: type hint of a parameter.
-        inside_mappings: whether to include the classes of a mapping's values.
+        inside_mappings: whether to include the classes in the type hints of mappings, such as ``dict[str, Callback]``.
     """
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and not origin:

@@ -47,12 +47,13 @@ class Source:
     """Source of options: a configuration file, or an option on the command line.
 
     Attributes:
-        origin: file name or typed option, for messages.
-        values: nested options. A configuration file that they name is a separate source, so its options are not included.
+        origin: file name, or option as typed on the command line, for messages.
+        values: nested options. If they name a further configuration file, that file is a separate source.
         lines: line number of each key in the file, by the path of the key; integers in a path are list indices.
         problem: error message if the file cannot be read, otherwise empty.
         typed: whether the source is on the command line.
-        option: option on the command line; None for a file, and for a mapping on the command line in place of a file.
+        option: option on the command line; None for a file, and for a YAML mapping that replaces a file name on the command
+            line.
     """
 
     origin: str
@@ -66,9 +67,15 @@ class Source:
 def read_sources(line: CommandLine) -> list[Source]:
     """Read all sources of options for a command: first the configuration files, then the command-line options.
 
-    The sources are returned in ascending priority, so later ones override earlier ones.
-    A file is weaker than the files that it names, but stronger than its base, which its key ``config`` names. Without
-    ``--config``, the first file is the configuration with which the run in ``--run_dir`` was started.
+    A file may name further files. The key ``config`` names its base, which it overrides. All other files that it names
+    override the file itself. Without ``--config``, the first file is the configuration with which the run in ``--run_dir`` was
+    started.
+
+    Args:
+        line: the parsed command line.
+
+    Returns:
+        The sources in ascending priority, so that later ones override earlier ones.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
@@ -98,7 +105,12 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """Move options that a file nests below the name of a command (``fit: ...``) to the top level of the source."""
+    """Move the options to the top level if all of them are below the key ``command``, as in a file that starts with ``fit:``.
+
+    Args:
+        source: configuration file or command-line option; any other source is returned unchanged.
+        command: name of the command that runs.
+    """
     options = source.values.get(command)
     if set(source.values) != {command} or not isinstance(options, dict):
         return source
@@ -226,7 +238,7 @@ def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Sou
     Args:
         source: source whose values may name files.
         folder: folder to which relative file names refer.
-        depth: nesting depth of the source: number of files that lead from the command line to it.
+        depth: number of files in the chain of references from the command line to the source.
     """
     values, named_files = _split(source.values, folder, ())
     bases = [path for keys, path in named_files if keys == ("config",)]

@@ -43,7 +43,7 @@ CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a configuration or a checkpoint that names a class that it may not import."""
+    """Error for a class that a configuration or a checkpoint names but may not import."""
 
 
 _trusted: list[str] = []
@@ -54,7 +54,10 @@ _classes: list[str] = list(BUILT_IN)
 
 
 def allow_imports(sources: Sequence[Source]) -> None:
-    """Import the modules and packages that ``--allow`` names, and permit configurations to name their contents.
+    """Import the modules and packages that ``--allow`` names, and permit configurations to name classes in them.
+
+    Args:
+        sources: configuration files and command-line options.
 
     Raises:
         AllowError: if a configuration file sets ``allow`` to packages that the command line does not allow.
@@ -72,7 +75,7 @@ def allow_imports(sources: Sequence[Source]) -> None:
 
 
 def allow_classes(sources: Sequence[Source]) -> None:
-    """Permit the parser to import the classes that options name, if their parameters accept them.
+    """Permit the parser to import each class that an option names and whose instances the option accepts.
 
     Args:
         sources: options from a checkpoint, from files and from the command line.
@@ -103,10 +106,10 @@ def allow_model_config(values: object) -> None:
     """Permit the parser to import the transformers configuration class that a checkpoint names.
 
     Args:
-        values: option ``network`` of the model from a checkpoint: a mapping with ``class_path``, or None.
+        values: option ``network`` of the model, as stored in the checkpoint: a mapping with ``class_path``, or None.
 
     Raises:
-        AllowError: if ``class_path`` does not match :data:`MODEL_CONFIG`.
+        AllowError: if ``class_path`` does not name a configuration class of transformers, such as ``transformers.LlamaConfig``.
     """
     check = _Check()
     check.value(Source("the checkpoint", {}), "model.network", values, ())
@@ -149,7 +152,7 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
 
 def refusal(class_path: str) -> str | None:
-    """Return why a configuration may not import a class, and the remedy; None if it may import the class."""
+    """Return an error message that says why a configuration may not import a class; None if it may import the class."""
     if not NAME.fullmatch(class_path) or len(class_path) > 500:
         return "is not the name of a class"
     if "." not in class_path or _is_within(class_path, [*_trusted, *allowed]) or class_path in _classes:
@@ -168,9 +171,8 @@ class _Check:
     """Checker that collects the classes that configurations name, and rejects those that a parameter does not accept.
 
     Attributes:
-        found: import paths of the permitted classes: the paths in the configurations, and those of the definitions.
-        plain: source, key and text of each value that looks like an import path but belongs to a parameter that accepts no
-            class.
+        found: import paths of the permitted classes: those in the configurations, and all others that lead to the same classes.
+        plain: source, key and text of each value that looks like an import path, for parameters that accept no class.
     """
 
     def __init__(self) -> None:
@@ -263,9 +265,9 @@ class _Check:
         self._add(path, kind, name)
 
     def _add_options(self, kind: type) -> None:
-        """Permit the dataclasses that a class accepts as arguments.
+        """Permit the dataclasses that a class accepts as arguments, and the dataclasses nested in them.
 
-        The parser imports them although no configuration names them.
+        The parser imports them even if no configuration names them.
         """
         for base in {base for bases in parameter_bases(kind).values() for base in bases}:
             paths = set(_paths(base))
@@ -303,7 +305,7 @@ def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 
 
 def _paths(kind: type) -> Iterator[str]:
-    """Yield the import paths of a class: its definition, and each enclosing package that exports it.
+    """Yield the import paths of a class: that of its definition, and one for each enclosing package that exports it.
 
     The parser uses the shortest path, so all of them have to be permitted.
     """
@@ -325,9 +327,9 @@ def _model_config(path: str) -> type:
 
 
 def _is_installed(class_path: str) -> bool:
-    """Return whether the package of a class is installed outside the working folder.
+    """Return whether the package of a class is installed outside the current working folder.
 
-    Modules in the working folder need ``--allow``.
+    Modules in the working folder must be named with ``--allow`` instead.
     """
     if not DOTTED.fullmatch(class_path):
         return False

@@ -14,7 +14,7 @@ allowed: list[str] = []
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--allow`` to a parser; it imports modules of the user, such as those that define attention kinds."""
+    """Add the option ``--allow`` to a parser. It imports the user's modules, for example to register kinds of attention."""
     parser.add_argument(
         "--allow",
         action=_Import,
@@ -36,13 +36,13 @@ def find_in_working_folder(names: Iterable[str]) -> None:
 
 
 def import_own(names: Iterable[str]) -> None:
-    """Import the modules that ``--allow`` names, so that they can register attention kinds, for example.
+    """Import the user's modules that the option ``--allow`` names, for example to register kinds of attention.
 
     Args:
         names: names of modules or packages, installed or in the working folder.
 
     Raises:
-        UnknownModuleError: if there is no module with one of the names. Errors inside a module are not caught.
+        UnknownModuleError: if a name is not that of a module. Errors that a module raises on import are not caught.
     """
     names = list(names)
     find_in_working_folder(names)

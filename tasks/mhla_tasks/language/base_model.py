@@ -36,7 +36,7 @@ DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale,
 
 
 class MHLABlock(GradientCheckpointingLayer, Block):
-    """Layer of the backbone that transformers' gradient checkpointing can recompute in the backward pass."""
+    """Transformer layer that supports transformers' gradient checkpointing: the backward pass can recompute it."""
 
 
 class BackboneOptions(TypedDict, total=False):
@@ -46,14 +46,14 @@ class BackboneOptions(TypedDict, total=False):
 
     Attributes:
         cu_seq_lens_q: index of the first token of each of S packed documents, followed by the number of tokens,
-            ``[S + 1]``; ``DataCollatorWithFlattening`` gives ``cu_seqlens`` this name.
-        cu_seq_lens_k: the same bounds as in ``cu_seq_lens_q``.
+            ``[S + 1]``. This is the name that ``DataCollatorWithFlattening`` of transformers uses for ``cu_seqlens``.
+        cu_seq_lens_k: the same values as ``cu_seq_lens_q``.
         max_length_q: length of the longest document; ignored.
         max_length_k: length of the longest document; ignored.
         seq_idx: index of each token's document, ``[B, N]``, in place of ``cu_seqlens``.
         token_type_ids: token types that some tokenizers add; ignored.
-        num_items_in_batch: number of labels in all batches whose gradients are accumulated; the sum of the losses is divided
-            by it.
+        num_items_in_batch: number of labels in all batches whose gradients are accumulated. If given, the loss is the sum over
+            the tokens divided by this number, instead of the mean.
         output_attentions: False or None; True is an error, because attention matrices are not available.
     """
 
@@ -72,7 +72,7 @@ class HiddenTokens(NamedTuple):
 
     Attributes:
         hidden: hidden states after the last norm, ``[B, N, dim]``.
-        real: mask of non-padding tokens, ``[B, N]`` bool; None without a mask.
+        real: mask of non-padding tokens, ``[B, N]`` bool; None if no attention mask was given.
         cache: generation state after these tokens; None if it was not requested.
         states: input of each layer, followed by ``hidden``, each ``[B, N, dim]``; None if they were not requested.
     """
@@ -86,8 +86,8 @@ class HiddenTokens(NamedTuple):
 class MHLAPreTrainedModel(PreTrainedModel):
     """Base class of all MHLA language models, with the settings that transformers needs to build, save and train them.
 
-    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. These
-    are moved to the start of each row internally, so that a row gives the same result as without padding.
+    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. The
+    forward pass moves the real tokens to the start of each row, so that a row gives the same result as without padding.
     """
 
     config_class = MHLAConfig
@@ -112,7 +112,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
     def post_init(self) -> None:
-        """Finish the construction as transformers does, and keep mixing coefficients in float32 whatever the model's dtype."""
+        """Finish the construction as transformers does, and mark mixing coefficients to stay in float32 in any model dtype."""
         if any(isinstance(module, MixingCoefficients) for module in self.modules()):
             self._keep_in_fp32_modules_strict = {"mixing"}
         super().post_init()
@@ -238,8 +238,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             bounds: index of the first token of each document, followed by ``B * N``; indices count the tokens of all rows laid
                 end to end.
             share: part of each sequence that this process holds under sequence parallelism; None without it.
-            position_ids: positions of the tokens; None for the default positions.
-            states: list that receives the inputs of each layer; None to omit them.
+            position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None to count from 0 in each document.
+            states: list to which the input of each layer is added, ``[B, N, dim]``; None to omit them.
 
         Returns:
             Hidden states, ``[B, N, dim]``.
@@ -260,9 +260,16 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         an accelerator, where reading them would wait for the device. They are not computed in a compiled graph either, which
         cannot depend on values.
 
+        Args:
+            attention_mask: mask of non-padding tokens, as in the forward pass; None if there is no padding.
+            x: embedded tokens, ``[B, N, dim]``.
+            cache: generation state to continue from; None to start from the first token.
+
         Returns:
-            Number of real tokens in each row (empty if not computed), and the indices of the tokens in the new order,
-            ``[B, N]`` (None to keep the order).
+            A tuple of two values:
+
+            * Number of real tokens in each row; empty if not computed.
+            * Indices of the tokens in the new order, ``[B, N]``; None to keep the order.
         """
         if cache is None and (in_graph() or x.device.type != "cpu"):
             return (), None if attention_mask is None else padding_last(real_mask(attention_mask, x))
@@ -276,7 +283,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         """Return whether the forward pass returns a generation state.
 
         Args:
-            use_cache: argument of the caller; None follows the configuration, but returns no state in training.
+            use_cache: argument of the caller. None follows the configuration, but returns no state in training and in a
+                compiled or exported graph.
             single: whether each row is a single sequence that one process holds completely, as a state requires.
         """
         if use_cache is not None:
@@ -339,7 +347,9 @@ class MHLAModel(EmbeddedBackbone):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         **kwargs: Unpack[BackboneOptions],
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Compute hidden states ``[B, N, dim]``; arguments as for :meth:`MHLAForCausalLM.forward`.
+        """Compute the hidden states of a batch, ``[B, N, dim]``.
+
+        The arguments are those of :meth:`MHLAForCausalLM.forward`.
 
         Raises:
             ValueError: if the inputs contradict each other.
@@ -357,6 +367,11 @@ class MHLAModel(EmbeddedBackbone):
 
 
 def check_options(options: Any, names: Any) -> None:
-    """Raise TypeError if the mapping ``options`` has a key that the TypedDict class ``names`` does not have."""
+    """Raise TypeError if a keyword argument is not declared.
+
+    Args:
+        options: keyword arguments of a call, by name.
+        names: TypedDict class that declares the accepted arguments.
+    """
     if unknown := set(options) - set(names.__annotations__):
         raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class TokenThroughput(Callback):
-    """Callback that logs ``train/tokens_per_second`` over all processes, and ``train/mfu`` if the device's peak is known.
+    """Callback that logs training speed in tokens per second, and the model FLOPs utilization (MFU) if the peak is known.
 
-    ``train/mfu``, the model FLOPs utilization, is :attr:`LanguageModel.flops_per_token` times the tokens per second of a
-    process, divided by the peak performance of its device in the precision of the run. Lightning knows the peak of common
-    GPUs.
+    ``train/tokens_per_second`` is the speed of all processes together. ``train/mfu`` is :attr:`LanguageModel.flops_per_token`
+    times the tokens per second of one process, divided by the peak performance of its device in the precision of the run.
+    Lightning knows the peak of common GPUs.
 
     Args:
         peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning knows.
@@ -78,8 +78,8 @@ class TokenThroughput(Callback):
 class TextSamples(Callback):
     """Callback that generates continuations of prompts at each validation, with the weights that are validated.
 
-    The continuations are written to ``samples.md`` in the log folder and to TensorBoard. Nothing is done if the weights are
-    sharded (FSDP).
+    The continuations are written to ``samples.md`` in the log folder and to TensorBoard. With sharded weights (FSDP), no
+    continuations are generated.
 
     Args:
         prompts: texts to continue.

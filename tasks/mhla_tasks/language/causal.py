@@ -38,7 +38,9 @@ Stage = Literal["val", "test"]
 
 
 class CausalLanguageModel(TrainingModule):
-    """Base class of Lightning modules that train a causal language model; arguments as for :class:`TrainingModule`.
+    """Base class of Lightning modules that train a causal language model.
+
+    The arguments are those of :class:`TrainingModule`.
 
     A subclass builds the network and passes it to :meth:`take` at the end of its constructor.
     """
@@ -51,7 +53,7 @@ class CausalLanguageModel(TrainingModule):
     predict_batch = ("prompt", "index")
 
     def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions) -> None:
-        """Store the network and its options, and create the sums for validation and test metrics.
+        """Store the network and its options, and create empty validation and test metrics.
 
         Args:
             network: causal language model, of this package or of transformers.
@@ -108,7 +110,11 @@ class CausalLanguageModel(TrainingModule):
             self._use_tokenizer_of_data()
 
     def _require(self, *names: str) -> None:
-        """Raise ValueError if the network does not support one of the features ``names``; see :meth:`Attention.require`."""
+        """Raise ValueError if the network does not support a feature.
+
+        Args:
+            names: names of the required features, such as ``cu_seqlens``; see :meth:`Attention.require`.
+        """
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
                 layer.attn.require(*names)
@@ -170,11 +176,11 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add losses, and answers if the batch holds questions, to the sums of the validation metrics."""
+        """Add the losses of a batch to the validation metrics, and count correct answers if the batch holds questions."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add losses, and answers if the batch holds questions, to the sums of the test metrics."""
+        """Add the losses of a batch to the test metrics, and count correct answers if the batch holds questions."""
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
@@ -189,7 +195,8 @@ class CausalLanguageModel(TrainingModule):
         """Generate continuations of the prompts in a batch.
 
         Returns:
-            Index, prompt and continuation of each prompt, without those that only fill up the batch.
+            Index in the prompt file, prompt and continuation, for each prompt of the batch. Prompts that only pad the batch are
+            omitted.
         """
         rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
         prompts = [batch["prompt"][row] for row in rows]
@@ -217,7 +224,7 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of training on one token: three times those of the forward pass.
+        """Number of floating-point operations to train on one token, three times that of the forward pass.
 
         The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only the
         weight matrices are counted.
@@ -264,7 +271,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Add losses and answers to the sums, for a batch of sequences in which only the labeled tokens are predicted."""
+        """Add losses and correct answers to the metrics of a stage, for a batch in which only labeled tokens are predicted."""
         predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][predicted]
         scores = self.network(batch["tokens"]).logits[predicted].float()
@@ -314,8 +321,10 @@ def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Split a batch into input tokens and their targets, each ``[B, N]`` int64.
 
     Args:
-        batch: ``tokens`` ``[B, N]`` and ``labels`` ``[B, N]``, which are the targets; or only ``tokens`` ``[B, N + 1]``, where
-            the target of each token is the next one.
+        batch: dict in one of two forms:
+
+            * ``tokens``, ``[B, N]`` int64, and their targets ``labels``, ``[B, N]`` int64.
+            * ``tokens``, ``[B, N + 1]`` int64, where the target of each token is the next token.
     """
     if "labels" in batch:
         return batch["tokens"], batch["labels"]

@@ -29,7 +29,7 @@ HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) 
 def chat(
     path: str, system: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Chat with a model in the terminal until the input ends.
+    """Chat with a model in the terminal until the user enters ``/exit`` or the input ends.
 
     Args:
         path: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
@@ -70,7 +70,7 @@ class Chat:
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
-        sampling: sampling options, as for :func:`chat`.
+        sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Chat:
         self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
-        """Generate and print the reply to a message, then print the time it took and the memory of the model's state."""
+        """Generate and print the reply to a message, then print the time taken and the memory size of the model's state."""
         ids = self.conversation.ask(text)
         limit = longest(self.model)
         reply_limit = self.count if limit is None else min(self.count, limit - len(ids) + 1)
@@ -149,7 +149,12 @@ class Chat:
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling arguments for ``generate``.
 
-    An option is taken from ``requested``, else from the model's generation settings, else from :class:`GenerationOptions`.
+    An option comes from ``requested``. If it is missing there, it comes from the model's generation settings, or last from the
+    defaults of :class:`GenerationOptions`.
+
+    Args:
+        model: causal language model.
+        requested: options that the user has set, such as ``temperature``.
     """
     model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
@@ -160,7 +165,7 @@ def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str,
 
 
 def _bytes(cache: Any) -> int:
-    """Return the memory of a model's state or key-value cache in bytes."""
+    """Return the number of bytes that a model's generation state or key-value cache occupies in memory."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes)
     total = 0

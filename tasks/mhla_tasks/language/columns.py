@@ -40,13 +40,16 @@ class MissingColumnError(ValueError):
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Yield the location and the text of each row of a table. The table is read lazily; blank lines are skipped.
+    """Yield the location and the text of each row of a table, which is read lazily. Blank lines are skipped.
 
     Args:
         source: path or URL of the table.
         column: name of the column that holds the text.
-        kind: ``jsonl``, ``json`` (an array of objects, an object, or JSON lines), ``csv``, ``tsv``, ``parquet``, or
-            ``lines`` (each line of a text file is a row); None for the kind that the suffix indicates.
+        kind: format of the table; None for the one that the file suffix indicates:
+
+            * ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
+            * ``json``: an array of objects, an object, or JSON lines.
+            * ``lines``: text in which each line is a row.
 
     Raises:
         MissingColumnError: if a row has no such column.
@@ -60,7 +63,10 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """Return the kind of a table (``jsonl``, ``csv``, ...) from its suffix before any compression suffix; None for others."""
+    """Return the kind of a table (``jsonl``, ``csv``, ...) that its file name indicates; None if it is not a table.
+
+    A compression suffix is ignored: ``a.jsonl.gz`` is a ``jsonl`` table.
+    """
     return SUFFIXES.get(plain_suffix(source))
 
 

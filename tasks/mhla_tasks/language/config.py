@@ -35,7 +35,7 @@ __all__ = {sorted(CLASSES.values())}
 
 
 class MHLAConfig(PreTrainedConfig):
-    """Configuration of a causal language model with mhla, linear or softmax attention, or a mixture of them.
+    """Configuration of a causal language model with MHLA, linear or softmax attention, or a mixture of them.
 
     Sizes can also be set and read by the names that transformers' tools use (``hidden_size``, ``num_hidden_layers``,
     ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``intermediate_size``, ``max_position_embeddings``), and
@@ -56,9 +56,9 @@ class MHLAConfig(PreTrainedConfig):
         tie_word_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
         use_cache: whether a model that is not training returns its state, unless a call says otherwise.
-        bos_token_id: token at the start of a text, or None.
-        eos_token_id: token at the end of a text, a list of such tokens, or None.
-        pad_token_id: padding token, which is never attended to, or None.
+        bos_token_id: index of the token at the start of a text; None without such a token.
+        eos_token_id: index of the token at the end of a text, or a list of several; None without such a token.
+        pad_token_id: index of the padding token, which is never attended to; None without such a token.
     """
 
     model_type = "mhla"
@@ -140,7 +140,7 @@ class MHLAConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: :meth:`save_pretrained` names the model's classes, and their source is not copied."""
+        """Do nothing, because :meth:`save_pretrained` already names the model's classes."""
 
     @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
@@ -165,7 +165,10 @@ class MHLAConfig(PreTrainedConfig):
 
 
 def default_attention() -> AttentionConfig:
-    """Return the attention options of the paper's language model: blocks of 64, rotary after relu, gate, no normalizer."""
+    """Return the attention options of the MHLA paper's language model.
+
+    They are blocks of 64 tokens, rotary embeddings after the relu feature map, an output gate, and no normalizer.
+    """
     return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
 
 

@@ -110,7 +110,11 @@ class Conversation:
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def _encode(self, rendered: str) -> list[int]:
-        """Encode part of a rendered chat template, with the messages in place of their placeholders."""
+        """Encode part of a rendered chat template after inserting the messages for their placeholders.
+
+        Args:
+            rendered: output of the template, in which a placeholder stands for each message.
+        """
         parts = MARK.split(rendered)  # text of the template and numbers of messages alternate
         texts = [self.contents[int(part)] if number % 2 else part for number, part in enumerate(parts)]
         spelled = any(token in text for text in texts[1::2] for token in self.control.values() if token)
@@ -123,7 +127,7 @@ class Conversation:
         return ids
 
     def _stops(self) -> set[int]:
-        """Return a set with the control token that ends a reply in the chat template; empty if there is no such token."""
+        """Return the control token that ends a reply in the chat template, as a set; empty if there is no such token."""
         if not self.has_template:
             return set()
         roles = self.roles

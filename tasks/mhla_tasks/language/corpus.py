@@ -35,7 +35,8 @@ class Remarks:
     """Counter of files, rows and documents that are left out or changed, reported in one log line.
 
     Args:
-        at_once: whether the first input of each kind is also logged immediately, as endless streams need.
+        at_once: whether the first input of each kind is also logged immediately. An endless stream needs this, because it never
+            reaches the final report.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -54,7 +55,7 @@ class Remarks:
         self._add(self.left_out, kind, place)
 
     def change(self, kind: str, place: str) -> None:
-        """Count a document that is changed; arguments as for :meth:`leave_out`."""
+        """Count a document that is changed before it is used; the arguments are those of :meth:`leave_out`."""
         self._add(self.changed, kind, place)
 
     def _add(self, places: dict[str, list[str]], kind: str, place: str) -> None:
@@ -84,11 +85,11 @@ class Remarks:
 
 
 def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Yield the documents of all files, folders and data sets in order, without empty ones.
+    """Yield the documents of files, folders and data sets in the given order, and skip empty documents.
 
     A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
     row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a
-    table, rows with a null or an empty text are left out. One log line counts by reason what was left out.
+    table, rows with a null or an empty text are left out. One log line reports, for each reason, how many inputs were left out.
 
     Args:
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
@@ -172,7 +173,7 @@ def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[st
 
 
 def _rows(path: Path, column: str) -> Rows:
-    """Yield the location and the text of each row of a table; any other text file is a single row."""
+    """Yield the location and the text of each row of a table; a text file that is not a table counts as a single row."""
     if (kind := table_kind(path)) is None:
         yield shown(path), read_text(path)
     else:
@@ -180,7 +181,10 @@ def _rows(path: Path, column: str) -> Rows:
 
 
 def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
-    """Yield the rows of a file in a folder. A file without documents yields no rows and is counted in ``remarks``."""
+    """Yield the location and the text of each row of a file in a folder.
+
+    A file that cannot be used, such as a binary file, yields no rows and is counted in ``remarks``.
+    """
     if plain_suffix(path).lstrip(".") in BINARY:
         remarks.leave_out("binary files", shown(path))
         return
@@ -203,7 +207,7 @@ def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
 
 
 def _counted(rows: Rows, path: Path, remarks: Remarks) -> Rows:
-    """Yield the rows of a file unchanged, and count the file in ``remarks`` if it has none."""
+    """Yield the rows of a file unchanged, and count the file in ``remarks`` if it has no rows."""
     empty = True
     for row in rows:
         empty = False

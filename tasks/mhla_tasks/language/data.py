@@ -46,9 +46,9 @@ class TextData(ResumableDataModule):
 
     Args:
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend to their own document only (packed with cu_seqlens).
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
-        options: options of :class:`lightning_mhla.data.ResumableDataModule`.
+        separate_documents: whether tokens attend only to tokens of the same document (packed with cu_seqlens).
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        options: arguments of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
     def __init__(self, context: int, separate_documents: bool, prompts: str | None, **options: Any) -> None:
@@ -71,11 +71,15 @@ class TextData(ResumableDataModule):
         return self.windows("validate" if stage == "test" else stage)
 
     def windows(self, stage: str) -> TokenWindows:
-        """Return the samples of a stage, ``"train"`` or ``"validate"``."""
+        """Return the samples for a stage.
+
+        Args:
+            stage: ``"train"`` or ``"validate"``; tests use the samples of ``"validate"``.
+        """
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Replace the mask of document starts in a batch by ``cu_seqlens``, the bounds of the packed documents.
+        """Replace the mask of document starts in a batch with ``cu_seqlens``, the bounds of the packed documents.
 
         The bounds are Python integers, because reading them from an accelerator would wait for it.
         """
@@ -87,17 +91,17 @@ class TextData(ResumableDataModule):
 
 
 class PythonSource(TextData):
-    """Source code of the running Python's standard library: 9 MB of real text that needs no download.
+    """Data module for the source code of Python's standard library: 9 MB of real text that needs no download.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
         vocab_size: vocabulary size of the byte-level BPE, which is trained on the text once and kept in the cache.
-        separate_documents: whether tokens attend to their own file only.
-        num_workers: worker processes for each training process; 0 is fastest for text in memory.
-        seed: seed of the order of the samples; null takes seed_everything.
+        separate_documents: whether tokens attend only to tokens of the same file.
+        num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
+        seed: seed of the order of the samples; null for the value of seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Loader of packed batches that reports errors of its worker process by file and row, without a traceback."""
+    """Loader of packed batches. An error in its worker process names the file and the row, without a traceback."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Iterate over the remaining batches of the current epoch."""
@@ -142,32 +146,32 @@ class DocumentLoader(StreamLoader):
 
 
 class HubText(TextData):
-    """Text of a data set on the Hugging Face Hub or of local files, tokenized while it is streamed.
+    """Data module for text from the Hugging Face Hub or from local files, which is tokenized while it is streamed.
 
     Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
-    after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows with a
-    null, or with nothing but whitespace, are skipped; the log mentions the first.
+    after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows whose text
+    is null or only whitespace are skipped; the log mentions the first such row.
 
     Args:
-        tokenizer: name of a model on the hub, or folder.
-        path: name of the data set; or json (JSON lines, or an array of objects), csv, parquet, or text (each line is a
-            document) with data_files.
+        tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub.
+        path: name of the data set on the Hugging Face Hub; or, with data_files, the format of the files: json (JSON lines, or
+            an array of objects), csv, parquet, or text (each line is a document).
         name: configuration of the data set.
         split: split of the data set.
-        data_files: local files, glob patterns or URLs, for json, csv, parquet and text; .gz, .bz2, .xz and .zst are
+        data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
         column: name of the column that holds the text.
-        batch_size: samples of a batch over all processes together.
+        batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend to their own document only.
+        separate_documents: whether tokens attend only to tokens of the same document.
         steps_per_epoch: number of batches in an epoch.
         shuffle_buffer: number of documents that are shuffled together; 0 for the order of the data set.
         val_documents: number of documents at the start that are kept for validation.
-        num_workers: 1 reads and tokenizes in a separate process.
-        seed: seed of the shuffle; null takes seed_everything.
-        control_tokens: read the letters of a control token in a text, such as <|endoftext|>, as that token; false leaves
-            them text.
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
+        seed: seed of the shuffle; null for the value of seed_everything.
+        control_tokens: whether the letters of a control token in a text, such as <|endoftext|>, become that token; false leaves
+            them as text.
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class HubText(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        """Return the samples of the first ``val_documents`` documents, which are kept for validation."""
+        """Return the samples for validation: those of the first ``val_documents`` documents, which are not trained on."""
         remarks = Remarks()
         texts = list(itertools.islice(self._texts(remarks), self.val_documents))
         remarks.report()
@@ -217,7 +221,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Return a loader of packed training batches, which resumes after the last batch that was trained."""
+        """Return a loader of packed training batches, which continues after the last trained batch of a resumed run."""
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
@@ -277,7 +281,7 @@ class HubText(TextData):
             raise ShardUnavailableError(str(error)) from error
 
     def _documents(self) -> Iterator[str]:
-        """Yield the training documents endlessly, in a new order each epoch; every call gives the same sequence."""
+        """Yield the training documents endlessly, in a new order each epoch; every call yields the same sequence."""
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
             trained = itertools.islice(self._texts(remarks), self.val_documents, None)
@@ -293,20 +297,20 @@ class HubText(TextData):
 
 
 class TokenShards(TextData):
-    """Tokenized text in WebDataset tar shards, which ``lightning prepare text`` writes.
+    """Data module for tokenized text in WebDataset tar shards, which ``lightning prepare text`` writes.
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
         val: shards to validate and test on, in the same forms.
         tokenizer: folder of the tokenizer, or a model on the Hugging Face Hub; null for the folder tokenizer/ beside the
             shards.
-        batch_size: samples of a batch over all processes together.
+        batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend to their own document only.
-        num_workers: worker processes for each training process.
-        seed: seed of the order of the samples; null takes seed_everything.
-        shards: options of reading shards and of keeping downloads.
-        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        separate_documents: whether tokens attend only to tokens of the same document.
+        num_workers: number of worker processes for each training process.
+        seed: seed of the order of the samples; null for the value of seed_everything.
+        shards: options for reading shards and for caching downloads.
+        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(

@@ -21,9 +21,10 @@ WORDS = ("a", "0", "the", " ")
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return index and text of each control token: tokens that begin or end texts or chat turns, and padding.
+    """Return the text of each control token by its index.
 
-    The token for unknown text is included only if it also begins or ends texts, as in GPT-2.
+    Control tokens begin or end texts or chat turns, or are padding. The token for unknown text is included only if it also
+    begins or ends texts, as in GPT-2.
     """
     tokens = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
@@ -63,10 +64,12 @@ def encode_texts(
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the tokenizer puts in front of every text.
+    """Return the indices of the tokens that the tokenizer puts in front of every text.
+
+    They are found by encoding short test texts.
 
     Raises:
-        ValueError: if the tokenizer fails on a short test text, or gives no tokens for any of several such texts.
+        ValueError: if the tokenizer fails on a test text, or has no tokens for any of them.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         row = list(tokenizer.build_inputs_with_special_tokens([-1]))  # no token has this index
@@ -99,7 +102,7 @@ def encode_prompts(
         Token indices of each prompt.
 
     Raises:
-        ValueError: as for :func:`encode_texts`.
+        ValueError: if the tokenizer cannot keep the letters of a control token as text, or fails on a prompt.
     """
     begin = begin_tokens(tokenizer)
     rows = encode_texts(tokenizer, texts, read_control_tokens)

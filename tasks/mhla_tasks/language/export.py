@@ -39,7 +39,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Return example Python code that loads an exported language model; the code is the same for every ``model``."""
+    """Return example Python code, for users, that loads an exported language model. It is the same for every ``model``."""
     return LOADING
 
 

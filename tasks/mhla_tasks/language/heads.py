@@ -15,9 +15,9 @@ from mhla_tasks.language.base_model import MHLAModel, MHLAPreTrainedModel
 
 
 class HeadedModel:
-    """Mixin for models that put a head of transformers on :class:`MHLAModel`.
+    """Mixin for models that combine :class:`MHLAModel` with a task head of transformers, such as a classifier.
 
-    These models can also load the weights of an MHLA language model.
+    These models can also load the weights of an MHLA language model; their head is then initialized randomly.
 
     Attributes:
         model: model without the head.

@@ -29,11 +29,15 @@ Files = list[tuple[str, str]]
 
 
 class StreamedDataSet:
-    """Text data set on the Hugging Face Hub or in files, whose rows are streamed; each iteration starts with the first row.
+    """Text data set on the Hugging Face Hub or in files, whose rows are streamed instead of stored.
 
     Args:
-        data_set: arguments of ``datasets.load_dataset``: ``path`` (name on the Hugging Face Hub, or one of
-            :data:`KINDS`), ``name`` (configuration), ``split`` and ``data_files``.
+        data_set: arguments of ``datasets.load_dataset``:
+
+            * ``path``: name on the Hugging Face Hub; or ``json``, ``csv``, ``parquet`` or ``text`` for local files.
+            * ``name``: configuration of the data set.
+            * ``split``: split of the data set.
+            * ``data_files``: files, glob patterns or URLs.
         column: name of the column that holds the text.
 
     Raises:
@@ -47,7 +51,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Yield the location and the text of each row; the text is None for a null.
+        """Yield the location and the text of each row, from the first row on; the text is None if the value is null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -62,10 +66,10 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
     """List the files that ``data_files`` names, with the matches of glob patterns in alphabetical order.
 
     Args:
-        data_set: ``path`` (one of :data:`KINDS`), ``data_files`` and ``split``.
+        data_set: options ``path`` (the format: ``json``, ``csv``, ``parquet`` or ``text``), ``data_files`` and ``split``.
 
     Returns:
-        For each file, its path or URL, and the kind of its table for :func:`read_column`.
+        For each file, a tuple of its path or URL and of its format as the argument ``kind`` of :func:`read_column`.
 
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.
@@ -89,11 +93,11 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
 
 def _kind(name: str, file: str) -> str:
-    """Return the kind of table in a file, for :func:`read_column`.
+    """Return the format of a table file as the argument ``kind`` of :func:`read_column`.
 
     Args:
-        name: format in ``datasets``: ``json``, which includes JSON lines; ``csv``, which includes TSV; ``parquet``; ``text``.
-        file: path or URL of the file, whose suffix is compared with the format.
+        name: name of the format in the library ``datasets``: ``json``, ``csv``, ``parquet`` or ``text``.
+        file: path or URL of the file. Its suffix tells JSON lines from ``json``, and TSV from ``csv``.
     """
     by_suffix = table_kind(file)
     return by_suffix if by_suffix and (name, by_suffix) in {("json", "jsonl"), ("csv", "tsv")} else KINDS[name]
@@ -113,7 +117,10 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 
 
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
-    """List the files of a data set on the Hugging Face Hub with their kinds; None if only ``datasets`` can read them."""
+    """List the files of a data set on the Hugging Face Hub; None if only the library ``datasets`` can read them.
+
+    The form of the list is that of :func:`local_files`.
+    """
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"

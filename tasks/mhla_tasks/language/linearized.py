@@ -47,17 +47,17 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(CausalLanguageModel):
-    """Causal language model of transformers whose attention is replaced, and which is then trained to restore its quality.
+    """Causal language model of transformers whose attention layers are replaced, then trained to restore its quality.
 
     Args:
-        pretrained: model to start from: a folder of transformers, a name on the hub, or a checkpoint or run of this class or
-            of LanguageModel with network; its weights are not read if --ckpt_path supplies them.
-        attention: replacement of the attention; rotary embeddings and the norms of queries and keys remain those of the model.
-        layer_kinds: kinds of the layers, repeated to the depth: keep leaves a layer unchanged, replace uses attention.kind;
-            null replaces all.
-        train: parameters that are trained after the layer-matching stage: all; attention, the replaced attention layers with
-            their projections; new, only the parameters that the replacement added; lora, these and LoRA adapters of the
-            projections.
+        pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
+            this class or of LanguageModel with network. Its weights are not read if --ckpt_path supplies them.
+        attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the model.
+        layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
+            the kind attention.kind. null replaces all layers.
+        train: parameters that are trained after the layer-matching stage. all trains all of them; attention, those of the
+            replaced attention layers with their projections; new, only those that the replacement added; lora, the added ones
+            and LoRA adapters of the projections.
         lora: rank and alpha of the adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
@@ -98,7 +98,7 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer, but keep the special tokens that the settings of the original model name."""
+        """Set the tokenizer, but keep the special tokens that the configuration of the original model already defines."""
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
@@ -120,7 +120,7 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Prepare training of the replaced layers: check that they can be matched, and load the teacher model."""
+        """Prepare training: check that the replaced layers can be matched to the original ones, and load the teacher model."""
         self.linearization.start(self, read_source)
 
     @override
@@ -150,7 +150,8 @@ def read_source(path: str) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: as for :func:`source_network` and :func:`load_source`.
+        ValueError: if the model is not a causal language model of transformers, or its weights do not fit; see
+            :func:`source_network` and :func:`load_source`.
     """
     if is_swapped(path):
         swapped: PreTrainedModel = load_swapped(path, torch.float32)
@@ -162,10 +163,13 @@ def read_source(path: str) -> PreTrainedModel:
 
 
 def source_network(pretrained: str) -> dict[str, Any]:
-    """Read the configuration of a model in the form that :func:`build_network` takes.
+    """Read the configuration of a model as plain data, which :func:`build_network` accepts.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
+
+    Returns:
+        A dict with ``class_path``, ``init_args`` and optional entries; see the argument ``network`` of :func:`build_network`.
 
     Raises:
         FileNotFoundError: if there is no such model.

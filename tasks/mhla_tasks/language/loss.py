@@ -20,31 +20,31 @@ LOGITS = 1 << 25
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean of ``-log softmax(hidden weight^T)[target]`` over the targets that are not ignored.
+    """Compute the mean cross-entropy of logits ``hidden weight^T`` without storing the logits of all tokens.
 
     The gradients are computed together with the loss, so that no logits have to be kept or computed twice (the idea of
-    Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Products are in the dtype of ``hidden`` (or of autocast),
+    Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Matrix products are in the dtype of ``hidden`` or of autocast,
     the softmax and the sums in float32.
 
     Args:
         hidden: hidden states, ``[T, D]``.
         weight: weight of the head, ``[V, D]``.
-        targets: target tokens, ``[T]`` int64; :data:`IGNORED` is skipped.
+        targets: target tokens, ``[T]`` int64. Targets of -100 are ignored.
 
     Returns:
-        A float32 scalar in nats; 0 if all targets are ignored.
+        A float32 scalar in nats, the mean over the targets that are not ignored; 0 if all are ignored.
     """
     return _LinearCrossEntropy.apply(hidden, weight, targets, *_working_dtype(hidden))
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute ``-log softmax(hidden weight^T)[target]`` of each token, without a gradient.
+    """Compute the cross-entropy of each token for logits ``hidden weight^T``, without a gradient.
 
     Args:
         hidden: hidden states, ``[T, D]``.
         weight: weight of the head, ``[V, D]``.
-        targets: target tokens, ``[T]`` int64; :data:`IGNORED` is skipped.
+        targets: target tokens, ``[T]`` int64. Targets of -100 are ignored.
 
     Returns:
         Losses in nats, ``[T]`` float32; 0 for ignored targets.
@@ -72,7 +72,7 @@ def _slices(tokens: int, vocabulary: int) -> list[slice]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Autograd function of :func:`linear_cross_entropy`, whose forward pass also computes the gradients."""
+    """Autograd function for :func:`linear_cross_entropy`; its forward pass computes the loss and the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, device: str) -> Tensor:

@@ -45,7 +45,7 @@ class ForwardOptions(BackboneOptions, total=False):
     """Additional arguments of :meth:`MHLAForCausalLM.forward`.
 
     Attributes:
-        shift_labels: next token of each token, ``[B, N]`` int64, in place of ``labels``.
+        shift_labels: target of each token, which is the token that follows it, ``[B, N]`` int64; given in place of ``labels``.
         loss_reduction: ``"mean"`` (the default), or ``"none"`` for the loss of each token, ``[B, N]``.
         skip_logits: whether to omit the logits; None omits them if ``shift_labels`` is given in place of ``labels``.
         share: part of each sequence that this process holds, under sequence parallelism.
@@ -60,8 +60,8 @@ class ForwardOptions(BackboneOptions, total=False):
 class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
     """Causal language model with any kind of attention, which generates from a state instead of a key-value cache.
 
-    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. These
-    are moved to the start of each row internally, so that a row gives the same result as without padding.
+    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. The
+    forward pass moves the real tokens to the start of each row, so that a row gives the same result as without padding.
 
     Args:
         config: sizes and attention options.
@@ -84,7 +84,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
-        """Return the model itself, so that peft knows that there is no encoder, for batches with several adapters."""
+        """Return the model itself, which tells peft that there is no encoder; peft asks for batches with several adapters."""
         return self
 
     def get_output_embeddings(self) -> nn.Module:
@@ -170,7 +170,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
-        """Compute the cross-entropy in nats: the mean, or the loss of each token ``[B, N]``.
+        """Compute the cross-entropy in nats: a scalar for ``loss_reduction="mean"``, or ``[B, N]`` for ``"none"``.
 
         The logits of all tokens are stored at once only if an adapter of peft changes the head.
         """

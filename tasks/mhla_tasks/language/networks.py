@@ -18,9 +18,12 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     """Build a causal language model with random weights from a configuration of transformers.
 
     Args:
-        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options. Two
-            optional entries come from published models: ``extra``, entries of ``config.json`` that the class does not know
-            and that are kept unchanged, and ``generation_config``, options of ``transformers.GenerationConfig``.
+        network: dict with these entries:
+
+            * ``class_path``: name of a configuration class, such as ``transformers.LlamaConfig``.
+            * ``init_args``: options of the configuration.
+            * ``extra`` (optional): entries of a published ``config.json`` that the class does not know; kept unchanged.
+            * ``generation_config`` (optional): options of ``transformers.GenerationConfig``.
         vocab_size: number of tokens in the vocabulary.
 
     Raises:
@@ -75,20 +78,20 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def examine(network: PreTrainedModel, context: int) -> bool:
-    """Check that a model can be trained, and test whether its logits are the plain product of hidden states and head.
+    """Check that a model can be trained, and test whether its logits are the hidden states times the weight of its head.
 
-    If they are, the loss can compute them for a slice of the tokens at a time.
+    If they are, the loss can be computed without storing the logits of all tokens at once.
 
     Args:
         network: causal language model of transformers.
         context: number of tokens in a training sample.
 
     Returns:
-        Whether the logits are the plain product; False for a model on the meta device.
+        Whether the logits are that product; False for a model on the meta device, which cannot be tested.
 
     Raises:
-        ValueError: if tokens attend to later tokens, the model takes fewer than ``context`` tokens, or its configuration asks
-            for a router loss.
+        ValueError: if tokens attend to later tokens, the model takes fewer than ``context`` tokens, or its configuration has
+            ``output_router_logits``, whose router loss is not supported.
     """
     config, name = network.config, type(network).__name__
     limit = getattr(config, "max_position_embeddings", None)
@@ -121,7 +124,7 @@ def _hidden(network: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean: bool, plain: bool) -> Tensor:
-    """Compute the cross-entropy of the targets, as a mean or of each token.
+    """Compute the cross-entropy of the targets in nats, as a mean over the tokens or separately for each token.
 
     Args:
         network: causal language model of transformers.
@@ -146,7 +149,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the maximum sequence length of an MHLA model in tokens; None without a limit, and for all other models."""
+    """Return the maximum sequence length of an MHLA model in tokens; None for a model without a limit or of another kind."""
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 

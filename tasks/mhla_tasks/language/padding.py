@@ -20,7 +20,7 @@ def in_graph() -> bool:
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Raise ValueError if a prompt is empty or holds tokens beyond the vocabulary.
+    """Raise ValueError if a prompt is empty or holds token indices that are not in the vocabulary.
 
     Args:
         tokens: token indices, ``[B, N]``.
@@ -38,11 +38,11 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    """Raise ValueError if the number of rows differs from that of the cache, or a row has neither new nor cached tokens.
+    """Raise ValueError if the batch and the cache differ in their numbers of rows, or a row has no new and no cached tokens.
 
     Args:
-        cache: state to continue from, if any.
-        counts: number of new real tokens in each row.
+        cache: state to continue from; None to start from the first token.
+        counts: number of new tokens, without padding, in each row of the batch.
     """
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
     if len(lengths) != len(counts):
@@ -53,11 +53,11 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
 
 
 def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | None) -> None:
-    """Raise ValueError if new tokens make a row longer than the limit.
+    """Raise ValueError if the cached and new tokens of a row together exceed the limit.
 
     Args:
-        cache: state to continue from.
-        counts: number of new real tokens in each row.
+        cache: state to continue from, which knows the number of cached tokens in each row.
+        counts: number of new tokens, without padding, in each row.
         limit: maximum number of tokens in a row; None for no limit.
     """
     lengths = cache.lengths or (0,) * len(counts)
@@ -72,18 +72,19 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
 def document_bounds(
     options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
 ) -> Sequence[int] | Tensor | None:
-    """Determine the bounds of packed documents from the argument that marks them.
+    """Determine where packed documents begin from the argument of the forward pass that marks them.
 
     Args:
-        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` returns them.
-        cu_seqlens: the bounds themselves.
-        position_ids: positions of the tokens; a document begins where they start again. In an exported graph, which cannot
-            depend on their values, they mark no documents.
+        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` of transformers
+            returns them; empty without these arguments.
+        cu_seqlens: result in the form that this function returns; None to derive it from the other arguments.
+        position_ids: positions of the tokens, or None. A document begins where the positions start again. In an exported
+            graph, which cannot depend on their values, they mark no documents.
         x: tokens, ``[B, N, ...]``.
 
     Returns:
-        Index of the first token of each document, followed by the number of tokens, with all rows laid end to end; None if
-        every row is one document.
+        Index of the first token of each of S documents, followed by the number of tokens, ``[S + 1]``, where the rows of the
+        batch are laid end to end. None if no argument marks documents, so that every row is one document.
 
     Raises:
         ValueError: if the arguments contradict each other.
@@ -133,7 +134,7 @@ def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
         real: mask of non-padding tokens, ``[B, N]`` bool; None if all are real.
 
     Returns:
-        Targets, ``[B, N]`` int64; :data:`IGNORED` in the last column and where the token or the next one is padding.
+        Targets, ``[B, N]`` int64; -100 (ignored) in the last column and where the token or the next one is padding.
     """
     following = labels[:, 1:]
     if real is not None:

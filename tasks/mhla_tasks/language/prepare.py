@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Group documents into lists with at least ``characters`` characters in total; the last list may have fewer."""
+    """Group documents into lists that each hold at least ``characters`` characters; the last list may hold fewer."""
     group: list[str] = []
     size = 0
     for document in documents:
@@ -50,9 +50,12 @@ def write_token_shards(
 ) -> list[Path]:
     """Write documents as token shards ``target/prefix-00000.tar`` and so on.
 
-    Each sample holds many documents: their tokens in ``KEY.tokens.npy``, and the index of the first token of each document in
-    ``KEY.starts.npy``. If the bytes that the tokens stand for do not add up to the bytes of the text, ``KEY.missing.npy``
-    holds the difference for each document.
+    Each sample holds many documents in members of a tar file, where ``KEY`` is the key of the sample:
+
+    * ``KEY.tokens.npy``: tokens of all documents.
+    * ``KEY.starts.npy``: index of the first token of each document.
+    * ``KEY.missing.npy``: length of each document's text in bytes minus the sum of the byte counts of its tokens. It is omitted
+      if all differences are 0.
 
     Args:
         target: path of the folder to write to, created if missing.

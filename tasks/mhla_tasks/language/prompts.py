@@ -25,9 +25,9 @@ class GenerationOptions:
 
     Args:
         max_new_tokens: maximum number of tokens in a continuation.
-        temperature: temperature of sampling; 0 takes the likeliest token each time.
-        top_k: number of likeliest tokens to sample from; 0 for all.
-        top_p: total probability of the likeliest tokens to sample from.
+        temperature: temperature of sampling; 0 takes the most likely token each time.
+        top_k: number of most likely tokens to sample from; 0 for all.
+        top_p: total probability of the most likely tokens to sample from.
         beams: number of beams of beam search; more than 1 requires temperature 0.
         control_tokens: whether the letters of a control token in a prompt, such as <|im_start|>, become that token, as in
             prompts made by a chat template; false leaves them as text.
@@ -56,7 +56,7 @@ class GenerationOptions:
 
 
 class PromptFile:
-    """Sample source of prompts: the lines of a text file, or the column ``prompt`` of a table. Blank lines are skipped.
+    """Sample source of the prompts in a file: lines of text, or the column ``prompt`` of a table. Blank lines are skipped.
 
     Args:
         path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table; may be compressed.
@@ -96,7 +96,10 @@ def _checked_prompt(prompt: str | None, place: str) -> str:
 
 
 class ContinuationFile(Callback):
-    """Callback that writes each prompt and its continuation, in order, to ``continuations.jsonl`` in the log folder."""
+    """Callback for predict that writes each prompt and its continuation to ``continuations.jsonl`` in the log folder.
+
+    The file has one JSON object for each prompt, in the order of the prompt file.
+    """
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, str, str]] = []
@@ -104,7 +107,7 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Store the continuations of a batch until the end of the run."""
+        """Store the prompts and continuations of a batch in memory, to be written at the end of the run."""
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -44,14 +44,17 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """Base class of data modules for sequences in which only the answers to questions are predicted, and counted by group.
+    """Base class of data modules for sequences with questions, where accuracy is measured on the answers, by group.
 
-    A batch holds ``tokens`` ``[B, N]`` int64, ``labels`` ``[B, N]`` int64 with -100 for tokens that are not predicted, and
-    the ``group`` of each sequence, ``[B]`` int64.
+    A batch is a dict:
+
+    * ``tokens``: token indices, ``[B, N]`` int64.
+    * ``labels``: answers, ``[B, N]`` int64; -100 where nothing is predicted.
+    * ``group``: index of each sequence's group, ``[B]`` int64.
 
     Args:
         vocab_size: vocabulary size of the model.
-        options: options of :class:`lightning_mhla.data.ResumableDataModule`.
+        options: arguments of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
     groups: Sequence[str] = ()
@@ -62,7 +65,11 @@ class QuestionData(ResumableDataModule):
         self.vocab_size = vocab_size
 
     def questions(self, stage: str) -> SampleSource:
-        """Return the sequences with questions of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the samples for a stage; each one is a sequence with questions.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
         raise NotImplementedError
 
     @override
@@ -72,7 +79,7 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Cut off the columns after the last question of the batch, which only pad shorter sequences."""
+        """Remove the columns after the last answer of a batch, which do not affect the loss."""
         if isinstance(batch, dict) and "labels" in batch:
             question_columns = (batch["labels"] != IGNORED).any(0).nonzero()
             end = int(question_columns[-1]) + 1 if len(question_columns) else batch["labels"].shape[1]
@@ -84,10 +91,10 @@ class AssociativeRecall(QuestionData):
     """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions about them.
 
     A sequence of N tokens begins with D keys, each followed by its value. Keys are drawn without replacement from the lower
-    half of the vocabulary, values from the upper half. The rest of the sequence is (N - 2D) / 2 slots of two tokens. D slots
-    begin with a key, whose value is to be predicted. These slots are drawn without replacement with probabilities
-    proportional to ``i ** (power - 1)``, i = 1, 2, .... All other tokens after the pairs are random, or 0. Accuracy is logged
-    by number of pairs: ``val/accuracy_pairs4``.
+    half of the vocabulary, values from the upper half. The rest of the sequence consists of (N - 2D) / 2 slots of two tokens.
+    D slots begin with a key, whose value is to be predicted. These slots are drawn without replacement, slot i = 1, 2, ... with
+    a probability proportional to ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged by
+    number of pairs: ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.
@@ -177,8 +184,8 @@ class Needle(QuestionData):
     """Needle in a haystack: a key and its value at a random position among random tokens, and the key again at the end.
 
     Keys, values and the haystack come from different thirds of the vocabulary. Accuracy is logged by length
-    (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the
-    haystack that holds the pair).
+    (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth tells
+    which fifth of the haystack holds the pair.
 
     Args:
         tokens: number of tokens in a training sequence.

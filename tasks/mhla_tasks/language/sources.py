@@ -25,12 +25,12 @@ class TokenRuns(Protocol):
     run_shards: Sequence[int]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens of a run, and where documents begin among them.
+        """Read consecutive tokens of a run, with a mask of the tokens that begin a document.
 
         Args:
             run: index of the run.
-            start: index of the first token in the run.
-            count: number of tokens.
+            start: index in the run of the first token to read.
+            count: number of tokens to read.
 
         Returns:
             The tokens, ``[count]`` integers, and a mask of those that begin a document, ``[count]`` bool.
@@ -38,14 +38,15 @@ class TokenRuns(Protocol):
         ...
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the correction to the number of text bytes that the tokens ``first`` to ``stop - 1`` stand for.
+        """Count the bytes of text that the byte counts of a range of tokens do not account for.
 
-        It is the length of the text in bytes minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
+        The number is the length of the text in bytes minus the sum of the byte counts of its tokens. It may be negative. See
+        ``text_bytes.MissingBytes``.
 
         Args:
             run: index of the run.
-            first: index of the first token in the run.
-            stop: index after the last token.
+            first: index in the run of the first token of the range.
+            stop: index in the run after the last token of the range.
         """
         ...
 
@@ -61,8 +62,9 @@ class ArrayRuns:
         tokens: tokens of all documents, ``[n]`` integers.
         starts: index of the first token of each document, ``[documents]`` integers.
         name: name of the text, for messages.
-        missing: bytes of each document's text minus the bytes that its tokens stand for, ``[documents]``, as
-            ``text_bytes.MissingBytes`` returns them; None if all are 0, as for tokenizers of :func:`train_tokenizer`.
+        missing: length of each document's text in bytes minus the sum of the byte counts of its tokens, ``[documents]``, as
+            ``text_bytes.MissingBytes`` computes it. None if all differences are 0, as for tokenizers of
+            :func:`train_tokenizer`.
     """
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str, missing: np.ndarray | None = None) -> None:
@@ -73,11 +75,11 @@ class ArrayRuns:
         self.run_shards: Sequence[int] = [1]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens, and where documents begin among them; see :meth:`TokenRuns.read`."""
+        """Read consecutive tokens, with a mask of the tokens that begin a document; see :meth:`TokenRuns.read`."""
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of a part of the text minus the bytes its tokens stand for; see :meth:`TokenRuns.missing_bytes`."""
+        """Count the bytes of text that a range of tokens does not account for; see :meth:`TokenRuns.missing_bytes`."""
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:
@@ -91,7 +93,7 @@ class TokenWindows:
     Args:
         runs: token runs of the text.
         context: number of tokens that the model reads in a sample.
-        token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``, for bits per byte.
+        token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``, to compute bits per byte.
         separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.
     """
 

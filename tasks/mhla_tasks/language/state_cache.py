@@ -97,13 +97,13 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Raise ValueError if a cache is not a generation state, such as a key-value cache of a different model.
+    """Check that a cache is a generation state, not for example the key-value cache of a different model.
 
     Args:
         cache: value of ``past_key_values``; None is accepted.
 
     Raises:
-        ValueError: if the value is not a state.
+        ValueError: if the value is not a generation state.
     """
     if cache is not None and not isinstance(cache, GenerationCache):
         raise ValueError(

@@ -37,8 +37,8 @@ class StdlibText:
 
     Attributes:
         tokenizer: tokenizer trained on the training files.
-        tokens: tokens of ``train`` and of ``validate``, each ``[n]`` uint16.
-        starts: index of the first token of each file of ``train`` and of ``validate``, each ``[files]`` int64.
+        tokens: tokens of all files of a split, ``[n]`` uint16, under the keys ``train`` and ``validate``.
+        starts: index of the first token of each file, ``[files]`` int64, under the keys ``train`` and ``validate``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class StdlibText:
 
 
 def stdlib_files() -> list[Path]:
-    """List the source files of Python's standard library in alphabetical order."""
+    """List the source files of Python's standard library in alphabetical order, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     return sorted(path for path in files if not path.relative_to(root).parts[0].startswith("config-"))

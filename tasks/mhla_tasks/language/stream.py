@@ -40,7 +40,7 @@ class RowPosition(NamedTuple):
 
 
 class PackedRows(IterableDataset):
-    """Endless stream of batches for one process, in which documents follow each other in a row without gaps.
+    """Endless stream of batches for one process, whose rows are packed with documents without padding.
 
     Args:
         documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
@@ -48,10 +48,10 @@ class PackedRows(IterableDataset):
         positions: start position of each row of the global batch.
         rows: rows of the global batch that this process packs.
         context: number of tokens in a sample.
-        token_bytes: bytes of text that each token of the vocabulary stands for, ``[V]``.
+        token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``.
         separate_documents: whether samples mark where documents begin.
-        missing: function that takes the text and the tokens of a document, and returns the bytes of the text minus the bytes
-            that the tokens stand for (see ``text_bytes.MissingBytes``); None if the difference is always 0.
+        missing: function that takes the text and the tokens of a document, and returns the length of the text in bytes minus
+            the sum of the byte counts of the tokens (see ``text_bytes.MissingBytes``); None if the difference is always 0.
     """
 
     def __init__(
@@ -72,9 +72,13 @@ class PackedRows(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Iterate over the batches that follow the start positions.
 
-        A batch of b rows holds ``tokens`` ``[b, context + 1]`` int64; ``bytes`` of text in each row ``[b]``; ``position``, the
-        :class:`RowPosition` of each row after the batch, ``[b, 2]``; ``valid`` ``[b]``, all True; and with
-        ``separate_documents`` also ``starts``, a mask of the tokens that begin a document, ``[b, context]`` bool.
+        Each batch is a dict for the b rows of this process:
+
+        * ``tokens``: token indices, ``[b, context + 1]`` int64.
+        * ``bytes``: number of bytes of text in each row, ``[b]``.
+        * ``position``: :class:`RowPosition` of each row after the batch, ``[b, 2]``.
+        * ``valid``: ``[b]``, all True.
+        * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
         """
         number = len(self.positions)
         row_positions = {row: self.positions[row] for row in self.rows}
@@ -121,9 +125,13 @@ class PackedRows(IterableDataset):
 
 
 class _Window(NamedTuple):
-    """Sample of one row: tokens, mask of tokens that begin a document, position after the sample, and missing bytes.
+    """Sample of one row of a batch.
 
-    Missing bytes are the bytes of the text minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
+    Attributes:
+        tokens: token indices, ``[context + 1]``.
+        first: mask of the tokens that begin a document, ``[context + 1]`` bool.
+        position: position of the row in the stream of documents after the sample.
+        missing: length of the sample's text in bytes minus the sum of the byte counts of its tokens.
     """
 
     tokens: np.ndarray
@@ -133,9 +141,13 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Document in a row: index in the stream, number of tokens that samples have used, all tokens, and missing bytes.
+    """Document in the queue of a row.
 
-    Missing bytes are the bytes of the text minus the bytes that its tokens stand for; see ``text_bytes.MissingBytes``.
+    Attributes:
+        document: index of the document in the stream.
+        used: number of its tokens that earlier samples used.
+        tokens: all its tokens, ``[n]``.
+        missing: length of its text in bytes minus the sum of the byte counts of its tokens.
     """
 
     document: int
@@ -150,7 +162,7 @@ class _Part(NamedTuple):
 
 
 class _Pack:
-    """Queue of the documents of one row whose tokens are not yet all used by samples."""
+    """Queue of documents from which the samples of one row are cut."""
 
     def __init__(self, used: int) -> None:
         self.skip = used
@@ -163,7 +175,7 @@ class _Pack:
         Args:
             document: index of the document in the stream.
             tokens: all tokens of the document, ``[n]``.
-            missing: bytes of the document's text minus the bytes that its tokens stand for.
+            missing: length of the document's text in bytes minus the sum of the byte counts of its tokens.
         """
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))
@@ -198,12 +210,12 @@ class StreamLoader:
     """Loader of packed batches that resumes from the position of a checkpoint.
 
     Args:
-        make: function that returns the stream of batches that starts at the given positions of all rows.
+        make: function that takes the positions of all rows of the global batch, and returns the stream of batches from there.
         batch_size: number of rows in the global batch.
         rows: rows of the global batch that this process packs.
         steps: number of batches in an epoch.
         num_workers: 0, or 1 to read and tokenize in a separate process.
-        trainer: Trainer, whose batch count identifies the last trained batch; None if there is none.
+        trainer: Trainer whose batch count identifies the last trained batch; None to start with the first batch.
     """
 
     def __init__(
@@ -255,7 +267,7 @@ class StreamLoader:
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the positions of a checkpoint, unless no batch has been trained yet."""
+        """Resume from the positions of a checkpoint; if no batch has been trained yet, keep the start positions."""
         if self.trainer is None or batches_trained(self.trainer):
             self.start_at(state)
 

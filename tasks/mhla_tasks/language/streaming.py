@@ -19,8 +19,8 @@ WINDOW, OVERLAP = 256, 64
 class TextPrinter(BaseStreamer):
     """Streamer for ``generate`` that prints the text to standard output while the tokens are generated.
 
-    transformers' ``TextStreamer`` decodes each line separately, and SentencePiece tokenizers then lose the spaces at its
-    start. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
+    transformers' ``TextStreamer`` decodes each line separately, and SentencePiece tokenizers then lose the spaces at the start
+    of the line. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
     character, are held back until the next token.
 
     Args:

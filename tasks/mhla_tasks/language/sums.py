@@ -20,11 +20,11 @@ MOST = 256
 
 
 class Answers(Metric):
-    """Metric that counts the questions and the correct answers in each of up to :data:`MOST` groups.
+    """Metric that counts the questions and the correct answers by group, such as sequences of the same length.
 
     Attributes:
-        right: number of correct answers in each group, ``[MOST]`` int64.
-        asked: number of questions in each group, ``[MOST]`` int64.
+        right: number of correct answers in each group, ``[256]`` int64; 0 for groups that do not occur.
+        asked: number of questions in each group, ``[256]`` int64.
     """
 
     full_state_update = False
@@ -47,20 +47,23 @@ class Answers(Metric):
         self.asked += torch.bincount(groups, minlength=MOST)
 
     def compute(self) -> Tensor:
-        """Return the numbers of correct answers and of questions in each group, ``[2, MOST]`` int64."""
+        """Return the numbers of correct answers (row 0) and of questions (row 1) in each group, ``[2, 256]`` int64."""
         return torch.stack([self.right, self.asked])
 
 
 def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute accuracies: over all groups, for each group, and over groups whose names differ only after the last underscore.
+    """Compute the accuracy over all questions, in each group, and in each set of groups with a common name.
+
+    The common name of a group is the part before the last underscore of its name: ``tokens512`` for ``tokens512_depth0``. A
+    name without underscore has none.
 
     Args:
-        counts: correct answers and questions as :meth:`Answers.compute` returns them, ``[2, MOST]``.
-        names: names of the groups: ``pairs4``, or ``tokens512_depth0``.
+        counts: numbers of correct answers and of questions by group, ``[2, 256]``, as :meth:`Answers.compute` returns them.
+        names: names of the groups, in the order of ``counts``, such as ``pairs4`` or ``tokens512_depth0``.
 
     Returns:
-        Accuracies from 0 to 1: ``accuracy``, ``accuracy_tokens512_depth0``, ``accuracy_tokens512``. Groups without questions
-        are omitted.
+        Accuracies from 0 to 1 under keys such as ``accuracy``, ``accuracy_tokens512_depth0`` and ``accuracy_tokens512``. Groups
+        without questions are omitted.
     """
     sums: dict[str, list[int]] = {}
     for name, (right, asked) in zip(names, counts.T.tolist(), strict=False):
@@ -73,7 +76,7 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 class TextSums(nn.Module):
-    """Module that adds up losses, tokens, bytes and answers over the batches and processes of one evaluation."""
+    """Module that sums up losses, counts and correct answers over the batches and processes of an evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +85,16 @@ class TextSums(nn.Module):
         self.answers = Answers()
 
     def add(self, **values: Tensor | int) -> None:
-        """Add values to the running sums; each keyword is the name of a sum in :data:`SUMS`."""
+        """Add values to running sums.
+
+        Args:
+            values: value to add for each sum: ``nats``, ``tokens``, ``bytes`` or ``samples``.
+        """
         for name, value in values.items():
             cast(SumMetric, self.sums[name]).update(value)
 
     def compute(self) -> dict[str, float]:
-        """Return the sums so far over all processes, by their names in :data:`SUMS`."""
+        """Return the sums so far over all processes under the keys ``nats``, ``tokens``, ``bytes`` and ``samples``."""
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
@@ -98,8 +105,11 @@ class TextSums(nn.Module):
             groups: names of the groups by which answers are counted.
 
         Returns:
-            Loss in nats per token, perplexity, number of samples, bits per byte if bytes are known, and accuracies if there
-            are groups.
+            Metrics by name:
+
+            * ``loss``, in nats per token; ``perplexity``; and ``samples``, the number of samples.
+            * ``bits_per_byte``, if the number of bytes of text is known.
+            * Accuracies as :func:`shares` returns them, if ``groups`` is not empty.
 
         Raises:
             ValueError: if the loss is not finite.

@@ -29,7 +29,7 @@ SAMPLES = (
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the bytes that tokens stand for add up to the bytes of their text, as tested on sample texts."""
+    """Return whether the byte counts of tokens (:func:`token_bytes`) add up to the length of the text for some sample texts."""
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -39,11 +39,12 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class MissingBytes:
-    """Callable that computes how many bytes of a document's text its tokens do not account for, the missing bytes.
+    """Callable that counts the missing bytes of documents: the bytes of text that the tokens do not account for.
 
-    Missing bytes are the bytes of the text minus the bytes that its tokens stand for.
-    The difference is not 0 if the tokenizer changes a text before splitting it. It may be negative. A control token inside a
-    document counts as many bytes as its letters, so it adds nothing to the difference.
+    Their number is the length of the text in bytes minus the sum of the byte counts of its tokens
+    (:func:`~mhla_tasks.language.tokenizer.token_bytes`). It differs from 0 if the tokenizer changes a text before splitting it,
+    and may be negative. A control token inside a document counts as many bytes as its letters, so it adds nothing to the
+    difference.
 
     Args:
         tokenizer: tokenizer of the documents.
@@ -57,7 +58,7 @@ class MissingBytes:
             self.sizes[index] = len(token.encode())
 
     def __call__(self, texts: Sequence[str], tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the missing bytes of each document, ``[documents]`` int64.
+        """Return the number of missing bytes of each document, ``[documents]`` int64.
 
         Args:
             texts: texts of the documents.
@@ -74,27 +75,34 @@ class MissingBytes:
 
 
 def spread(missing: int, count: int, position: int) -> int:
-    """Return the part of a document's missing bytes that falls on its first ``position`` tokens, if spread evenly over all.
+    """Return how many of a document's missing bytes fall on its first tokens, if they are spread evenly over all tokens.
 
     Args:
-        missing: missing bytes of the document; see :class:`MissingBytes`.
+        missing: number of missing bytes of the document: the length of its text in bytes minus the sum of the byte counts of
+            its tokens (see :class:`MissingBytes`).
         count: number of tokens in the document. The first one begins the document and has no share, unless it is the only
             token.
-        position: number of tokens from the start of the document, 0 to ``count``.
+        position: number of first tokens, 0 to ``count``.
     """
     shares = max(1, count - 1)
     return missing * max(0, position - (count - shares)) // shares
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return the missing bytes, as :class:`MissingBytes` defines them, of the tokens ``first`` to ``stop - 1`` of a text.
+    """Count the bytes of text that the byte counts of a range of tokens do not account for.
+
+    The tokens belong to documents that are laid end to end. The missing bytes of a document are spread evenly over its tokens.
 
     Args:
-        first: index of the first token.
-        stop: index after the last token.
+        first: index of the first token in the range.
+        stop: index after the last token in the range.
         starts: index of the first token of each document, ``[documents]``.
-        missing: missing bytes of each document, ``[documents]``; see :class:`MissingBytes`.
+        missing: number of missing bytes of each document, ``[documents]``: the length of its text in bytes minus the sum of the
+            byte counts of its tokens (see :class:`MissingBytes`).
         length: number of tokens in all documents.
+
+    Returns:
+        Number of bytes to add to the byte counts of the tokens; it may be negative.
     """
     total = 0
     low = max(0, int(np.searchsorted(starts, first, side="right")) - 1)

@@ -16,7 +16,9 @@ bytes of its tokens. The last member is omitted if all differences are 0."""
 
 
 class ShardRuns:
-    """Implementation of ``sources.TokenRuns`` for tar shards with one run in each sample; only requested parts are read.
+    """Reader of token sequences (runs) in tar shards, one in each sample. Only the requested part of a run is read.
+
+    The class implements the protocol ``sources.TokenRuns``.
 
     Args:
         reader: reader of the shards.
@@ -50,7 +52,7 @@ class ShardRuns:
         return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens of a run, and where documents begin among them; see ``sources.TokenRuns.read``."""
+        """Read consecutive tokens of a run, with a mask of the tokens that begin a document; see ``sources.TokenRuns.read``."""
         offset, dtype = self._heads[run]
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
         tokens = np.frombuffer(data, dtype)
@@ -77,14 +79,17 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Return whether the shard stores the missing bytes of a run's documents, in the tar member :data:`MISSING`."""
+        """Return whether the shard stores, for each document of a run, how many bytes its tokens do not account for."""
         try:
             return self.reader.extension(run, (MISSING,)) == MISSING
         except BrokenSampleError:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the bytes of a text part minus the bytes its tokens stand for; see ``sources.TokenRuns.missing_bytes``."""
+        """Count the bytes of text that the byte counts of a range of tokens do not account for.
+
+        The arguments are those of ``sources.TokenRuns.missing_bytes``.
+        """
         if not self.has_missing(run):
             return 0
         starts = self._document_starts(run)

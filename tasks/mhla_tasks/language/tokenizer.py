@@ -68,11 +68,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the number of bytes of text that each token stands for, ``[V]`` int64; 0 for special tokens.
 
-    The numbers add up to the bytes of any text for byte-level vocabularies (GPT-2, Llama 3), for vocabularies with byte
-    fallback whose tokenizer puts no space in front (Gemma), and for vocabularies of bytes (ByT5). Other tokenizers change a
-    text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT), compose characters (NFKC)
-    or replace unknown ones. For their tokens, the bytes of the letters are counted, and
-    :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the bytes of a text.
+    For some tokenizers, the numbers add up to the length of any text in bytes: those with a byte-level vocabulary (GPT-2,
+    Llama 3), with byte fallback and no space in front of a text (Gemma), or with a vocabulary of bytes (ByT5).
+
+    Other tokenizers change a text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT),
+    compose characters (NFKC) or replace unknown ones. For their tokens, the bytes of the token's letters are counted, and
+    :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the length of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())
@@ -86,7 +87,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class _Letters:
-    """Rules of a tokenizer for the number of bytes of text that the letters of a token represent."""
+    """Counter of the bytes of text that a token of a given tokenizer stands for, based on the spelling of the token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -127,7 +128,7 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the index of the token for padding: the padding token, else the end token, else 0.
+    """Return the index of the token to pad with: the padding token; without one, the end token; without either, 0.
 
     Any token is suitable, because the model never attends to padding.
     """

@@ -63,7 +63,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PackedFiles:
-    """Return the files of a tokenizer, including those in subfolders, for storage in a checkpoint."""
+    """Return the contents of a tokenizer's files by relative path, for storage in a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tokenizer(tokenizer, folder)
@@ -111,7 +111,8 @@ def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yield the relative path and the content of each packed file, after checking them.
 
     Raises:
-        ValueError: if a path or a content is not valid, or there are too many files or characters.
+        ValueError: if a path leads out of the folder, a content is neither text nor base64 data, or there are too many files or
+            characters.
     """
     if len(files) > MOST_FILES:
         raise ValueError(f"the checkpoint's tokenizer has {len(files)} files, more than {MOST_FILES}")

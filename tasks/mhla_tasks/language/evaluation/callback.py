@@ -31,8 +31,8 @@ class LMEval(PeriodicEvaluation):
     """Callback that scores the model on tasks of lm-evaluation-harness and logs each metric as ``lm_eval/TASK/METRIC``.
 
     The evaluation runs on all processes, with the averaged weights if there are any, and shows lm-eval's progress bars. The
-    scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder. Prompts that are too long are cut in the
-    middle; ``lm_eval/TASK/prompts_cut`` is the share of these prompts.
+    scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder, where NNNNNNN is the training step. Prompts that
+    are too long are cut, by default in the middle; ``lm_eval/TASK/prompts_cut`` is the fraction of such prompts.
 
     Args:
         tasks: names of tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
@@ -86,7 +86,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the weights that validation uses (averaged, if kept) on all processes; the first process logs the scores."""
+        """Score the model on all processes, with averaged weights if there are any; the first process logs the scores."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM

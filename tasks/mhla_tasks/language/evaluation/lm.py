@@ -24,23 +24,23 @@ log = logging.getLogger(__name__)
 
 @register_model("mhla")
 class MHLALM(HFLM):
-    """lm-eval's model for Hugging Face networks, which also loads training checkpoints and cuts long prompts in the middle.
+    """Model adapter for lm-evaluation-harness that also loads training checkpoints and can cut long prompts in the middle.
 
-    Contexts and continuations are encoded as in lm-eval: the letters of a control token become that token, because the
-    harness writes chat templates into its prompts. A token that the tokenizer appends to every text is omitted.
-
-    Under ``torch.distributed`` each process answers a share of the requests.
+    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: the letters of a
+    control token become that token, because the harness writes chat templates into its prompts. A token that the tokenizer
+    appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the requests.
 
     Args:
-        pretrained: path of a training checkpoint or of an exported folder, name on the Hugging Face Hub, or model.
-        tokenizer: path of a tokenizer's folder, name on the hub, or tokenizer; None for the model's own.
-        device: device of a model that is loaded; None for the GPU if there is one.
-        dtype: dtype of the weights of a model that is loaded.
+        pretrained: path of a training checkpoint or of an exported folder, name on the Hugging Face Hub, or model object.
+        tokenizer: path of a tokenizer's folder, name of a model on the Hugging Face Hub, or tokenizer object; None for the
+            model's own tokenizer.
+        device: device to load the model to; None for the GPU if there is one. Ignored if ``pretrained`` is a model object.
+        dtype: dtype to load the weights in. Ignored if ``pretrained`` is a model object.
         max_length: maximum number of tokens in prompt and answer together; None for the model's context. Dense mixing is
             extended to it, in a copy if ``pretrained`` is a model.
         cut: part to remove from prompts that are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
-        options: options of lm-eval's HFLM, such as batch_size.
+        options: further arguments of lm-eval's class ``HFLM``, such as ``batch_size``.
 
     Raises:
         FileNotFoundError: if there is no such model or tokenizer.
@@ -191,7 +191,7 @@ class MHLALM(HFLM):
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return lm-eval's description of the model for its results file, and the fraction of cut prompts of each task."""
+        """Return facts for lm-eval's results file: number of parameters, dtype, and fraction of cut prompts of each task."""
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),

@@ -25,10 +25,12 @@ BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 @contextmanager
 def local_data(folder: str | Path | None) -> Iterator[None]:
-    """Context manager in which lm-eval's tasks load their data sets from a folder, else from the Hugging Face Hub.
+    """Context manager that lets lm-eval's tasks load their data sets from a folder of local copies.
+
+    Data sets without a copy in the folder are loaded from the Hugging Face Hub.
 
     Args:
-        folder: folder with local copies of data sets; None changes nothing.
+        folder: folder with local copies of data sets, under their names on the hub; None changes nothing.
 
     Raises:
         FileNotFoundError: if the folder does not exist. Inside the context, if the data of a task is neither in the folder
@@ -77,11 +79,11 @@ def _cache_of(folder: Path) -> Path:
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that lm-eval has all named tasks.
+    """Check that all requested tasks of lm-evaluation-harness exist.
 
     Args:
-        names: names of tasks, or paths of task files.
-        known: names of all tasks that lm-eval has.
+        names: requested tasks: names, or paths of task files.
+        known: names of all tasks that the harness has.
 
     Raises:
         ValueError: if a task is unknown; the message suggests similar names.
