@@ -78,7 +78,10 @@ def is_native(q: Tensor) -> bool:
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return why ``backend="auto"`` does not trust the installed Triton on this device, and warn once; None if it does."""
+    """Return the reason why ``backend="auto"`` avoids the installed Triton on the GPU of ``q``; None if it does not.
+
+    The first time that there is a reason, a warning states it.
+    """
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())

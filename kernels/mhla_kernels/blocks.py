@@ -108,7 +108,7 @@ def at_most(number: int, most: int) -> int:
 def surely_equal(one: int, two: int) -> bool:
     """Return whether two sizes are equal; in a compiled graph, whether they are equal for every size that the graph accepts.
 
-    In a graph, ``one == two`` would become a guard. The graph would then accept only sizes that the blocks divide, and torch
+    In a graph, ``one == two`` would become a guard, and the graph would accept only the sizes for which the guard holds. PyTorch
     would compile another graph for the remaining sizes.
     """
     if not torch.compiler.is_compiling():
@@ -176,7 +176,7 @@ class TokenLayout(NamedTuple):
         return at_most(self.block_size, self.tokens)
 
     def in_chunks(self, blocks: int) -> TokenLayout:
-        """Return a layout for chunks: each of its blocks joins ``blocks`` equal blocks of this layout."""
+        """Return a layout whose blocks are chunks: each chunk joins ``blocks`` consecutive blocks of this layout."""
         return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
 
     def token_blocks(self, device: torch.device) -> TokenBlocks:
@@ -226,8 +226,8 @@ class BlockPartition(NamedTuple):
         slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t.
         local: ``[M]`` int64, index of each block within its packed sequence; None if the row is one sequence.
         owner: ``[M]`` int64, index of each block's packed sequence, S for an unused block; None if the row is one sequence.
-        sequences: first block of each non-empty packed sequence, and the block after its last one; None if the row is one
-            sequence, or if only the device knows the bounds.
+        sequences: for each non-empty packed sequence, the index of its first block and the index after its last block. None if
+            the row is one sequence, or if only the device knows the bounds.
     """
 
     tokens: int

@@ -255,7 +255,7 @@ def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
 
 
 def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: Sequence[int]) -> None:
-    """Check that the coefficients cover the last token of each row.
+    """Check that the mixing coefficients cover the block of the last token in each row.
 
     Args:
         mixing: mixing coefficients between blocks.
@@ -292,7 +292,7 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Prepare a generation state for new tokens: close full blocks, and find where the new tokens of each row begin.
+    """Prepare a generation state for new tokens: close full blocks, and find where each row's new tokens begin.
 
     Args:
         state: state from the last call, which does not change.
@@ -311,7 +311,7 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
 
 
 def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
-    """Add ``x`` ``[B, H, ...]`` to the first of the blocks ``[B, H, M, ...]`` of each row."""
+    """Return the blocks ``[B, H, M, ...]`` with ``x`` ``[B, H, ...]`` added to the first block of each row."""
     first = blocks[:, :, :1] + x[:, :, None]
     return torch.cat([first, blocks[:, :, 1:]], 2) if blocks.shape[2] > 1 else first
 
@@ -367,7 +367,7 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 class _ContinuedMixer(Mixer):
     """Mixer for the blocks of a call that continues a generation state.
 
-    It includes the finished blocks of the state, and the earlier tokens of the state's open block.
+    Its mixtures also include the state's finished blocks and the earlier tokens of the state's open block.
     """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
@@ -396,5 +396,5 @@ class _ContinuedMixer(Mixer):
 
 
 def _count(rows: Rows, state: BlockState) -> int:
-    """Return how many rows of the batch an index tensor, or a slice of all rows, selects."""
+    """Return the number of batch rows that ``rows`` selects: an index tensor, or a slice of all rows."""
     return len(state.lengths) if isinstance(rows, slice) else len(rows)

@@ -83,7 +83,7 @@ def _from_json(values: list[Any]) -> Context:
 
 @dataclass(frozen=True, eq=False)
 class BlockState:
-    """Base class of generation states, whose tensors take the place of the keys and values of earlier tokens.
+    """Base class of generation states, which hold block summaries in place of the keys and values of earlier tokens.
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
@@ -191,7 +191,8 @@ class BlockState:
             accumulate: dtype of the sums in the call.
 
         Raises:
-            ValueError: if one of these differs from the state, or if the state was donated. The message names the difference.
+            ValueError: if a property, size or dtype differs from that of the state, or if the state was donated. The message
+                names the difference.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -210,11 +211,11 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the next state owns, if it has new tensors except perhaps ``finished``.
+        """Return the names of the tensors that the next state owns, if all of its tensors except perhaps ``finished`` are new.
 
         Args:
-            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if it is among
-                them.
+            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if the previous
+                state did.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
