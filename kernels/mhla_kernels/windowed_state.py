@@ -175,8 +175,8 @@ def mhla_window_step(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    A step takes time O(C Dk + K V), with C tokens in a block. At the first token of a block, it takes as long as
-    :func:`mhla_kernels.mhla_step` does at such a token.
+    A step takes time O(C Dk + K V) for blocks of C tokens. The first token of a block takes longer, as in
+    :func:`mhla_kernels.mhla_step`.
 
     Args:
         q: query, ``[B, H, Dk]``.
@@ -270,9 +270,9 @@ def _with_totals(mixed: Tensor, width: int) -> Tensor:
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Mix, for each block of a call, the summaries of all blocks that lie before its softmax window.
+    """Compute, for each block of a call, the mixed summary of all blocks before its softmax window.
 
-    This is the causal mixture for the previous block.
+    The window includes the previous block, so the result equals the causal mixture for that block.
 
     Args:
         start: state in which the first block of the call is open in every row.

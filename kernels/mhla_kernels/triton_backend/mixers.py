@@ -34,7 +34,9 @@ class TritonMixer(Protocol):
         """Wrap the coefficient tensors in the subclass of :class:`Mixing` that the PyTorch forms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficients that kernels apply to pairs of tokens, with strides along heads, query and key blocks.
+        """Return the coefficients that kernels apply to pairs of tokens, and their strides.
+
+        The three strides are those along heads, query blocks and key blocks.
 
         The parallel form reads m[i, b] for all pairs of blocks. The causal chunked form reads m[i, i] only.
         """

@@ -42,9 +42,9 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of the same sequence.
+    """Mix block summaries by exponentials of distance: ``mixed[i]`` is a weighted sum over earlier blocks of its sequence.
 
-    With ``REVERSE``, it sums over the later blocks.
+    With ``REVERSE``, the sum is over the later blocks.
 
     Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``:
     ``[H or 1, TERMS]`` float32.
@@ -164,7 +164,10 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each of them; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of the diagonal coefficients m[i, i] to the gradient of each amplitude, in place.
+
+        Each coefficient m[i, i] is the sum of the amplitudes. See :meth:`TritonMixer.add_own` for the arguments.
+        """
         gradients[0] += own.sum(-1, keepdim=True)
 
 

@@ -30,8 +30,9 @@ class BlockTables:
 
     Attributes:
         layout: partition of the tokens; chunks take the place of blocks in the spanning form.
-        table: ``[7, M]`` int32; row :data:`START` holds the first token of each block, and the constants beside START name the
-            other rows.
+        table: ``[7, M]`` int32 with a column for each block. Its rows are: first token of the block, token after its last one,
+            row of the block in the mixing matrix, first block of its sequence, block after the last one of its sequence, first
+            token of its sequence, token after the last one of its sequence.
         sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
     """
 
