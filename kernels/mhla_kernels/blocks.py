@@ -31,7 +31,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return whether a new tensor on ``device`` is an ordinary tensor with data, instead of a fake tensor of torch's tracing."""
+    """Return whether a new tensor on ``device`` is an ordinary tensor with data, not a fake tensor of torch's tracing."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 

@@ -20,11 +20,12 @@ LARGEST_EXPONENT = 30.0
 class LearnedFeatures(nn.Module):
     """Learned feature map ``exp([W x, -W x])`` (Hedgehog, arXiv 2402.04347, section 4.2).
 
-    Each head has a matrix W for queries and one for keys. To avoid overflow, the features of a query are divided by the
-    largest one, whose logarithm is returned beside them. Exponents of keys are clamped at :data:`LARGEST_EXPONENT`; their
-    gradient passes the clamp, so that training can reduce them again. W starts as ``Dk ** -0.25`` times the identity: an
-    attention weight is then the sum over the width of ``exp(Dk ** -0.25 (q_i + k_i))`` and its inverse, and is largest where
-    q and k are large in the same feature.
+    Each head has a matrix W for queries and one for keys. To avoid overflow, the features of a query are divided by the largest
+    one, whose logarithm is returned too. Exponents of keys are clamped at :data:`LARGEST_EXPONENT`; gradients ignore the clamp,
+    so that training can reduce the exponents again.
+
+    W starts as ``Dk ** -0.25`` times the identity: an attention weight is then the sum over the width of ``exp(Dk ** -0.25 (q_i
+    + k_i))`` and its inverse, and is largest where q and k are large in the same feature.
 
     Args:
         heads: number of query heads.

@@ -26,7 +26,7 @@ OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of :meth:`Attention.attend`, in the order of the operator: block order, or raster order for a scan.
+    """Inputs of :meth:`Attention.attend`, with tokens in the operator's order: block order, or raster order for a scan.
 
     Attributes:
         x: tokens ``[B, N, dim]``.

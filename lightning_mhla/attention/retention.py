@@ -17,8 +17,8 @@ class Retention(RecurrentAttention, kind="retention"):
     """Multi-scale retention (RetNet, arXiv 2307.08621, equations 5 to 8); arguments as for :class:`Attention`.
 
     The weight of token j for token t is ``gamma^(t - j) q_t . k_j / sqrt(Dk)``, with ``gamma = 1 - 2^(-5 - h)`` in head h. The
-    output passes a norm for each head, here an RMSNorm with learned scale, and a SiLU gate. RetNet, a model of sequences,
-    rotates queries and keys by their positions (``rotary: true``), and has values twice as wide as keys (``value_width``).
+    output passes a norm for each head, here an RMSNorm with learned scale, and a SiLU gate. RetNet itself also rotates queries
+    and keys by their positions (``rotary: true``) and has values twice as wide as keys (``value_width``).
     """
 
     unused = tuple(name for name in RecurrentAttention.unused if name != "rotary")

@@ -47,7 +47,6 @@ def carry_kernel(
     Terms before index ``EARLIER`` sum over the earlier chunks, the others over the later ones. ``REVERSE`` exchanges the two
     directions. A running sum decays by ``e^-decay`` per chunk.
 
-
     Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``:
     ``[H or 1, TERMS]``.
     """

@@ -38,8 +38,8 @@ class Kind(NamedTuple):
         masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
         block_size: tokens in the largest block, rounded up to a power of two, at most :data:`LONGEST`.
-        many: whether there are more blocks than :data:`MANY`, for which the kernels use larger tiles.
-        terms: number of exponential terms in the spanning form; 0 in the other forms.
+        many: whether the form is chunked and has more blocks than :data:`MANY`, for which the kernels use larger tiles.
+        terms: number of exponential terms, or of running sums in the spanning form; 0 if the coefficients are a matrix.
     """
 
     form: str
