@@ -52,8 +52,8 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
     """Choose between PyTorch and Triton for a call.
 
     Args:
-        backend: requested backend: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on a GPU that it supports, unless the
-            installed version may miscompile the kernels there.
+        backend: requested backend: ``"torch"``, ``"triton"`` or ``"auto"``. ``"auto"`` chooses Triton on a GPU that Triton
+            supports, unless the installed version may miscompile the kernels there.
         q: queries.
         k: keys.
         v: values.

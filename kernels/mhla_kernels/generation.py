@@ -59,10 +59,10 @@ def mhla_prefill(
         q: queries, ``[B, N, H, K]``, as for :func:`mhla_attention`.
         k: keys, ``[B, N, Hkv, K]``.
         v: values, ``[B, N, Hkv, V]``.
-        mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
+        mixing: mixing coefficients, as for causal attention. Dense coefficients must cover all tokens so far.
         block_size: tokens in a block.
-        lengths: ``[B]`` integers, the number of tokens of each row without its padding on the right; None without padding.
-            Reading a tensor on an accelerator waits for the device.
+        lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None without padding. Reading
+            a tensor on an accelerator waits for the device.
         state: state from the last call; None at the start. It is not changed.
         normalize: as for :func:`mhla_attention`.
         scale: as for :func:`mhla_attention`.
@@ -75,8 +75,8 @@ def mhla_prefill(
         Outputs ``[B, N, H, V]``, zero for padding, and the new state.
 
     Raises:
-        ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
-        TypeError: as :func:`mhla_attention`.
+        ValueError: as for :func:`mhla_attention`, or if ``lengths`` or ``state`` does not fit the call.
+        TypeError: as for :func:`mhla_attention`.
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -136,8 +136,8 @@ def mhla_step(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to one more token of every row, and return the state after it.
 
-    The time is O(K V). Where a block begins, it is O(M K V) for dense mixing of M blocks and O(R K V) for exponential mixing
-    with R terms.
+    A step takes time O(K V). Where a block begins, it takes O(M K V) for dense mixing of M blocks, and O(R K V) for exponential
+    mixing with R terms.
 
     Args:
         q: query, ``[B, H, K]``.
@@ -146,8 +146,8 @@ def mhla_step(
         mixing: as for :func:`mhla_prefill`.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. This saves a
-            copy of the open block at every token, and of the finished blocks at every block.
+        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Without it, the
+            open block is copied at every token, and the finished blocks are copied whenever a block begins.
         normalize: as for :func:`mhla_attention`.
         scale: as for :func:`mhla_attention`.
         eps: as for :func:`mhla_attention`.
@@ -157,8 +157,8 @@ def mhla_step(
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: as :func:`mhla_prefill`.
-        TypeError: as :func:`mhla_attention`.
+        ValueError: as for :func:`mhla_prefill`.
+        TypeError: as for :func:`mhla_attention`.
     """
     check_one_token(q, k, v)
     batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)

@@ -85,7 +85,7 @@ def environment(device: str) -> dict[str, str]:
     """Return the properties for which a stored verdict is valid: the device, software versions, and a hash of the kernels.
 
     Args:
-        device: name of the device in torch, ``"cuda:0"`` or ``"cpu"`` (Triton's interpreter).
+        device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
     """
     details = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for package in ("triton", "pytorch-triton"):

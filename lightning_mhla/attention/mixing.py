@@ -47,7 +47,8 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     """Compute locality-biased coefficients ``1 - dist(i, j) / max_k dist(i, k)``, rows summing to 1 (MHLA paper, section 3).
 
     Distances are Euclidean, between block centers on the block grid. Causal coefficients are ``1 - dist / M`` on the lower
-    triangle, so that no visible block starts at zero. A block of prefix tokens has distance 0 to all blocks.
+    triangle, so that the coefficients of all visible blocks start above zero. A block of prefix tokens has distance 0 to all
+    blocks.
 
     Returns:
         ``[M, M]`` float32.

@@ -185,8 +185,8 @@ class Mixing(ABC):
 
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
-            blocks: capacity that is needed.
-            owned: whether blocks are appended one by one; the capacity then at least doubles when it grows.
+            blocks: required capacity in blocks.
+            owned: whether blocks are appended one by one. If so, the capacity at least doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.

@@ -44,11 +44,11 @@ class ExponentialMixing(Mixing):
         amplitude: amplitudes a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
         decay: decays lambda per block, nonnegative. Without ``grid`` it has the shape of ``amplitude``; for a grid of A axes it
             has one more axis, of length A, at the end.
-        grid: blocks along each axis, row-major, for 2-D and 3-D grids; None for a sequence of any length. Causal attention
-            needs None.
+        grid: number of blocks along each axis of a 2-D or 3-D grid, whose blocks are in row-major order; None for a sequence of
+            any length. Causal attention requires None.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit together.
     """
 
     learned = ("amplitude", "decay")
@@ -127,7 +127,7 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the coefficient m[i, i], which is the sum of the amplitudes for every block i, ``[1]`` or ``[H, 1]``."""
+        """Return the coefficient m[i, i], ``[1]`` or ``[H, 1]``: for every block i, it is the sum of the amplitudes."""
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     """Resize dense mixing coefficients from one block grid to another, for a new image, clip or sequence size.
 
     Coefficients are interpolated linearly between block centers, along the axes of the query block and of the key block. Then
-    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. The same grid returns
-    the same values.
+    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. If the grids are equal,
+    the values do not change.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]`` with ``M = prod(old_grid)``, blocks in row-major order of the grid.

@@ -389,8 +389,8 @@ def attend(
         own_gradient: whether to compute the gradient of coefficients as well.
 
     Returns:
-        The result, and the gradient of coefficients or None. The result is ``[B, N, H, V]`` in modes OUT and DV and ``[B, N, H,
-        K]`` in modes DQ and DK. The gradient is a float32 tensor if ``own_gradient``. In mode DK of the causal chunked form, it
+        The result and, if ``own_gradient``, a gradient of coefficients, otherwise None. The result is ``[B, N, H, V]`` in modes
+        OUT and DV, and ``[B, N, H, K]`` in modes DQ and DK. The gradient is float32. In mode DK of the causal chunked form, it
         is the gradient of m[i, i] of every block, ``[B * H, blocks]``. In modes DQ and DK of the spanning form, it is the
         gradient of the weight with which each token reads or writes each term, ``[B * H, N, T]``.
         gradient: of m[i, i] of every block, ``[B * H, blocks]``, in mode DK of the causal chunked form; of the weight with

@@ -21,7 +21,7 @@ SPLIT = 2048
 
 
 def power_of_two(number: int) -> int:
-    """Round a width up to a power of two, at least 16, the smallest operand of a matrix product in Triton."""
+    """Round a width up to a power of two, at least 16, which is the smallest size that Triton's matrix products support."""
     return max(16, 1 << (number - 1).bit_length())
 
 
@@ -56,8 +56,8 @@ def overlaps_chained_products(chip: int) -> bool:
 def register_limit(chip: int, warps: int) -> dict[str, int]:
     """Return the launch option that raises the register limit of a kernel; an empty dict on Hopper.
 
-    On other chips the compiler limits some kernels to 128 or 168 registers per thread, and spills a few bytes
-    (``make resources``). This option gives a thread block the complete register file.
+    On other chips, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes (see
+    ``make resources``). This option gives a thread block the complete register file.
 
     Args:
         chip: compute capability times ten.

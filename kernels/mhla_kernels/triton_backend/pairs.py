@@ -41,7 +41,10 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens; ``RELU`` maps the features first."""
+    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens, a and b.
+
+    With ``RELU``, the feature map is applied to both first.
+    """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
         inner = first + tl.arange(0, SLICE)

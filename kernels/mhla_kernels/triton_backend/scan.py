@@ -150,7 +150,7 @@ class ExponentialMixer:
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Compute the gradients of amplitudes and decays through mixing, see :meth:`TritonMixer.gradients`."""
+        """Compute the gradients of amplitudes and decays through the mixing of summaries, see :meth:`TritonMixer.gradients`."""
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
