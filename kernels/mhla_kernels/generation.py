@@ -53,7 +53,8 @@ def mhla_prefill(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the state after them.
 
-    A sequence may be cut into any number of calls, at any tokens. The outputs are those of one causal pass.
+    A sequence may be split into several calls at any tokens. The outputs equal those of one causal call for the complete
+    sequence.
 
     Args:
         q: queries, ``[B, N, H, K]``, as for :func:`mhla_attention`.
@@ -264,7 +265,7 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
         counts: number of tokens of each row in the call.
 
     Raises:
-        ValueError: if there are more blocks than coefficients, or if the state has a different number of rows.
+        ValueError: if a row has more blocks than the coefficients cover, or if the state has a different number of rows.
     """
     if len(before) != len(counts):
         raise ValueError(f"the state has {len(before)} rows, but q has B={len(counts)}")

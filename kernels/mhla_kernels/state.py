@@ -222,7 +222,7 @@ class BlockState:
     def may_write(self, *others: Tensor) -> bool:
         """Return whether results computed from this state and from other tensors may be written into existing memory.
 
-        Memory is not overwritten where a backward pass may need its present values, while torch records a graph, and under
+        The result is False while torch records a graph, if a backward pass may need the present values, or under
         ``torch.func``, whose tensors cannot be written into ordinary ones.
         """
         if is_traced():
@@ -239,11 +239,11 @@ class BlockState:
         return not self.open.is_inference() or torch.is_inference_mode_enabled()
 
     def advance(self, mixing: Mixing, moves: Sequence[bool], writes: bool, donated: bool = False) -> Self:
-        """Close the open block of every row that gets a token and whose open block is full, and open an empty block there.
+        """Start a new block in every row that gets a token and whose open block is full; the full block becomes finished.
 
         Args:
             mixing: mixing coefficients between blocks.
-            moves: for each row, whether it gets a token.
+            moves: flag for each row, True if the row gets a token.
             writes: whether existing memory may be written to, see :meth:`may_write`.
             donated: whether the tensors that this state owns may be written to as well.
 
@@ -385,11 +385,11 @@ def groups_of_rows(values: Sequence[Value], chosen: Sequence[bool], device: torc
 
     Args:
         values: value of each row.
-        chosen: for each row, whether it is in a group.
+        chosen: flag for each row, True if the row belongs to a group.
         device: device of the returned row indices.
 
     Returns:
-        Each distinct value with its rows: indices, or a full slice if all rows are chosen and have one value.
+        Each distinct value with its rows. The rows are indices, or a full slice if all rows are chosen and have the same value.
     """
     distinct: list[Value] = sorted({value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen})  # type: ignore[type-var]
     if len(distinct) == 1 and all(chosen):  # the common case: a slice needs no index on the device, and no copy

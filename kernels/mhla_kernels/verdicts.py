@@ -113,7 +113,7 @@ def folder_of(device: str) -> Path:
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a Triton kernel may be used on a device, from a stored trial result or else from a new trial.
+    """Return whether a Triton kernel may be used on a device; run its trial if no earlier result is stored.
 
     Args:
         kind: name of the kind of kernel, used in file names.
@@ -166,7 +166,7 @@ def withdraw(kind: str, device: str, reason: str) -> None:
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the kinds of Triton kernels that this process no longer uses: a dict from kind to reason."""
+    """Return a dict of the kinds of Triton kernels that this process no longer uses, with the reasons as values."""
     return dict(_withdrawn)
 
 
@@ -206,7 +206,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
         group: processes that agree; None for all processes.
 
     Returns:
-        A dict from each kind of kernel that no process uses from now on to the reason.
+        A dict whose keys are the kinds of kernels that no process uses any more, and whose values are the reasons.
     """
     if dist.is_available() and dist.is_initialized():
         withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)
@@ -366,7 +366,7 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """List the mark files of trials that crashed their processes: files that no running process has locked."""
+    """List the mark files of trials that crashed: the mark files that no running process has locked."""
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:

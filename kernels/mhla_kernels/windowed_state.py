@@ -43,7 +43,8 @@ from mhla_kernels.windowed import check_window, combine, heads_last, joined, not
 class MHLAWindowState(BlockState):
     """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return; see :class:`BlockState`.
 
-    The open block, to which tokens are added, and the block before it form the softmax window. Earlier blocks are finished.
+    The softmax window consists of the open block, to which tokens are added, and the block before it. Earlier blocks are
+    finished.
 
     Attributes:
         previous: summary of the block before the open one, ``[B, H, W]``.

@@ -21,7 +21,7 @@ class Placement(NamedTuple):
         layout: token grid and its blocks; sizes may be symbolic.
         order: ``[S]`` int64, raster index of the token in each slot; None if the order does not change.
         inverse: ``[N]`` int64, slot of each raster token; None if the order does not change.
-        blocks: ``block_size`` or ``block_offsets``, as keyword arguments of the operator.
+        blocks: keyword arguments that describe the blocks to the operator: ``block_size`` or ``block_offsets``.
         filled: ``[S]`` bool, True for slots that hold a token; None if all slots do.
     """
 

@@ -89,7 +89,7 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the coefficients as the argument ``mixing`` of :func:`mhla_kernels.mhla_attention`.
+        """Return the coefficients in a form that :func:`mhla_kernels.mhla_attention` takes as ``mixing``.
 
         Args:
             block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
@@ -97,7 +97,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Set the parameters to their initial values, for example when a module from the meta device has been given memory."""
+        """Set the parameters to their initial values, for example after ``to_empty`` has allocated uninitialized memory."""
         raise NotImplementedError
 
     def resize(self, block_grid: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """Part of a sequence that this process holds. A group of processes holds consecutive parts, in order of rank.
+    """Part of a sequence that this process holds; the processes of a group hold consecutive parts, in order of rank.
 
     Parts consist of complete blocks, distributed as evenly as possible.
 

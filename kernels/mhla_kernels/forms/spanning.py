@@ -82,7 +82,7 @@ def spanning(
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
-    """Multiply tokens ``[B, H, M, C, K]`` by their weights in each of T terms, into the shape ``[B, H, M, C, T * K]``."""
+    """Multiply tokens ``[B, H, M, C, K]`` by T weights each, and concatenate the products to ``[B, H, M, C, T * K]``."""
     return (x_BHMCK[..., None, :] * weights_H1CT[..., None]).flatten(-2)
 
 

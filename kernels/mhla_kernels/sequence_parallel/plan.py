@@ -84,7 +84,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """Way of exchange that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
+        """Way of exchanging data that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 

@@ -157,7 +157,7 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Wrap the matrix in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Convert the matrix to :class:`DenseMixing`, which the PyTorch forms take; see :meth:`TritonMixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 

@@ -140,7 +140,9 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Wrap amplitudes and decays in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Convert amplitudes and decays to :class:`ExponentialMixing`, which the PyTorch forms take; see
+        :meth:`TritonMixer.mixing`.
+        """
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
