@@ -278,7 +278,7 @@ class BlockPartition(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is symbolic; token t is then in slot t."""
+        """Whether the number of tokens is symbolic, see :func:`is_dynamic`. If so, token t is in slot t."""
         return self.slot is None and is_dynamic(self.tokens)
 
     @property

@@ -120,7 +120,7 @@ class BlockState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the state, by name."""
+        """Dict from names to all tensors of the state."""
         return {name: getattr(self, name) for name in self.tensor_names}
 
     @property

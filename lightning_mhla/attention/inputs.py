@@ -66,5 +66,5 @@ class AttentionInputs:
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys after rotary embedding; unchanged if ``rotary`` is None."""
+        """Queries and keys after rotary embedding, or unchanged if ``rotary`` is None."""
         return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

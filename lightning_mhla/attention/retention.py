@@ -25,7 +25,10 @@ class Retention(RecurrentAttention, kind="retention"):
 
     @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """Return q, k and v with constant log-decays of each head as gates, so that padding can have gates of 0."""
+        """Return queries, keys, values and, as gates, the constant log-decay of each head.
+
+        The log-decays have an entry for every token, so that those of padding can be set to 0.
+        """
         head = torch.arange(self.heads, device=inputs.x.device)
         rates = torch.log1p(-(2.0 ** (-5 - head)))
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": rates.expand(*inputs.x.shape[:2], -1)})

@@ -117,7 +117,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of softmax over near tokens, and of the summaries, for ``tokens`` tokens."""
+        """Count the floating-point operations of the softmax over near tokens and of the summaries, for ``tokens`` tokens."""
         near = 1.5 * self.layout.num_tokens / self.layout.num_blocks
         pairs = 2.0 * self.heads * tokens * near * (self.key_width + self.value_width)
         return pairs + self.summary_flops(tokens, None, self.summaries_mixed(tokens))

@@ -67,7 +67,7 @@ class Mixing(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Learned tensors that determine the coefficients, by name."""
+        """Dict from names to the learned tensors that determine the coefficients."""
         return {name: getattr(self, name) for name in self.learned}
 
     def to(self, dtype: torch.dtype) -> Self:

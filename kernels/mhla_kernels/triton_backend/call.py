@@ -160,9 +160,9 @@ class Call:
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
     def span(self, tile: int) -> int:
-        """Return the largest number of blocks that a tile of ``tile`` tokens touches.
+        """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
 
-        Tiles are counted from the start of a sequence, and in the spanning form from the start of a chunk.
+        The first tile begins at the first token of a sequence, or of a chunk in the spanning form.
         """
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
