@@ -57,11 +57,11 @@ def mhla_attention(
         k: keys, ``[B, N, Hkv, Dk]``. With ``normalize``, nonnegative after the feature map. Hkv divides H: every key and
             value head serves ``H / Hkv`` neighboring query heads.
         v: values, ``[B, N, Hkv, Dv]``.
-        mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``. Row i holds the weights that query block i gives to
-            the blocks. Causal attention uses the top left corner of a larger m; bidirectional attention needs exactly M. An
-            :class:`ExponentialMixing` covers any number of blocks at a cost that is linear in this number, except for
-            bidirectional attention on Triton, which applies its matrix. Any other kind of :class:`mhla_kernels.mixing.Mixing`
-            is accepted too.
+        mixing: coefficients m of M blocks, ``[M, M]`` for all heads or ``[H, M, M]``. Row i holds the weights that query block
+            i gives to the key blocks. Causal attention uses the top left corner of a larger matrix; bidirectional attention
+            needs a matrix of exactly this size. An :class:`ExponentialMixing` covers any number of blocks, at a cost that is
+            linear in this number. (Bidirectional attention on Triton is an exception: it computes the matrix.) Other subclasses
+            of :class:`mhla_kernels.mixing.Mixing` are accepted too.
         block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, the first token of each block and N at the end, for blocks of uneven size;
             bidirectional only. Prefer a tuple: reading a tensor on an accelerator waits for the device.
@@ -73,9 +73,9 @@ def mhla_attention(
         key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block. Their outputs
             are zero, and no gradient passes through them. The output of a token that sees no key is zero, too.
         cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1. Blocks are
-            counted from the first token of each sequence. Packed sequences need causal attention, exactly M blocks in every
-            non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are checked at once; values
-            on an accelerator are checked by the device itself, without waiting for it.
+            counted from the first token of each sequence. Packing requires one of: causal attention, exactly M blocks in every
+            non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are checked at once; values on
+            an accelerator are checked by the device itself, without waiting for it.
         form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"spanning"`` (chunks of several blocks, for an
             :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the definition, N x N), or
             ``"auto"``: the cheapest of the first three. Where ``torch.export`` leaves N open, ``"auto"`` takes block

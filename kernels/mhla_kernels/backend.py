@@ -52,8 +52,8 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
     """Choose between PyTorch and Triton for a call.
 
     Args:
-        backend: requested backend: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on a GPU that it supports, unless the
-            installed version may miscompile the kernels there.
+        backend: requested backend: ``"torch"``, ``"triton"`` or ``"auto"``. ``"auto"`` chooses Triton on a GPU that Triton
+            supports, unless the installed version may miscompile the kernels there.
         q: queries.
         k: keys.
         v: values.
@@ -78,7 +78,10 @@ def is_native(q: Tensor) -> bool:
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return why ``backend="auto"`` does not trust the installed Triton on this device, and warn once; None if it does."""
+    """Return the reason why ``backend="auto"`` avoids the installed Triton on the GPU of ``q``; None if it does not.
+
+    The first time that there is a reason, a warning states it.
+    """
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())

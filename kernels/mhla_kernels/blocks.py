@@ -31,7 +31,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return whether new tensors on ``device`` hold data, which they do not while torch traces with fake tensors."""
+    """Return whether a new tensor on ``device`` is an ordinary tensor with data, not a fake tensor of torch's tracing."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -42,11 +42,13 @@ _of_graphs: dict[tuple[Any, ...], Any] = {}
 
 
 def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table:
-    """Return the index table ``make(device, *sizes)``, from a cache if possible, since all layers need it at every step.
+    """Return the index table ``make(device, *sizes)``, from a cache if possible.
 
-    Tables are cached for each stream, so that a table is written before the same stream reads it. While a CUDA graph is
-    captured, the table of any stream is used: capture starts when the device has finished all earlier work. The table is then
-    cached for the life of the process, since the graph reads its memory. While torch traces, the table is always made again.
+    The cache saves time because every layer needs the same tables at every step.
+
+    Each stream has its own cached tables, so that a table is written before the same stream reads it. While a CUDA graph is
+    captured, the table of any stream is used: capture starts when the device has finished all earlier work. Such a table stays
+    cached for the life of the process, since the graph reads its memory. While torch traces, no cached table is used.
 
     Args:
         make: function that makes a table which depends only on its arguments.
@@ -108,8 +110,8 @@ def at_most(number: int, most: int) -> int:
 def surely_equal(one: int, two: int) -> bool:
     """Return whether two sizes are equal; in a compiled graph, whether they are equal for every size that the graph accepts.
 
-    In a graph, ``one == two`` would become a guard. The graph would then accept only sizes that the blocks divide, and torch
-    would compile another graph for the remaining sizes.
+    In a graph, ``one == two`` would become a guard, and the graph would accept only the sizes for which the guard holds.
+    PyTorch would compile another graph for the remaining sizes.
     """
     if not torch.compiler.is_compiling():
         return one == two
@@ -176,7 +178,7 @@ class TokenLayout(NamedTuple):
         return at_most(self.block_size, self.tokens)
 
     def in_chunks(self, blocks: int) -> TokenLayout:
-        """Return a layout for chunks: each of its blocks joins ``blocks`` equal blocks of this layout."""
+        """Return a layout whose blocks are chunks: each chunk joins ``blocks`` consecutive blocks of this layout."""
         return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
 
     def token_blocks(self, device: torch.device) -> TokenBlocks:
@@ -226,8 +228,8 @@ class BlockPartition(NamedTuple):
         slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t.
         local: ``[M]`` int64, index of each block within its packed sequence; None if the row is one sequence.
         owner: ``[M]`` int64, index of each block's packed sequence, S for an unused block; None if the row is one sequence.
-        sequences: first block of each non-empty packed sequence, and the block after its last one; None if the row is one
-            sequence, or if only the device knows the bounds.
+        sequences: for each non-empty packed sequence, the index of its first block and the index after its last block. None if
+            the row is one sequence, or if only the device knows the bounds.
     """
 
     tokens: int
@@ -276,7 +278,7 @@ class BlockPartition(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is symbolic; token t is then in slot t."""
+        """Whether the number of tokens is symbolic, see :func:`is_dynamic`. If so, token t is in slot t."""
         return self.slot is None and is_dynamic(self.tokens)
 
     @property
@@ -288,8 +290,8 @@ class BlockPartition(NamedTuple):
         """Return coefficients ``[..., M, M]`` for all pairs of blocks of the partition.
 
         Args:
-            mixing: coefficients for the blocks of one sequence, ``[..., m, m]``. They are repeated for each packed sequence,
-                with zeros between different sequences.
+            mixing: coefficients for m blocks of one sequence, ``[..., m, m]``. They are repeated for each packed sequence, with
+                zeros between different sequences.
         """
         if self.local is None or self.owner is None:
             if is_dynamic(self.blocks):  # blocks after the last token are empty, so their coefficients do not matter

@@ -88,7 +88,9 @@ _looked_at: set[torch.device] = set()
 
 
 def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out: str) -> None:
-    """Reject negative features, for which a row of weights may sum to nearly zero and outputs are meaningless.
+    """Check that no feature is negative, where the values can be read.
+
+    With negative features, the weights of a query may sum to nearly zero, which makes its output meaningless.
 
     Values are read at every call on a CPU and at the first call on an accelerator. They are never read in graphs
     (``torch.compile``, ``torch.export``, ``torch.vmap``, CUDA graphs).
@@ -96,7 +98,7 @@ def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out
     Args:
         features: features ``[B, N, H, D]`` by name.
         key_mask: ``[B, N]`` bool; False tokens may hold any value.
-        way_out: remedy, which the error message ends with.
+        way_out: advice on how to fix the call, placed at the end of the error message.
 
     Raises:
         ValueError: if a feature is negative; the message names the features and the smallest value.
@@ -137,7 +139,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sdpa_order(q: Tensor) -> str:
-    """Return an error hint that tensors may have the order of SDPA, ``[B, H, N, D]``; an empty string unless N is below H."""
+    """Return an error hint that q may be in SDPA's order, ``[B, H, N, D]``, if N is less than H; else an empty string."""
     _, tokens, heads, _ = q.shape
     if tokens >= heads:
         return ""
@@ -170,9 +172,9 @@ def as_index(value: Any) -> int | None:
 
 
 def check_devices(problem: Problem) -> None:
-    """Reject a problem whose tensors are not all on one device.
+    """Check that all tensors of a call are on one device.
 
-    A result that involves a tensor on the meta device would have no values.
+    Without this check, a tensor on the meta device would silently give a result without values.
 
     Raises:
         ValueError: if a tensor is on a different device than q; the message names both.
@@ -186,7 +188,7 @@ def check_devices(problem: Problem) -> None:
 
 
 def check_span(problem: Problem) -> None:
-    """Reject coefficients and blocks that the spanning form does not support.
+    """Check that the spanning form supports the coefficients and blocks of a call.
 
     Raises:
         ValueError: if the coefficients have no running sums, the blocks differ in size, or the number of tokens is symbolic.
@@ -234,7 +236,7 @@ def read_numbers(values: Tensor, name: str) -> list[Any]:
     """Return the values of an integer tensor as a list, after a check that ``torch.vmap`` does not map over the tensor.
 
     Args:
-        values: the tensor.
+        values: integer tensor to read.
         name: name of the tensor, for the error message.
 
     Raises:

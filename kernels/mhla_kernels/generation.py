@@ -53,16 +53,17 @@ def mhla_prefill(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the state after them.
 
-    A sequence may be cut into any number of calls, at any tokens. The outputs are those of one causal pass.
+    A sequence may be split into several calls at any tokens. The outputs equal those of one causal call for the complete
+    sequence.
 
     Args:
         q: queries, ``[B, N, H, K]``, as for :func:`mhla_attention`.
         k: keys, ``[B, N, Hkv, K]``.
         v: values, ``[B, N, Hkv, V]``.
-        mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
+        mixing: mixing coefficients, as for causal attention. Dense coefficients must cover all tokens so far.
         block_size: tokens in a block.
-        lengths: ``[B]`` integers, the number of tokens of each row without its padding on the right; None without padding.
-            Reading a tensor on an accelerator waits for the device.
+        lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None without padding. Reading
+            a tensor on an accelerator waits for the device.
         state: state from the last call; None at the start. It is not changed.
         normalize: as for :func:`mhla_attention`.
         scale: as for :func:`mhla_attention`.
@@ -75,8 +76,8 @@ def mhla_prefill(
         Outputs ``[B, N, H, V]``, zero for padding, and the new state.
 
     Raises:
-        ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
-        TypeError: as :func:`mhla_attention`.
+        ValueError: as for :func:`mhla_attention`, or if ``lengths`` or ``state`` does not fit the call.
+        TypeError: as for :func:`mhla_attention`.
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -136,8 +137,8 @@ def mhla_step(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to one more token of every row, and return the state after it.
 
-    The time is O(K V). Where a block begins, it is O(M K V) for dense mixing of M blocks and O(R K V) for exponential mixing
-    with R terms.
+    A step takes time O(K V). Where a block begins, it takes O(M K V) for dense mixing of M blocks, and O(R K V) for exponential
+    mixing with R terms.
 
     Args:
         q: query, ``[B, H, K]``.
@@ -146,8 +147,8 @@ def mhla_step(
         mixing: as for :func:`mhla_prefill`.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. This saves a
-            copy of the open block at every token, and of the finished blocks at every block.
+        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Without it, the
+            open block is copied at every token, and the finished blocks are copied whenever a block begins.
         normalize: as for :func:`mhla_attention`.
         scale: as for :func:`mhla_attention`.
         eps: as for :func:`mhla_attention`.
@@ -157,8 +158,8 @@ def mhla_step(
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: as :func:`mhla_prefill`.
-        TypeError: as :func:`mhla_attention`.
+        ValueError: as for :func:`mhla_prefill`.
+        TypeError: as for :func:`mhla_attention`.
     """
     check_one_token(q, k, v)
     batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
@@ -255,7 +256,7 @@ def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
 
 
 def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: Sequence[int]) -> None:
-    """Check that the coefficients cover the last token of each row.
+    """Check that the mixing coefficients cover the block of the last token in each row.
 
     Args:
         mixing: mixing coefficients between blocks.
@@ -264,7 +265,7 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
         counts: number of tokens of each row in the call.
 
     Raises:
-        ValueError: if there are more blocks than coefficients, or if the state has a different number of rows.
+        ValueError: if a row has more blocks than the coefficients cover, or if the state has a different number of rows.
     """
     if len(before) != len(counts):
         raise ValueError(f"the state has {len(before)} rows, but q has B={len(counts)}")
@@ -292,7 +293,7 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Prepare a generation state for new tokens: close full blocks, and find where the new tokens of each row begin.
+    """Prepare a generation state for new tokens: close full blocks, and find where each row's new tokens begin.
 
     Args:
         state: state from the last call, which does not change.
@@ -311,7 +312,7 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
 
 
 def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
-    """Add ``x`` ``[B, H, ...]`` to the first of the blocks ``[B, H, M, ...]`` of each row."""
+    """Return the blocks ``[B, H, M, ...]`` with ``x`` ``[B, H, ...]`` added to the first block of each row."""
     first = blocks[:, :, :1] + x[:, :, None]
     return torch.cat([first, blocks[:, :, 1:]], 2) if blocks.shape[2] > 1 else first
 
@@ -367,7 +368,7 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 class _ContinuedMixer(Mixer):
     """Mixer for the blocks of a call that continues a generation state.
 
-    It includes the finished blocks of the state, and the earlier tokens of the state's open block.
+    Its mixtures also include the state's finished blocks and the earlier tokens of the state's open block.
     """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
@@ -396,5 +397,5 @@ class _ContinuedMixer(Mixer):
 
 
 def _count(rows: Rows, state: BlockState) -> int:
-    """Return how many rows of the batch an index tensor, or a slice of all rows, selects."""
+    """Return the number of batch rows that ``rows`` selects: an index tensor, or a slice of all rows."""
     return len(state.lengths) if isinstance(rows, slice) else len(rows)

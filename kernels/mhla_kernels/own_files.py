@@ -22,7 +22,7 @@ class ForeignFileError(PermissionError):
 
 
 def own_folder(path: Path, root: Path) -> Path:
-    """Create a folder of a cache, and check that it and all folders between ``root`` and it belong to the user.
+    """Create a folder in a cache, and check that this user owns it and all folders between ``root`` and it.
 
     Args:
         path: folder below ``root``, or ``root`` itself.
@@ -96,7 +96,7 @@ def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callabl
 
     Args:
         path: path of the file or folder.
-        status: result of ``os.lstat`` for the path; None calls it.
+        status: result of ``os.lstat`` for the path; None to call it here.
         is_kind: function of :mod:`stat` that tests for the expected type, a regular file or a folder.
 
     Raises:

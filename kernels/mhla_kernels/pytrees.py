@@ -19,7 +19,7 @@ def register(
     to_json: Callable[[Any], Any],
     from_json: Callable[[Any], Any],
 ) -> None:
-    """Register a class as a pytree of its tensors, which ``torch.load`` accepts with ``weights_only=True``.
+    """Register a class as a pytree of its tensors, and allow ``torch.load(weights_only=True)`` to load it.
 
     Args:
         kind: class to register.

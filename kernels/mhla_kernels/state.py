@@ -83,7 +83,7 @@ def _from_json(values: list[Any]) -> Context:
 
 @dataclass(frozen=True, eq=False)
 class BlockState:
-    """Base class of generation states, whose tensors take the place of the keys and values of earlier tokens.
+    """Base class of generation states, which hold block summaries in place of the keys and values of earlier tokens.
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
@@ -120,7 +120,7 @@ class BlockState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the state, by name."""
+        """Dict from names to all tensors of the state."""
         return {name: getattr(self, name) for name in self.tensor_names}
 
     @property
@@ -191,7 +191,8 @@ class BlockState:
             accumulate: dtype of the sums in the call.
 
         Raises:
-            ValueError: if one of these differs from the state, or if the state was donated. The message names the difference.
+            ValueError: if a property, size or dtype differs from that of the state, or if the state was donated. The message
+                names the difference.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -210,18 +211,18 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the next state owns, if it has new tensors except perhaps ``finished``.
+        """Return the names of the tensors that the next state owns, if all of its tensors except perhaps ``finished`` are new.
 
         Args:
-            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if it is among
-                them.
+            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if the previous
+                state did.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
     def may_write(self, *others: Tensor) -> bool:
         """Return whether results computed from this state and from other tensors may be written into existing memory.
 
-        Memory is not overwritten where a backward pass may need its present values, while torch records a graph, and under
+        The result is False while torch records a graph, if a backward pass may need the present values, or under
         ``torch.func``, whose tensors cannot be written into ordinary ones.
         """
         if is_traced():
@@ -238,11 +239,11 @@ class BlockState:
         return not self.open.is_inference() or torch.is_inference_mode_enabled()
 
     def advance(self, mixing: Mixing, moves: Sequence[bool], writes: bool, donated: bool = False) -> Self:
-        """Close the open block of every row that gets a token and whose open block is full, and open an empty block there.
+        """Start a new block in every row that gets a token and whose open block is full; the full block becomes finished.
 
         Args:
             mixing: mixing coefficients between blocks.
-            moves: for each row, whether it gets a token.
+            moves: flag for each row, True if the row gets a token.
             writes: whether existing memory may be written to, see :meth:`may_write`.
             donated: whether the tensors that this state owns may be written to as well.
 
@@ -384,11 +385,11 @@ def groups_of_rows(values: Sequence[Value], chosen: Sequence[bool], device: torc
 
     Args:
         values: value of each row.
-        chosen: for each row, whether it is in a group.
+        chosen: flag for each row, True if the row belongs to a group.
         device: device of the returned row indices.
 
     Returns:
-        Each distinct value with its rows: indices, or a full slice if all rows are chosen and have one value.
+        Each distinct value with its rows. The rows are indices, or a full slice if all rows are chosen and have the same value.
     """
     distinct: list[Value] = sorted({value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen})  # type: ignore[type-var]
     if len(distinct) == 1 and all(chosen):  # the common case: a slice needs no index on the device, and no copy

@@ -85,7 +85,7 @@ def environment(device: str) -> dict[str, str]:
     """Return the properties for which a stored verdict is valid: the device, software versions, and a hash of the kernels.
 
     Args:
-        device: name of the device in torch, ``"cuda:0"`` or ``"cpu"`` (Triton's interpreter).
+        device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
     """
     details = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for package in ("triton", "pytorch-triton"):
@@ -103,7 +103,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def name_of(device: str) -> str:
-    """Return the name of the folder for verdicts on a device: a hash of the result of :func:`environment`."""
+    """Return the name of the folder that stores verdicts for a device: a hash of the result of :func:`environment`."""
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -113,10 +113,10 @@ def folder_of(device: str) -> Path:
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a Triton kernel may be used on a device, from a stored trial result or else from a new trial.
+    """Return whether a Triton kernel may be used on a device; run its trial if no earlier result is stored.
 
     Args:
-        kind: kind of kernel, a name that can be part of a file name.
+        kind: name of the kind of kernel, used in file names.
         device: device that the kernel would run on.
         trial: function that compares the kernel with the PyTorch form. It runs in a separate thread, where no mode of torch
             (such as autocast) is active.
@@ -166,7 +166,7 @@ def withdraw(kind: str, device: str, reason: str) -> None:
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the kinds of Triton kernels that this process no longer uses, by name, each with the reason."""
+    """Return a dict of the kinds of Triton kernels that this process no longer uses, with the reasons as values."""
     return dict(_withdrawn)
 
 
@@ -174,7 +174,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
     """Run a Triton kernel; if it fails, stop using it in this process and compute the result with PyTorch.
 
     Args:
-        kind: name of the kind of kernel; if it is empty, every error of ``run`` is raised.
+        kind: name of the kind of kernel. If it is empty, every error of ``run`` is raised.
         device: device that the kernel runs on.
         run: function that calls the kernel.
         instead: function that computes the same result with PyTorch.
@@ -183,7 +183,8 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
         The result of ``run``, or that of ``instead``.
 
     Raises:
-        Exception: if ``run`` fails for a reason other than a wrong kernel, such as lack of memory.
+        Exception: if ``run`` fails for a reason that is not a fault of the kernel, such as lack of memory, or if ``kind`` is
+            empty.
     """
     if kind in _withdrawn:
         return instead()
@@ -205,7 +206,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
         group: processes that agree; None for all processes.
 
     Returns:
-        The kinds of kernels that no process uses from now on, each with the reason.
+        A dict whose keys are the kinds of kernels that no process uses any more, and whose values are the reasons.
     """
     if dist.is_available() and dist.is_initialized():
         withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)
@@ -267,7 +268,7 @@ def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, 
 
 
 def short(error: BaseException) -> str:
-    """Format an error as its type and the first line of its message."""
+    """Format an error as the name of its type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
@@ -288,11 +289,11 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run the trial of a kernel, and store its verdict.
+    """Run the trial of a kernel, and store its verdict in the cache if the verdict is final.
 
-    While it runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes of the
-    crash. A verdict is stored if it comes from compared numbers or from an error of Triton's compiler. Any other error may be
-    temporary, and its verdict is valid for this process only.
+    A mark file exists, and is locked, while the trial runs. If the trial crashes the process, the file stays and tells later
+    processes of the crash. A verdict is final if the trial compared results, or if Triton's compiler raised an error. Any other
+    error may be temporary, and its verdict is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()
     mark = folder / f"{kind}.{uuid4().hex}.running"
@@ -320,11 +321,11 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
-    """Write a verdict to the cache, atomically; if this fails, later processes run the trial again.
+    """Write a verdict to the cache atomically. If this fails, later processes run the trial again.
 
     Args:
         verdict: verdict to write.
-        aside: path of the temporary file.
+        aside: path of the temporary file that is written first.
         path: path of the verdict file.
         device: device that the verdict is for.
     """
@@ -338,7 +339,10 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored verdict on a kind of kernel; a negative one if its trials crashed twice; None if there is neither."""
+    """Return the stored verdict on a kind of kernel; None without one.
+
+    If there is none, but two trials crashed their processes, the result is a verdict against the kernel.
+    """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):
         return stored
@@ -362,7 +366,7 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """List the mark files of trials that crashed their processes: files that no running process has locked."""
+    """List the mark files of trials that crashed: the mark files that no running process has locked."""
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:
@@ -373,7 +377,7 @@ def _ended_trials(kind: str, folder: Path) -> list[Path]:
 
 
 def forget_kept(device: str) -> None:
-    """Remove all stored verdicts for a device, so that each kind of kernel gets a new trial at its next use."""
+    """Delete all stored verdicts for a device, so that each kind of kernel gets a new trial at its next use."""
     with suppress(OSError):
         for path in folder_of(device).iterdir():
             if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):

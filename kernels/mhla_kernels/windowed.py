@@ -52,7 +52,8 @@ def mhla_window_attention(
 ) -> Tensor:
     """Compute causal attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
 
-    Near tokens are in the query's block or the block before it. :mod:`mhla_kernels.windowed` has the definition.
+    Near tokens are those in the query's block and in the block before it. All earlier tokens are far tokens.
+    :mod:`mhla_kernels.windowed` has the definition.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -176,8 +177,8 @@ def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor
     """Combine near tokens and far tokens into one output for each query.
 
     For stability, all weights of a query are divided by about the largest of them. This divisor is a constant for autograd,
-    since the output does not depend on it. Sums of far weights are not divided by themselves, so that coefficients of zero get
-    a gradient too.
+    since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients of zero
+    would then get no gradient.
 
     Args:
         scores: scores of the S near tokens for each of C queries, ``[..., C, S]``.

@@ -43,7 +43,8 @@ from mhla_kernels.windowed import check_window, combine, heads_last, joined, not
 class MHLAWindowState(BlockState):
     """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return; see :class:`BlockState`.
 
-    The open block, to which tokens are added, and the block before it form the softmax window. Earlier blocks are finished.
+    The softmax window consists of the open block, to which tokens are added, and the block before it. Earlier blocks are
+    finished.
 
     Attributes:
         previous: summary of the block before the open one, ``[B, H, W]``.
@@ -175,8 +176,8 @@ def mhla_window_step(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    A step takes time O(C Dk + K V), with C tokens in a block. At the first token of a block, it takes as long as
-    :func:`mhla_kernels.mhla_step` does at such a token.
+    A step takes time O(C Dk + K V) for blocks of C tokens. The first token of a block takes longer, as in
+    :func:`mhla_kernels.mhla_step`.
 
     Args:
         q: query, ``[B, H, Dk]``.
@@ -270,9 +271,9 @@ def _with_totals(mixed: Tensor, width: int) -> Tensor:
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Mix, for each block of a call, the summaries of all blocks that lie before its softmax window.
+    """Compute, for each block of a call, the mixed summary of all blocks before its softmax window.
 
-    This is the causal mixture for the previous block.
+    The window includes the previous block, so the result equals the causal mixture for that block.
 
     Args:
         start: state in which the first block of the call is open in every row.

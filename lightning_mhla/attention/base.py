@@ -25,11 +25,13 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 
 class Attention(AttentionKind):
-    """Self-attention layer: projections, an attention operator, then norm, ``lepe`` and gate. Base class of all kinds.
+    """Self-attention layer and base class of all kinds: projections, an attention operator, then norm, ``lepe`` and gate.
+
+    ``lepe`` is a depthwise convolution of the values that is added to the output. Norm, ``lepe`` and gate are optional.
 
     An attention kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, declares options of the kind itself.
-    YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
+    :meth:`attend`, and :meth:`continue_from` if it can generate. The options of a kind are declared in a nested dataclass
+    ``Options``. YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
 
     Args:
         dim: width of the tokens.
@@ -41,11 +43,11 @@ class Attention(AttentionKind):
         value_width: width of a value; None for ``dim // heads``.
         bias: whether the projections have a bias.
         causal: whether token t attends to tokens ``j <= t`` only; needs a 1-D grid.
-        block_ordered: whether tokens enter and leave in the layout's block order, which the backbone ensures, instead of
-            raster order.
-        projections: whether the layer has its own projections. If not, :meth:`forward` takes those of a different module,
-            and rotary angles with them.
-        gate: whether the output has a gate, whatever the configuration says; None for ``config.gate``.
+        block_ordered: whether tokens enter and leave in the layout's block order instead of raster order.
+            :class:`lightning_mhla.Backbone` sets this, and reorders the tokens once for all layers.
+        projections: whether the layer has its own projections. If not, :meth:`forward` takes the projections and rotary angles
+            of a different module.
+        gate: whether the output has a gate, regardless of the configuration; None for ``config.gate``.
 
     Raises:
         ValueError: if the configuration has a different kind, widths and heads do not fit, or the layout does not support
@@ -237,7 +239,7 @@ class Attention(AttentionKind):
         return weights.index_select(2, placement.inverse).index_select(3, placement.inverse)
 
     def open_gate(self) -> None:
-        """Initialize gate and ``lepe`` so that they do not change the output, for weights that were trained without them.
+        """Initialize gate and ``lepe`` so that they leave the output unchanged, for weights trained without them.
 
         Raises:
             ValueError: if the gate has no bias.
@@ -268,7 +270,10 @@ class Attention(AttentionKind):
             )
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Compute the token permutation of a layout for one call; slots may stay empty only if the kind supports a mask."""
+        """Compute the permutation of the tokens into block order for one call with a given layout.
+
+        Slots stay empty only if the attention kind supports a key mask.
+        """
         if not self.uses_blocks:
             return Placement(layout, None, None, {})
         return layout.place(device, gaps="key_mask" in self.handles)

@@ -131,7 +131,7 @@ class AttentionConfig:
             )
 
     def _checked_options(self) -> dict[str, Any] | None:
-        """Check the ``options`` that belong to the kind, and add defaults; None for a kind without options."""
+        """Return the checked options of the attention kind, with defaults filled in; None for a kind without options."""
         kind = KINDS[self.kind].Options
         if kind is None:
             if self.options:

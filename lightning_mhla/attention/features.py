@@ -20,11 +20,12 @@ LARGEST_EXPONENT = 30.0
 class LearnedFeatures(nn.Module):
     """Learned feature map ``exp([W x, -W x])`` (Hedgehog, arXiv 2402.04347, section 4.2).
 
-    Each head has a matrix W for queries and one for keys. To avoid overflow, the features of a query are divided by the
-    largest one, whose logarithm is returned beside them. Exponents of keys are clamped at :data:`LARGEST_EXPONENT`; their
-    gradient passes the clamp, so that training can reduce them again. W starts as ``Dk ** -0.25`` times the identity: an
-    attention weight is then the sum over the width of ``exp(Dk ** -0.25 (q_i + k_i))`` and its inverse, and is largest where
-    q and k are large in the same feature.
+    Each head has a matrix W for queries and one for keys. To avoid overflow, the features of a query are divided by the largest
+    one, whose logarithm is returned too. Exponents of keys are clamped at :data:`LARGEST_EXPONENT`; gradients ignore the clamp,
+    so that training can reduce the exponents again.
+
+    W starts as ``Dk ** -0.25`` times the identity. An attention weight is then a sum over the Dk features i, each of which adds
+    ``exp(Dk ** -0.25 (q_i + k_i))`` and its inverse. The weight is largest where q and k are large in the same feature.
 
     Args:
         heads: number of query heads.
@@ -92,8 +93,8 @@ def apply_features(
         key_mask: ``[B, N]`` bool, False for hidden tokens; None without a mask.
 
     Returns:
-        Queries, keys, and the feature map that the operator still has to apply: ``"relu"``, which costs nothing there, or
-        ``"identity"``.
+        Queries, keys, and the feature map that the operator still has to apply: ``"relu"``, which the operator computes at no
+        extra cost, or ``"identity"``.
     """
     rest: Literal["identity", "relu"] = "identity"
     if features == "elu":

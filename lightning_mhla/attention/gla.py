@@ -39,9 +39,9 @@ class GLAOptions(RecurrentOptions):
 class GatedLinearAttention(RecurrentAttention, kind="gla"):
     """Gated linear attention (GLA, arXiv 2312.06635, section 4); arguments as for :class:`Attention`.
 
-    The decay of a key's feature at a token x is given by ``log_decay = logsigmoid(W2 W1 x + b) / 16``, with W1 of rank 16. The
-    output passes an RMSNorm for each head and a SiLU gate. There is no feature map, normalizer or positional encoding. The
-    paper's keys have half the width of the model (set ``key_width`` for it).
+    The decay of a key's features at a token x is given by ``log_decay = logsigmoid(W2 W1 x + b) / 16``, with W1 of rank 16
+    (options ``decay_divisor`` and ``decay_rank``). The output passes an RMSNorm for each head and a SiLU gate. There is no
+    feature map, normalizer or positional encoding. In the paper, keys are half as wide as the model, which ``key_width`` sets.
     """
 
     Options = GLAOptions

@@ -26,7 +26,7 @@ OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of :meth:`Attention.attend`, in the order of the operator: block order, or raster order for a scan.
+    """Inputs of :meth:`Attention.attend`, with tokens in the operator's order: block order, or raster order for a scan.
 
     Attributes:
         x: tokens ``[B, N, dim]``.
@@ -66,5 +66,5 @@ class AttentionInputs:
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys after rotary embedding; unchanged if ``rotary`` is None."""
+        """Queries and keys after rotary embedding, or unchanged if ``rotary`` is None."""
         return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

@@ -27,12 +27,16 @@ REMOVED = {
 
 
 class AttentionKind(nn.Module):
-    """Base class of attention kinds: what a kind declares and which methods it overrides, without the layer's forward pass.
+    """Base class that declares the interface of attention kinds, without the forward pass of the layer.
 
-    Kinds derive from the complete layer, :class:`lightning_mhla.attention.Attention`. A kind implements :meth:`attend`, and
-    :meth:`continue_from` if it can generate. It overrides the members whose defaults do not fit its operator: ``Order`` for the
-    order of the tokens, :meth:`projected_heads` for the heads that the projection outputs, :meth:`operator_inputs` for those
-    that the operator takes, and :meth:`finish` for norm, ``lepe`` and gate.
+    Kinds do not derive from it directly, but from the complete layer, :class:`lightning_mhla.attention.Attention`. A kind
+    implements :meth:`attend`, and :meth:`continue_from` if it can generate. It overrides these members if their defaults do not
+    fit its operator:
+
+    - ``Order``, the class that puts the tokens into the order of the operator;
+    - :meth:`projected_heads`, the numbers of heads that the projection outputs;
+    - :meth:`operator_inputs`, which converts the projected heads to those that the operator takes;
+    - :meth:`finish`, which applies norm, ``lepe`` and gate.
     """
 
     kind: ClassVar[str | None] = None
@@ -99,9 +103,9 @@ class AttentionKind(nn.Module):
         return options
 
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return the inputs as the operator takes them: keys and values are repeated to the number of query heads.
+        """Convert inputs to the form that the operator takes: repeat keys and values to the number of query heads.
 
-        A kind whose operator takes fewer key heads than query heads returns ``inputs``.
+        A kind whose operator supports fewer key heads than query heads overrides this method and returns ``inputs``.
         """
         return inputs.repeated(self.heads // self.key_value_heads)
 
@@ -109,8 +113,8 @@ class AttentionKind(nn.Module):
         """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens. Every attention kind implements this method.
 
         Args:
-            inputs: queries, keys and values with the other inputs of the operator, in its token order. Optional inputs are None
-                unless ``handles`` names them.
+            inputs: queries, keys and values, and the optional inputs, with tokens in the operator's order. Optional inputs are
+                None unless the class attribute ``handles`` names them.
         """
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ class Placement(NamedTuple):
         layout: token grid and its blocks; sizes may be symbolic.
         order: ``[S]`` int64, raster index of the token in each slot; None if the order does not change.
         inverse: ``[N]`` int64, slot of each raster token; None if the order does not change.
-        blocks: ``block_size`` or ``block_offsets``, as keyword arguments of the operator.
+        blocks: keyword arguments that describe the blocks to the operator: ``block_size`` or ``block_offsets``.
         filled: ``[S]`` bool, True for slots that hold a token; None if all slots do.
     """
 
@@ -102,7 +102,7 @@ class BlockLayout:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """First token of each block along each axis, followed by the length of the axis."""
+        """For each axis, the index of the first token of each block along it, followed by the length of the axis."""
         if self.block_size is not None:
             return ((*range(0, self.grid[0], self.block_size), self.grid[0]),)
         return tuple(
@@ -123,7 +123,7 @@ class BlockLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks, including that of the prefix tokens."""
+        """Number of blocks, including the block of prefix tokens."""
         return prod(self.block_grid) + (self.prefix_tokens > 0)
 
     @cached_property
@@ -136,7 +136,7 @@ class BlockLayout:
 
     @cached_property
     def block_offsets(self) -> Tensor:
-        """First token of each block in block order, followed by the number of tokens: ``[M + 1]`` int64 on the CPU."""
+        """Index of the first token of each block in block order, and the number of tokens: ``[M + 1]`` int64 on the CPU."""
         return torch.tensor([0, *accumulate(self.block_sizes)], device="cpu")
 
     @cached_property
@@ -160,8 +160,8 @@ class BlockLayout:
     def is_raster(self) -> bool:
         """Whether the block order equals the raster order.
 
-        It does if every block is contiguous in raster order: all axes before the last one that is cut into several blocks
-        are cut into single tokens.
+        This is so if every block is contiguous in raster order: of all axes before the last one that is cut into several
+        blocks, each is cut into single tokens.
         """
         last_cut = max((axis for axis, count in enumerate(self.block_grid) if count > 1), default=0)
         return self.block_grid[:last_cut] == self.grid[:last_cut]
@@ -209,14 +209,15 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Compute the raster index of the token in each slot, and whether the slot holds a token, without prefix tokens.
+        """Compute which token is in each slot of each block, and which slots hold a token, without prefix tokens.
 
         Args:
             sizes: number of slots of a block along each axis.
             device: device of the results.
 
         Returns:
-            Indices, int64, and mask, bool; both ``[M, C]`` for M blocks of C slots.
+            Raster indices of the tokens, int64, and a mask that is True for slots with a token, bool; both ``[M, C]`` for M
+            blocks of C slots.
         """
         axes = len(self.grid)
         token = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)
@@ -251,10 +252,10 @@ class BlockLayout:
 
 
 class LayoutTables(nn.Module):
-    """Module whose buffers depend only on its token layout, and are rebuilt whenever it moves to a device or dtype.
+    """Base class of modules with buffers that depend only on the token layout and are not stored in checkpoints.
 
-    ``to_empty`` and FSDP2 allocate uninitialized memory for buffers that were on the meta device, and checkpoints do not
-    hold them.
+    The buffers are computed again whenever the module moves to a different device or dtype. This is necessary because
+    ``to_empty`` and FSDP2 leave buffers from the meta device uninitialized.
     """
 
     def tables(self) -> dict[str, Tensor]:

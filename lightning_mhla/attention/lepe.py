@@ -11,7 +11,7 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class LocalPositionalEncoding(LayoutTables):
-    """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
+    """Depthwise convolution of the values over the token grid; ``lepe`` in configurations, CPE in the MHLA paper.
 
     Inputs and outputs are in block order. Precomputed indices bring the values into the order of the grid and back. The output
     of prefix tokens, which have no neighbors, is zero.
@@ -56,7 +56,7 @@ class LocalPositionalEncoding(LayoutTables):
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
     def _placed(self, v: Tensor, placement: Placement) -> Tensor:
-        """Convolve values in a placement whose slots may be empty. The layer hides the outputs of empty slots later."""
+        """Convolve values in block order when blocks may have empty slots; the outputs of empty slots have no meaning."""
         layout, order, inverse = placement.layout, placement.order, placement.inverse
         prefix = layout.prefix_tokens
         tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])

@@ -18,13 +18,16 @@ CHUNK = 64
 
 
 class LinearAttention(SummaryAttention, kind="linear"):
-    """Linear attention, computed as MHLA with all coefficients 1. Arguments as for :class:`Attention`."""
+    """Linear attention, computed as MHLA with mixing coefficients of 1. Arguments as for :class:`Attention`."""
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return coefficients that are all 1, and the block size; for causal attention, exponential mixing without decay."""
+        """Return mixing coefficients of 1, and the block size as a keyword argument of the operator.
+
+        For causal attention, the coefficients are exponential mixing without decay.
+        """
         if self.causal:
             ones = q.new_ones(1)
             return ExponentialMixing(ones, ones - 1), {"block_size": CHUNK}

@@ -116,7 +116,7 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def extend(self, tokens: int) -> None:
-        """Extend a causal layer to ``tokens`` tokens. Dense coefficients grow by :func:`mhla_kernels.extend_mixing`."""
+        """Extend a causal layer to ``tokens`` tokens. :func:`mhla_kernels.extend_mixing` extends dense coefficients."""
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
@@ -128,7 +128,11 @@ class MHLA(SummaryAttention, kind="mhla"):
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Return how many weighted block summaries mixing adds up, over all blocks of a sequence of ``tokens`` tokens."""
+        """Return the number of weighted block summaries that mixing adds up, over all blocks of a sequence.
+
+        Args:
+            tokens: number of tokens in the sequence.
+        """
         blocks = tokens * self.layout.num_blocks / self.layout.num_tokens
         if isinstance(self.mixing, ExponentialCoefficients):
             # each term keeps a running sum of summaries, updated and read once for each block
@@ -137,6 +141,6 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of attention by block summaries, on a sequence of ``tokens`` tokens."""
+        """Count the floating-point operations of attention with block summaries, on a sequence of ``tokens`` tokens."""
         size = self.layout.num_tokens / self.layout.num_blocks
         return self.summary_flops(tokens, size if self.causal else None, self.summaries_mixed(tokens))

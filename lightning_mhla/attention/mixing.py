@@ -32,10 +32,10 @@ MixingInit = Literal["locality", "uniform"]
 def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
     """Map values of any size into ``low`` .. ``high`` by reflection at the bounds.
 
-    Values inside the bounds do not change. An optimizer that steps past a bound gets the reflected coefficient, with a
-    gradient of the opposite sign, and thus turns around. ``torch.clamp`` has no gradient outside of the bounds, so that a
-    coefficient would stay there. A rule that looks at the sign of the gradient would not give the same step for the sum of
-    the gradients of several batches or processes.
+    Values inside the bounds do not change. An optimizer that steps past a bound gets the reflected coefficient, with a gradient
+    of the opposite sign, and thus turns around. Alternatives are worse: ``torch.clamp`` has no gradient outside of the bounds,
+    so that a coefficient would stay there. A rule that depends on the sign of the gradient would not be linear, so that the sum
+    of gradients over batches or processes would give a different step.
     """
     width = high - low
     beyond = (values - low).remainder(2 * width)
@@ -47,7 +47,8 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     """Compute locality-biased coefficients ``1 - dist(i, j) / max_k dist(i, k)``, rows summing to 1 (MHLA paper, section 3).
 
     Distances are Euclidean, between block centers on the block grid. Causal coefficients are ``1 - dist / M`` on the lower
-    triangle, so that no visible block starts at zero. A block of prefix tokens has distance 0 to all blocks.
+    triangle, so that the coefficients of all visible blocks start above zero. A block of prefix tokens has distance 0 to all
+    blocks.
 
     Returns:
         ``[M, M]`` float32.
@@ -77,7 +78,7 @@ def _check_init(init: str) -> None:
 
 
 class MixingCoefficients(nn.Module):
-    """Base class of modules that hold a layer's mixing coefficients, in float32 whatever the model's precision.
+    """Base class of modules that hold a layer's mixing coefficients, in float32 regardless of the model's precision.
 
     The operator needs non-negative coefficients. :meth:`forward` and :meth:`matrix` return :func:`bounded` values, so that any
     optimizer, average or checkpoint may set the parameters.
@@ -88,7 +89,7 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the coefficients as the argument ``mixing`` of :func:`mhla_kernels.mhla_attention`.
+        """Return the coefficients in a form that :func:`mhla_kernels.mhla_attention` takes as ``mixing``.
 
         Args:
             block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
@@ -96,7 +97,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Set the parameters to their initial values, for example when a module from the meta device has been given memory."""
+        """Set the parameters to their initial values, for example after ``to_empty`` has allocated uninitialized memory."""
         raise NotImplementedError
 
     def resize(self, block_grid: tuple[int, ...]) -> None:
@@ -108,7 +109,10 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def bring_inside_(self) -> None:
-        """Replace the parameters by their bounded values, for programs that read them directly; results do not change."""
+        """Replace the parameters by their :func:`bounded` values, for programs that read them directly.
+
+        The outputs of the model do not change.
+        """
         raise NotImplementedError
 
     def extend(self, blocks: int) -> None:
@@ -116,7 +120,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert a parameter of another layer's mixing coefficients to the blocks and heads of this layer.
+        """Convert a parameter of another layer's mixing coefficients to the number of blocks and heads of this layer.
 
         Args:
             name: name of the parameter.
@@ -254,13 +258,13 @@ class ExponentialCoefficients(MixingCoefficients):
         layout: token grid and its blocks, without prefix tokens, which have no position on the grid.
         terms: number of exponentials, R.
         heads: number of heads, each with its own sum; None for one sum shared by all heads.
-        init: ``"locality"`` for decays from :data:`SLOWEST` to :data:`FASTEST` per block, spaced evenly on a logarithmic
-            scale; ``"uniform"`` for decays close to 0, so that all blocks have about the same weight.
+        init: ``"locality"`` for decays from 0.05 to 2.5 per block, spaced evenly on a logarithmic scale; ``"uniform"`` for
+            decays close to 0, so that all blocks have about the same weight.
         causal: whether blocks see only themselves and earlier blocks. Causal coefficients fit any length.
         trainable: whether the coefficients are trained.
 
     Raises:
-        ValueError: for a layout with prefix tokens, an unknown ``init``, or fewer than one term.
+        ValueError: if the layout has prefix tokens, ``init`` is unknown, or there is no term.
     """
 
     def __init__(
@@ -373,7 +377,7 @@ class ExponentialCoefficients(MixingCoefficients):
 
 
 def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
-    """Convert coefficients to the number of heads of ``own``: repeat shared ones for every head, or average those of all heads.
+    """Convert coefficients to the heads of ``own``: repeat shared ones for every head, or average over all heads.
 
     Args:
         values: coefficients, with an axis of heads in front if each head has its own.

@@ -16,8 +16,8 @@ class TokenOrder(LayoutTables):
 
     Args:
         block_ordered: whether tokens enter and leave in block order instead of raster order.
-        buffers: whether the permutations are buffers. As plain attributes, they let a copy of the model, such as a weight
-            average, be fitted to different sizes.
+        buffers: whether the permutations are buffers. If not, they are plain attributes, which may have different sizes in a
+            copy of the model, such as a weight average.
     """
 
     order: Tensor | None

@@ -18,13 +18,13 @@ OPEN_GATE = 1.2784645427610738
 
 
 def build_norm(config: AttentionConfig, width: int) -> nn.RMSNorm | None:
-    """Build the RMSNorm of each head's output, of ``width`` features; None if the configuration has no such norm."""
+    """Build the RMSNorm over the ``width`` output features of a head; None if the configuration has no such norm."""
     wanted = not config.normalize if config.output_norm is None else config.output_norm
     return nn.RMSNorm(width, OUTPUT_NORM_EPS) if wanted else None
 
 
 def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncoding | None) -> Tensor:
-    """Merge the heads of ``[B, N, H, Dv]`` into ``[B, N, H * Dv]``, and add the convolution ``lepe`` of the values, if any."""
+    """Merge the heads, ``[B, N, H, Dv]`` to ``[B, N, H * Dv]``, and add the values convolved by ``lepe`` unless it is None."""
     if lepe is None:
         return out.flatten(2)
     values = inputs.v.repeat_interleave(out.shape[2] // inputs.v.shape[2], 2).flatten(2)
@@ -32,7 +32,7 @@ def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncod
 
 
 def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateActivation) -> Tensor:
-    """Multiply ``out`` ``[B, N, H * Dv]`` by ``activation(gate(x))``, x being the input tokens, unless ``gate`` is None."""
+    """Multiply ``out`` ``[B, N, H * Dv]`` by ``activation(gate(x))`` for tokens ``x``; return it unchanged without a gate."""
     if gate is None:
         return out
     values = gate(x)
@@ -41,7 +41,7 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
 
 @torch.no_grad()
 def open_stage(gate: nn.Linear | None, lepe: LocalPositionalEncoding | None, activation: GateActivation) -> None:
-    """Initialize the output gate and ``lepe``, each unless it is None, so that they do not change the output.
+    """Initialize the output gate and ``lepe``, if there are any, so that they leave the output unchanged.
 
     Raises:
         ValueError: if the gate has no bias.

@@ -112,7 +112,7 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceRotary:
-    """Source of a layer's rotary angles for sequences, and for tokens whose angles the caller provides.
+    """Source of rotary angles for a layer on sequences, and for tokens whose angles the caller provides.
 
     Attributes:
         width: width of a key.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Projections(NamedTuple):
-    """Projections around an operator: a layer's own, or those of a different module (see :mod:`lightning_mhla.swap`).
+    """Projections before and after an operator: a layer's own, or those of a different module (see :mod:`lightning_mhla.swap`).
 
     Attributes:
         split: function from tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.

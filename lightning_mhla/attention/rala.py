@@ -27,8 +27,9 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """Rank-augmented linear attention (RALA, arXiv 2411.07635). Arguments as for :class:`Attention`.
 
     This is linear attention with features ELU + 1. Keys are multiplied by their softmax weights for the mean query
-    (``key_weighting``), and the normalizer is computed before rotary embedding. 1e-6 is added to the mean of a query's weights,
-    not to their sum. RAVLT combines it with ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and ``rotary: true``.
+    (``key_weighting``), and the normalizer is computed before rotary embedding. The normalizer adds 1e-6 to the mean of a
+    query's weights, not to their sum. The RAVLT model combines this layer with the options ``lepe: 5``, ``gate: true``,
+    ``gate_activation: identity`` and ``rotary: true``.
 
     Raises:
         ValueError: if the layer is causal.

@@ -116,7 +116,8 @@ class RecurrentAttention(Attention):
     is multiplied by SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet.
 
     Raises:
-        ValueError: if direction is alternate, which depends on the layer; see :meth:`AttentionConfig.at_layer`.
+        ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. :meth:`AttentionConfig.at_layer`
+            replaces it by the direction of a layer.
     """
 
     Options: ClassVar[type] = RecurrentOptions
@@ -174,7 +175,7 @@ class RecurrentAttention(Attention):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention matrix ``[B, H, N, N]``, by which values are multiplied after the short convolution."""
+        """Return the attention matrix ``[B, H, N, N]``, which is applied to the values after the short convolution."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
@@ -199,7 +200,7 @@ class RecurrentAttention(Attention):
 
         Args:
             inputs: inputs of the layer.
-            values: values to use in place of those of ``inputs``, ``[B, N, H, D]``; None to use those.
+            values: values to use instead of ``inputs.v``, ``[B, N, H, D]``; None to use ``inputs.v``.
         """
         positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
         operands = self._prepared(inputs, inputs.key_mask, None, positions)
@@ -209,7 +210,7 @@ class RecurrentAttention(Attention):
         return self.skip(out, operands)
 
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """Add the kind's skip connection to the outputs. By default there is none, and ``out`` is returned."""
+        """Add the kind's skip connection to the outputs; the default implementation returns ``out`` unchanged."""
         return out
 
     @override
@@ -259,10 +260,10 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize gate, ``lepe``, convolution and decays, for weights trained without them.
+        """Initialize gate, ``lepe``, convolution and decays of a layer whose other weights were trained without them.
 
-        Gate, ``lepe`` and convolution then change nothing. The parameters of the decays are drawn from a fixed seed, so that
-        all machines have the same.
+        Gate, ``lepe`` and convolution are initialized so that they leave the output unchanged. The parameters of the decays are
+        drawn from a fixed seed, so that they are the same on all machines.
         """
         super().open_gate()
         if self.conv is not None:
@@ -272,7 +273,7 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw new initial values for the parameters of the decays. By default there are none."""
+        """Draw new initial values for the parameters of the decays; by default, there are no such parameters."""
 
     @override
     def operator_flops(self, tokens: int) -> float:
@@ -285,7 +286,7 @@ class RecurrentAttention(Attention):
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with the order of the tokens reversed, also in mask, rotary angles and packed sequences."""
+    """Return the inputs with the order of the tokens reversed, including mask, rotary angles and packed sequences."""
     x, q, k, v = (tensor.flip(1) for tensor in (inputs.x, inputs.q, inputs.k, inputs.v))
     mask, rotary = inputs.key_mask, inputs.rotary
     mask = None if mask is None else mask.flip(1)

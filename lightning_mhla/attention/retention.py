@@ -17,15 +17,18 @@ class Retention(RecurrentAttention, kind="retention"):
     """Multi-scale retention (RetNet, arXiv 2307.08621, equations 5 to 8); arguments as for :class:`Attention`.
 
     The weight of token j for token t is ``gamma^(t - j) q_t . k_j / sqrt(Dk)``, with ``gamma = 1 - 2^(-5 - h)`` in head h. The
-    output passes a norm for each head, here an RMSNorm with learned scale, and a SiLU gate. RetNet, a model of sequences,
-    rotates queries and keys by their positions (``rotary: true``), and has values twice as wide as keys (``value_width``).
+    output passes a norm for each head, here an RMSNorm with learned scale, and a SiLU gate. RetNet itself also rotates queries
+    and keys by their positions (``rotary: true``) and has values twice as wide as keys (``value_width``).
     """
 
     unused = tuple(name for name in RecurrentAttention.unused if name != "rotary")
 
     @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """Return q, k and v with constant log-decays of each head as gates, so that padding can have gates of 0."""
+        """Return queries, keys, values and, as gates, the constant log-decay of each head.
+
+        The log-decays have an entry for every token, so that those of padding can be set to 0.
+        """
         head = torch.arange(self.heads, device=inputs.x.device)
         rates = torch.log1p(-(2.0 ** (-5 - head)))
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": rates.expand(*inputs.x.shape[:2], -1)})

@@ -46,12 +46,12 @@ def places_padding_last(real: Tensor) -> Tensor:
 def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
     """Find the non-padding tokens of each row.
 
-    The counts are Python numbers, which a state needs, so the call waits for the device. Where counts are not needed,
-    :func:`real_mask` and :func:`padding_last` give the same results without waiting, also in a compiled graph.
+    This function waits for the device, because the numbers of tokens are Python integers, as generation states require.
+    :func:`real_mask` and :func:`padding_last` compute mask and order without waiting, also in a compiled graph.
 
     Returns:
-        Mask of non-padding tokens ``[B, N]`` bool, their number in each row, and the order ``[B, N]`` that puts them first;
-        None in place of the order if they are first already.
+        Mask of non-padding tokens, ``[B, N]`` bool; their number in each row; and the order ``[B, N]`` that puts them first, or
+        None if they are first already.
     """
     real = real_mask(attention_mask, x)
     if attention_mask is None:
@@ -68,7 +68,7 @@ def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of documents that are packed as in transformers' collators: positions restart inside a row.
+    """Find the bounds of packed documents from position ids, which restart at each document as in transformers' collators.
 
     Args:
         position_ids: position of each token in its document, ``[N]``, ``[1, N]`` or ``[B, N]``.
@@ -84,11 +84,14 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
 
 
 def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of packed documents from document numbers of the tokens; returns as for :func:`packed_bounds`.
+    """Find the bounds of packed documents from the number of each token's document.
 
     Args:
-        documents: number of each token's document, ``[N]`` or ``[B, N]``; a document begins where the number changes.
+        documents: document number of each token, ``[N]`` or ``[B, N]``. A document begins where the number changes.
         x: tokens ``[B, N, ...]``.
+
+    Returns:
+        ``cu_seqlens`` ``[S + 1]`` of the concatenated rows; None if every row is one document.
 
     Raises:
         ValueError: if the numbers do not have the shape of the tokens.
@@ -100,7 +103,14 @@ def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _bounds(starts: Tensor) -> Tensor | None:
-    """Compute bounds of documents that begin at the first token of each row and where ``starts`` ``[B, N - 1]`` is True."""
+    """Compute the bounds of documents from a mask of the tokens at which documents begin.
+
+    Args:
+        starts: ``[B, N - 1]`` bool, whether a document begins at token 1, 2, ..., N - 1. One always begins at token 0.
+
+    Returns:
+        ``cu_seqlens`` ``[S + 1]`` of the concatenated rows; None if every row is one document.
+    """
     if not bool(starts.any()):
         return None
     firsts = F.pad(starts, (1, 0), value=True).flatten()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """Part of a sequence that this process holds. A group of processes holds consecutive parts, in order of rank.
+    """Part of a sequence that this process holds; the processes of a group hold consecutive parts, in order of rank.
 
     Parts consist of complete blocks, distributed as evenly as possible.
 
@@ -63,7 +63,7 @@ class SequenceShare:
 
     @property
     def weight(self) -> float:
-        """Factor on this process's mean that makes the average over processes equal the mean over all tokens."""
+        """Factor on this process's mean over its tokens, so that the average over processes is the mean over all tokens."""
         return (self.end - self.start) * self.processes / self.tokens
 
     def of(self, whole: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class SequenceShare:
     def agree(self, *batch: Tensor) -> None:
         """Overwrite tensors in place with those of the first process, so that all processes work on the same sequences.
 
-        They differ only if one process skipped a broken sample or reads different data.
+        The tensors differ only if one process skipped a broken sample or reads different data.
         """
         for tensor in batch:
             dist.broadcast(tensor, group=self.group, group_src=0)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution along the tokens, which can keep packed sequences apart.
+    """Causal depthwise convolution along the tokens, optionally without mixing packed sequences.
 
     Args:
         channels: number of channels of a token.

@@ -46,7 +46,10 @@ class KeyValueState:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
-        """Append the first ``counts[i]`` of the new keys and values to row i, in place; full buffers are doubled first."""
+        """Append the first ``counts[i]`` new keys and values of row i, and return the state after them.
+
+        The buffers are written in place. If they are too small, they are first copied to buffers of at least twice the size.
+        """
         after = tuple(before + count for before, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
         if max(after) > room:
@@ -144,13 +147,19 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Compute outputs ``[B, N, H, Dv]`` with torch's kernels; keys and values may have fewer heads than queries."""
+        """Compute softmax attention ``[B, N, H, Dv]`` with torch's kernels.
+
+        Keys and values may have fewer heads than queries.
+        """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = self.heads != self.key_value_heads
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Build a mask ``[B, 1, N, N]``; None if no key is hidden. Hidden queries attend to themselves, so no row is empty."""
+        """Build the attention mask, ``[B, 1, N, N]`` bool, True where a query attends to a key; None without a key mask.
+
+        Hidden queries attend to themselves, so that each row has a True entry.
+        """
         if key_mask is None:
             return None
         tokens = q.shape[1]

@@ -72,7 +72,7 @@ class SummaryAttention(Attention):
         return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention with rotary embedding, divided by the sums of the weights without rotary embedding."""
+        """Compute attention whose weights have rotary embedding and whose normalizer sums the weights without it."""
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")

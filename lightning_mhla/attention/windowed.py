@@ -22,11 +22,11 @@ from lightning_mhla.attention.mhla import MHLA
 
 
 class FarWeight(nn.Module):
-    """Module with a learned logarithm for each head: that of a factor on the attention weights of far tokens.
+    """Module with a learned factor for each head on the attention weights of far tokens, stored as a logarithm.
 
     Args:
         heads: number of heads.
-        start: initial value of all logarithms.
+        start: initial value of the logarithms.
     """
 
     def __init__(self, heads: int, start: float) -> None:
@@ -43,13 +43,18 @@ class FarWeight(nn.Module):
 class WindowedMHLA(MHLA, kind="mhla_window"):
     """Causal softmax over the current and the previous block, MHLA over earlier ones. Arguments as for :class:`Attention`.
 
-    :func:`mhla_kernels.mhla_window_attention` computes it. The feature map is applied after rotary embedding. ``feature_map``
-    is ``relu`` or ``sana`` (both ``relu(x)``: nothing is added, since near tokens keep the sum of weights above zero), ``elu``,
-    ``softplus`` or ``learned``. ``identity`` is not supported, because weights must not be negative.
+    The operator is :func:`mhla_kernels.mhla_window_attention`. The feature map is applied after rotary embedding.
+    ``feature_map`` may be:
+
+    - ``relu`` or ``sana``, which both mean ``relu(x)`` here: nothing is added, since near tokens keep the sum of weights above
+      zero;
+    - ``elu``, ``softplus`` or ``learned``.
+
+    ``identity`` is not supported, because weights must not be negative.
 
     The weights of far tokens are multiplied by a learned factor for each head (:class:`FarWeight`). The feature map ``learned``
-    divides a query's features by the largest one, so the factor is multiplied by that feature. Weights always sum to 1,
-    whatever ``normalize`` says.
+    divides a query's features by the largest one, and the layer multiplies the factor by that feature to compensate. Weights
+    always sum to 1, regardless of ``normalize``.
     """
 
     causal_only = True
@@ -112,7 +117,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of softmax over near tokens, and of the summaries, for ``tokens`` tokens."""
+        """Count the floating-point operations of the softmax over near tokens and of the summaries, for ``tokens`` tokens."""
         near = 1.5 * self.layout.num_tokens / self.layout.num_blocks
         pairs = 2.0 * self.heads * tokens * near * (self.key_width + self.value_width)
         return pairs + self.summary_flops(tokens, None, self.summaries_mixed(tokens))

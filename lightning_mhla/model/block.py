@@ -168,7 +168,7 @@ class Block(nn.Module):
             x: tokens, ``[B, N, dim]``.
 
         Returns:
-            Factors of each residual branch, ``[B, 1, 1]`` each; None if no sample can skip a branch.
+            For each residual branch, the factors of the samples, ``[B, 1, 1]``; None if no sample can skip a branch.
         """
         if not (self.training and self.drops):
             return None

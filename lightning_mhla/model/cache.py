@@ -12,7 +12,8 @@ from torch import Tensor
 class GenerationCache:
     """Generation states of all layers of a :class:`lightning_mhla.Backbone`, updated in place as tokens are generated.
 
-    The state of mhla and linear attention does not grow with every token; the keys and values of softmax attention do.
+    The states of mhla and linear attention do not grow with every token; those of softmax attention do, since they hold all
+    keys and values.
 
     Attributes:
         layers: generation state of the attention in each layer; None before the first token.

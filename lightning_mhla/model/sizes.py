@@ -35,7 +35,7 @@ def model_shape(
 
 
 def both_sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """Return height and width from an option that is one number for both sides, or a pair.
+    """Return height and width from an option whose value is one number for both, or a pair.
 
     Args:
         name: name of the option, for messages.

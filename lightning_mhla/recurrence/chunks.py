@@ -52,14 +52,14 @@ class ChunkedInputs(NamedTuple):
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join the chunks of an output ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype that the caller expects."""
+        """Join the chunks of an output ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype ``self.dtype``."""
         return self.partition.merge(out).to(self.dtype)
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Check the shapes of the arguments that all recurrences have in common.
+    """Check the arguments that all recurrences have in common, and convert ``cu_seqlens`` to a list.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -163,7 +163,7 @@ def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence
 
 
 def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
-    """Return the states of a sequence: all rows of ``initial`` if sequences are not packed, else the row of this sequence.
+    """Return the states of one sequence: one row if sequences are packed, otherwise all rows of ``initial``.
 
     Args:
         initial: states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.

@@ -18,7 +18,7 @@ def installed() -> bool:
 
 
 def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
-    """Return whether a recurrence will use the Triton kernels of flash-linear-attention (fla-core), instead of PyTorch.
+    """Return whether a recurrence uses the Triton kernels of flash-linear-attention (fla-core) instead of PyTorch.
 
     Args:
         backend: ``"torch"``, ``"triton"``, or ``"auto"`` for the kernels if they can run.

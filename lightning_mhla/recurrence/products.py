@@ -30,7 +30,7 @@ def decay_weights(log_decay: Tensor) -> Tensor:
 
 
 def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """Compute the products of queries and keys in a chunk, where each feature decays at a rate of its own.
+    """Compute the products of queries and keys in a chunk, with a separate decay for each feature.
 
     Entry (i, j) is ``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for ``j <= i``, and 0 for
     ``j > i``.
@@ -152,8 +152,8 @@ def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Iterate over the divisions of a chunk into pairs of halves, with 1, 2, 4, ... tokens in a half.
 
     Yields:
-        The number of tokens in a half; for the second halves, the decay from their start to each token; for the first halves,
-        the decay from each token to their end; both ``[..., C / (2 half), half, D]``.
+        Three values: the number of tokens in a half; for each second half, the decay from its start to each of its tokens; and
+        for each first half, the decay from each of its tokens to its end. Both decays are ``[..., C / (2 half), half, D]``.
     """
     # `prefix` and `suffix` are sums inside halves. They are extended in place to halves of twice the size, by additions alone.
     prefix, suffix = log_decay.clone(), torch.zeros_like(log_decay)

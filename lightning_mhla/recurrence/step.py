@@ -21,7 +21,7 @@ def one_token(
         q: query, ``[B, 1, H, K]``.
         k: key, ``[B, 1, H, K]``.
         v: value, ``[B, 1, H, V]``.
-        log_decay: logarithm of the decay, ``[B, 1, H]``, or ``[B, 1, H, K]`` for one for each feature of the key.
+        log_decay: logarithm of the decay, ``[B, 1, H]``; or of the decay of each key feature, ``[B, 1, H, K]``.
         scale: factor on the products of queries and keys; None for ``K ** -0.5``.
         initial_state: state before the token, ``[B, H, K, V]``; None for zeros.
         beta: factor of the delta rule, ``[B, 1, H]``; None without the delta rule.

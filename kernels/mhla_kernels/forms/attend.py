@@ -102,8 +102,8 @@ def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
     """Compute the outputs for a few batch rows at a time, or for a few heads at a time if the batch has one row.
 
     Returns:
-        Outputs ``[B, N, H, V]``. None if no division is needed, because everything fits into :data:`PART` bytes, or if the
-        batch has one row and its coefficients cannot be split by head.
+        Outputs ``[B, N, H, V]``. None if the call fits into the memory limit :data:`PART` (in bytes) without division, or if
+        the batch has one row and the coefficients cannot be split by head.
     """
     q, k, v, mixing, layout, weighting = problem[:6]
     batch, tokens, heads, key_width = q.shape

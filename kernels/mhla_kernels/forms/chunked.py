@@ -136,8 +136,11 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """Compute, for each tile, the sum of the tiles before it along axis 3: an exclusive cumulative sum.
+    """Compute, for each tile of a block, the sum of the block's earlier tiles: an exclusive cumulative sum along axis 3.
 
-    This is never computed as ``cumsum - x``: a large value would remain in it as a rounding error.
+    The sum is never computed as ``cumsum - x``: a large value would remain in it as a rounding error.
+
+    Args:
+        x: sums of the T tiles of each of M blocks, ``[B, H, M, T, ...]``.
     """
     return finite_(F.pad(x[:, :, :, :-1], (0, 0) * (x.dim() - 4) + (1, 0)).cumsum(3))

@@ -44,14 +44,14 @@ _limit = _limit_at_start()
 def limit_memory(bytes_of_a_call: float | None) -> None:
     """Limit the memory that ``form="auto"`` may use in one forward pass, in addition to inputs and outputs.
 
-    Forms that need more than the limit are left out, except the form that needs least. The environment variable
-    ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
+    ``"auto"`` ignores forms that need more memory than the limit. If all of them do, it takes the form that needs the least.
+    The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
 
     Args:
         bytes_of_a_call: limit in bytes; None for no limit.
 
     Raises:
-        ValueError: for a limit that is not positive.
+        ValueError: if the limit is not positive.
     """
     global _limit
     if bytes_of_a_call is not None and not bytes_of_a_call > 0:
@@ -73,7 +73,7 @@ def cheapest_form(
 ) -> ChosenForm:
     """Return the form of the operator that needs the fewest multiply-adds for a shape, by estimate.
 
-    Forms that need more memory than the limit are left out, see :func:`limit_memory`.
+    Forms that need more memory than :func:`limit_memory` allows are ignored, except for the one that needs the least.
 
     Args:
         tokens: number of tokens N.
@@ -81,7 +81,7 @@ def cheapest_form(
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         causal: whether attention is causal.
-        work: number of summaries that mixing adds up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all
+        work: number of summaries that are added up to mix one block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all
             M.
         terms: number of running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`; None
             excludes the spanning form.
@@ -138,12 +138,14 @@ def numbers_held(
     terms: int,
     backend: Literal["torch", "triton"] = "torch",
 ) -> int:
-    """Return how many float32 numbers a forward pass holds in addition to inputs and outputs, for one batch row and head.
+    """Return the number of float32 values that a forward pass holds in addition to inputs and outputs.
 
-    The PyTorch forms hold scores, and the spanning form also holds the tokens weighted for each term. On a CPU only some rows
-    are computed at a time, so less than the sum over all rows is held.
+    The count is for one batch row and head.
 
-    The arguments are those of :func:`cheapest_form`, with ``terms`` 0 for coefficients that have none.
+    The PyTorch forms hold scores, and the spanning form also holds the tokens weighted for each term. On a CPU, only some rows
+    are computed at a time, so a call needs less memory than this number times all rows.
+
+    The arguments are those of :func:`cheapest_form`, with ``terms`` 0 for coefficients without running sums.
     """
     summary = key_width * (value_width + 1)
     if form == "parallel":

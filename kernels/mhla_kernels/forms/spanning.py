@@ -32,9 +32,10 @@ On a GPU moving sums costs more than scoring pairs; for a CPU see ``benchmarks.s
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
-    """Return the number of tokens in a chunk of several blocks, as the spanning form of the operator uses it.
+    """Return the number of tokens in a chunk of the spanning form, which joins several blocks.
 
-    A chunk holds as many complete blocks as fit into ``CHUNK`` tokens, at least one block, and at most all N tokens.
+    A chunk holds as many complete blocks as fit into the backend's limit ``CHUNK[backend]``, but at least one block and at most
+    all N tokens.
     """
     return at_most(tokens, max(1, CHUNK[backend] // block_size) * block_size)
 
@@ -81,12 +82,12 @@ def spanning(
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
-    """Multiply tokens ``[B, H, M, C, K]`` by their weights in each of T terms, into the shape ``[B, H, M, C, T * K]``."""
+    """Multiply tokens ``[B, H, M, C, K]`` by T weights each, and concatenate the products to ``[B, H, M, C, T * K]``."""
     return (x_BHMCK[..., None, :] * weights_H1CT[..., None]).flatten(-2)
 
 
 def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
-    """Compute the running sums that each chunk reads: over earlier chunks of its sequence, then over later ones if needed.
+    """Compute the running sums that each chunk reads: over earlier chunks and, if bidirectional, over later chunks.
 
     Args:
         sums_BHMFV: sums of each chunk, ``[B, H, M, F, V]``, with F = T * K for T terms.
@@ -94,7 +95,7 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
         chunks: partition of the tokens into chunks.
 
     Returns:
-        Running sums, ``[B, H, M, F, V]``.
+        Running sums, ``[B, H, M, F, V]``. They include chunks of the same packed sequence only.
     """
     batch, heads, number, features, width = sums_BHMFV.shape
     terms = span.decay.shape[-1]

@@ -53,10 +53,10 @@ class BlockShares(Protocol):
 class Mixing(ABC):
     """Mixing coefficients ``m[i, j]``: the weight that query block i gives to the summary of block j.
 
-    A kind of mixing is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and
-    defines :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can
-    compute at lower cost. Kinds are pytrees of their tensors; ``torch.load(weights_only=True)`` and ``torch.export.load`` read
-    them.
+    A kind of mixing is a frozen dataclass that derives from this class. It lists its tensor fields by name in the class
+    attribute ``learned``, and defines :meth:`matrix`. All other methods have defaults that apply the matrix. A kind overrides
+    the ones that it can compute at lower cost. Kinds are pytrees of their tensors. ``torch.load(weights_only=True)`` and
+    ``torch.export.load`` can load them.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -67,7 +67,7 @@ class Mixing(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Learned tensors that determine the coefficients, by name."""
+        """Dict from names to the learned tensors that determine the coefficients."""
         return {name: getattr(self, name) for name in self.learned}
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -95,7 +95,7 @@ class Mixing(ABC):
         return self if self.heads is None else None
 
     def _of_first_axis(self, heads: slice) -> Self:
-        """Implement :meth:`of_heads` for kinds whose learned tensors have heads as their first axis, or no axis of heads."""
+        """Implement :meth:`of_heads` for kinds whose learned tensors have heads as axis 0, or share them between heads."""
         if self.heads is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class Mixing(ABC):
 
     @abstractmethod
     def matrix(self, blocks: int) -> Tensor:
-        """Return the coefficients as a matrix ``[M, M]``, or ``[H, M, M]`` with one for each head.
+        """Return the coefficients as a matrix ``[M, M]``, or as one matrix for each head, ``[H, M, M]``.
 
         M may be larger than ``blocks``. It is smaller only if the coefficients cover fewer blocks.
         """
@@ -138,7 +138,7 @@ class Mixing(ABC):
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
         """Mix block summaries: entry i of the result is the sum of ``m[i, j] * summary[j]`` over blocks j.
 
-        By default this is one batched matrix product, since torch would copy both operands to broadcast the matrix.
+        The default implementation is one batched matrix product over batch rows and heads.
 
         Args:
             summary: summaries of the M blocks, ``[B, H, M, W]`` with W numbers each.
@@ -160,7 +160,10 @@ class Mixing(ABC):
     # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
 
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number T of running sums that connect chunks of several blocks; None for a kind without such sums."""
+        """Return the number T of running sums that the spanning form carries between chunks of several blocks.
+
+        None means that this kind of mixing has no such sums, so that the spanning form does not support it.
+        """
         return None
 
     def span(self, blocks: int, causal: bool) -> Span:
@@ -174,7 +177,7 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """Number R of running sums that stand for the finished blocks in generation; None if all summaries are stored."""
+        """Number R of running sums that replace all finished blocks in a generation state; None if every summary is stored."""
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
@@ -182,8 +185,8 @@ class Mixing(ABC):
 
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
-            blocks: capacity that is needed.
-            owned: whether blocks are appended one by one; the capacity then at least doubles when it grows.
+            blocks: required capacity in blocks.
+            owned: whether blocks are appended one by one. If so, the capacity at least doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.
@@ -202,8 +205,8 @@ class Mixing(ABC):
             rows: rows of the batch that ``summary`` belongs to.
             first: index of the first new block.
             summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
-            in_place: whether ``finished`` may be written to. Generation states that share it have fewer blocks, and do not read
-                the new ones.
+            in_place: whether ``finished`` may be written to. Other generation states that share the tensor have fewer blocks,
+                and do not read the new ones.
 
         Returns:
             ``finished`` with the new blocks, the same tensor or a copy.
@@ -288,13 +291,14 @@ class Mixing(ABC):
             form: form of the operator, such as ``"chunked"``.
 
         Returns:
-            Key of ``triton_backend.mixers.MIXERS``, and tensors ``[H or 1, ...]``. The weights are linear in the first tensor.
+            Key of ``triton_backend.mixers.MIXERS``, and tensors ``[H or 1, ...]``. Attention weights are linear in the first
+            tensor.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]
 
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Estimate the cost of mixing, by which the cheapest form of the operator is chosen.
+        """Estimate the cost of mixing, so that the cheapest form of the operator can be chosen.
 
         Args:
             blocks: number of blocks.
@@ -302,7 +306,7 @@ class Mixing(ABC):
             fused: whether the fused kernels do the mixing.
 
         Returns:
-            Number of summaries added up for each block.
+            Number of summaries that are added up to mix one block.
         """
         return blocks
 

@@ -44,11 +44,11 @@ class ExponentialMixing(Mixing):
         amplitude: amplitudes a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
         decay: decays lambda per block, nonnegative. Without ``grid`` it has the shape of ``amplitude``; for a grid of A axes it
             has one more axis, of length A, at the end.
-        grid: blocks along each axis, row-major, for 2-D and 3-D grids; None for a sequence of any length. Causal attention
-            needs None.
+        grid: number of blocks along each axis of a 2-D or 3-D grid, whose blocks are in row-major order; None for a sequence of
+            any length. Causal attention requires None.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit together.
     """
 
     learned = ("amplitude", "decay")
@@ -127,7 +127,7 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the coefficient m[i, i], which is the sum of the amplitudes for every block i, ``[1]`` or ``[H, 1]``."""
+        """Return the coefficient m[i, i], ``[1]`` or ``[H, 1]``: for every block i, it is the sum of the amplitudes."""
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
@@ -153,9 +153,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number of running sums between chunks: R if causal, else 2 R; None over a grid.
+        """Return the number of running sums carried between chunks: one per exponential term if causal, otherwise two.
 
-        Consecutive blocks of a grid need not be neighbors, so chunks of them have no running sums.
+        The result is None if the blocks form a grid: consecutive blocks then need not be neighbors, so chunks of them have no
+        running sums.
         """
         if self.grid is not None:
             return None
@@ -177,7 +178,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Add new blocks to the running sums after decaying these; the result is always a copy."""
+        """Decay the running sums over the new blocks, and add the new blocks; the result is always a copy."""
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
@@ -203,7 +204,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix blocks distributed over processes, which exchange one running sum for each term and direction."""
+        """Mix blocks distributed over processes, which exchange one running sum per term and direction.
+
+        Over a grid, the processes exchange summaries instead.
+        """
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
         flat = summary.flatten(3)
@@ -235,7 +239,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Return the number of summaries added up for each block: one per running sum, or all where a matrix is applied."""
+        """Estimate the number of summaries that are added up to mix one block: all blocks where a matrix is applied."""
         if fused and not causal:
             return blocks
         both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for reversing and adding them
@@ -254,21 +258,21 @@ class ExponentialMixing(Mixing):
     ) -> tuple[ExponentialMixing, Tensor]:
         """Fit a sum of exponentials to learned dense coefficients, and return the explained variance.
 
-        The fit is by least squares over the coefficients that count (the lower triangle if ``causal``). Adam optimizes the
+        The fit is by least squares over all coefficients, or over the lower triangle if ``causal``. Adam optimizes the
         logarithms of the decays. Each step solves for the best nonnegative amplitudes.
 
         Args:
             mixing: ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
             terms: number of terms R.
             grid: block grid in 2-D or 3-D, with ``prod(grid)`` = M; None for a sequence.
-            causal: whether only the lower triangle counts.
-            any_row_scale: whether every row of the fit may be scaled to match. An operator with a normalizer, or an RMSNorm
-                after it, is invariant to the scale of a row, and rows that sum to 1 are not a function of distance alone.
+            causal: whether only the lower triangle is fitted.
+            any_row_scale: whether every row of the fit may be scaled to match. The scale of a row has no effect if the operator
+                has a normalizer or an RMSNorm follows it, and rows that sum to 1 are not a function of distance alone.
             steps: number of optimizer steps.
 
         Returns:
-            The fitted mixing in float32, and the explained variance, a scalar or ``[H]``: 1 - residual / variance about the
-            mean, and about zero if all coefficients are equal.
+            The fitted mixing in float32, and the explained variance, a scalar or ``[H]``. The explained variance is
+            ``1 - residual / variance about the mean``, and about zero if all coefficients are equal.
 
         Raises:
             ValueError: if a shape is wrong, a number is not finite, or options do not fit together.
@@ -306,13 +310,13 @@ def _check_decay(decay: Tensor) -> None:
 def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
     """Add up the running sums of P processes, each decayed over the blocks between that process and this one.
 
-    This process and those on its other side get the weight zero instead of being left out, since every process must take part
-    in the collective operation of the backward pass.
+    Processes that do not contribute get weight zero instead of being left out: every process must take part in the collective
+    operation of the backward pass.
 
     Args:
         sums_BHPRW: running sums of R terms at the boundary of each process, with W numbers each.
         decay: decay per block, ``[H or 1, R]``.
-        gaps: number of blocks between each process and this one; None for a process with weight zero.
+        gaps: number of blocks between each process and this one; None for a process that does not contribute.
 
     Returns:
         Decayed total, ``[B, H, R, W]``.

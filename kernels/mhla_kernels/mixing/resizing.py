@@ -26,8 +26,8 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     """Resize dense mixing coefficients from one block grid to another, for a new image, clip or sequence size.
 
     Coefficients are interpolated linearly between block centers, along the axes of the query block and of the key block. Then
-    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. The same grid returns
-    the same values.
+    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. If the grids are equal,
+    the values do not change.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]`` with ``M = prod(old_grid)``, blocks in row-major order of the grid.
@@ -63,10 +63,13 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
 def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "last", "zero"] = "exponential") -> Tensor:
     """Extend learned causal coefficients to more blocks, so that a model runs on longer sequences than in training.
 
-    The existing rows are not changed. At each distance, a new row has the mean of the row-normalized coefficients at that
-    distance over the last half of the existing rows. Beyond the largest existing distance it has an exponential that is
-    fitted to the larger half of the distances and never grows. The row is then scaled to the mean sum of the same existing
-    rows.
+    The existing rows are not changed. A new row is computed in three steps:
+
+    1. At each distance of the existing coefficients, it has the mean of the row-normalized coefficients at that distance,
+       over the last half of the existing rows.
+    2. Beyond the largest existing distance, it follows an exponential that never grows with distance, fitted to the larger
+       half of the distances (see ``tail`` for alternatives).
+    3. It is scaled to the mean sum of the same existing rows.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.

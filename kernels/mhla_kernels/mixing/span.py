@@ -25,7 +25,8 @@ class Span(NamedTuple):
         reading: weights with which the queries of a block read each running sum, ``[H or 1, T, G]``.
         writing: weights with which the keys of a block enter each running sum, ``[H or 1, T, G]``.
         decay: exponent of the decay of each running sum over one chunk, ``[H or 1, T]``.
-        later: number of running sums over later instead of earlier chunks, which come last among the T: 0 or T / 2.
+        later: number of running sums over later chunks, 0 or T / 2. They are the last ones of the T sums; the others are over
+            earlier chunks.
     """
 
     matrix: Tensor

@@ -19,7 +19,7 @@ def gather_shares(
 ) -> Tensor:
     """Gather the tensors of all processes of a group and concatenate them, differentiably.
 
-    In the backward pass, gradients are summed over the processes, and each process receives those of its tensor.
+    In the backward pass, gradients are summed over the processes, and each process receives the gradient of its tensor.
 
     Args:
         share: tensor of this process, of any shape; it is sent in its own dtype.

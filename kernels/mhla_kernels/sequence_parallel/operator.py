@@ -192,7 +192,7 @@ class _SharedMixer(Mixer):
     every: Tensor | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix the block summaries ``[B, H, m, ...]`` of this process with those of the others, into the same shape."""
+        """Mix this process's block summaries ``[B, H, m, ...]`` with those of the other processes, into the same shape."""
         assert self.plan is not None
         return self.mixing.mix_share(summary, causal, self.plan, self.every)
 

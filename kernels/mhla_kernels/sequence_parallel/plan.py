@@ -14,7 +14,7 @@ from mhla_kernels.sequence_parallel.collectives import gather_shares
 
 
 def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
-    """Divide blocks among processes as evenly as possible: their numbers of blocks differ by one at most.
+    """Divide blocks among processes so that the numbers of blocks of any two processes differ by at most one.
 
     Args:
         blocks: number of blocks M.
@@ -54,7 +54,8 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
     Args:
         tokens: number of tokens N.
         block_size: tokens in a block; None with ``block_offsets``.
-        block_offsets: the same bounds for uneven blocks, as the user gives them; None with ``block_size``.
+        block_offsets: index of the first token of each uneven block, followed by N, as the caller gives them; None with
+            ``block_size``.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
@@ -69,13 +70,13 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of bytes that one process receives in a forward pass of one layer, for the two ways of exchange.
+    """Number of bytes that one process receives in a forward pass of one layer, for each way of exchanging data.
 
-    The backward pass exchanges as many numbers, namely their gradients, in float32.
+    The backward pass exchanges the same number of values, the gradients, in float32.
 
     Attributes:
-        summaries: bytes of the block summaries of the other processes, or of their running sums.
-        tokens: bytes of the keys and values of the other processes; None if exchanging tokens is not possible.
+        summaries: number of bytes if the processes exchange block summaries, or running sums of them.
+        tokens: number of bytes if the processes exchange keys and values; None if they cannot.
     """
 
     summaries: int
@@ -83,7 +84,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """Way of exchange that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
+        """Way of exchanging data that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 

@@ -381,7 +381,7 @@ def attend(
         call: arguments and tables of the operator's call.
         mode: result to compute, as a plain number: ``OUT`` for the outputs, ``DQ``, ``DV`` or ``DK`` for a gradient.
         operands: tensors x, y and a of the formula; q, k and v in mode OUT.
-        own: tokens that the rows of the result belong to: q in modes OUT and DQ, k in modes DV and DK.
+        own: tensor whose tokens are the rows of the result: q in modes OUT and DQ, k in modes DV and DK.
         mixed: mixed summaries, float32; None in the parallel form.
         running: summaries of the other pieces of each block, see :func:`attend_kernel`; None if there are none.
         weights: inverse normalizers 1 / n_t and their gradients g_t, ``[B * H, N]`` float32 each. Mode DQ writes them, and
@@ -389,7 +389,10 @@ def attend(
         own_gradient: whether to compute the gradient of coefficients as well.
 
     Returns:
-        The result, ``[B, N, H, V]`` in modes OUT and DV and ``[B, N, H, K]`` in DQ and DK. With ``own_gradient`` also a float32
+        The result and, if ``own_gradient``, a gradient of coefficients, otherwise None. The result is ``[B, N, H, V]`` in modes
+        OUT and DV, and ``[B, N, H, K]`` in modes DQ and DK. The gradient is float32. In mode DK of the causal chunked form, it
+        is the gradient of m[i, i] of every block, ``[B * H, blocks]``. In modes DQ and DK of the spanning form, it is the
+        gradient of the weight with which each token reads or writes each term, ``[B * H, N, T]``.
         gradient: of m[i, i] of every block, ``[B * H, blocks]``, in mode DK of the causal chunked form; of the weight with
         which each token reads or writes each term, ``[B * H, N, T]``, in modes DQ and DK of the spanning form. None in its
         place otherwise.

@@ -20,7 +20,10 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @lru_cache
 def chip_of(device: torch.device) -> int:
-    """Return the compute capability of a device times ten; :data:`config.HOPPER` for the interpreter on a CPU."""
+    """Return the compute capability of a GPU times ten, for example 90 for Hopper.
+
+    The result for a CPU, where Triton's interpreter runs the kernels, is that of Hopper.
+    """
     if device.type != "cuda":
         return config.HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -28,14 +31,15 @@ def chip_of(device: torch.device) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments of ``torch.ops.mhla.attention``, in its order: tensors first, then numbers and options.
+    """Arguments of ``torch.ops.mhla.attention``, in the order of its parameters: first tensors, then numbers and options.
 
     Attributes:
         q: queries, ``[B, N, H, K]``, float32 or bfloat16, any strides.
         k: keys, ``[B, N, H, K]``, as q.
         v: values, ``[B, N, H, V]``, as q.
-        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; in the spanning form those of a
-            :class:`mhla_kernels.mixing.span.Span`. A scale is multiplied into the first one (spanning: the first two).
+        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``. In the spanning form, these are the tensors
+            of a :class:`mhla_kernels.mixing.span.Span`. The scale of the outputs is multiplied into the first tensor (in the
+            spanning form, into the first two).
         tables: result of :func:`mhla_kernels.triton_backend.tables.kernel_tables`.
         key_mask: ``[B, N]`` bool, False for hidden tokens; None if all are visible.
         cu_seqlens: first token of each packed sequence, and N: ``[S + 1]`` on the device; None without packing.
@@ -43,10 +47,11 @@ class Arguments(NamedTuple):
         block_offsets: first token of each block and N, for uneven blocks; None for blocks of one size.
         causal: whether token t attends to tokens ``j <= t`` only.
         relu: whether the feature map is ``"relu"``, applied by the kernels.
-        eps: added to the normalizer; None if outputs are not divided by it.
+        eps: number added to the normalizer; None if outputs are not divided by the normalizer.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
-        guard: name under which the kernels are withdrawn, and replaced by PyTorch, if they fail; empty to raise their errors.
+        guard: name of the kind of kernels. If the kernels fail, this kind is withdrawn and PyTorch computes the result, see
+            :func:`mhla_kernels.verdicts.guarded`. If empty, errors are raised.
     """
 
     q: Tensor
@@ -141,7 +146,7 @@ class Call:
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
-        """Number of pieces that kernels divide a block into, and tokens in a piece; one piece in the spanning form."""
+        """Number of pieces into which kernels divide a block, and tokens in a piece; one piece in the spanning form."""
         largest = self.tables.layout.largest
         if self.terms:
             return 1, largest
@@ -151,13 +156,13 @@ class Call:
 
     @cached_property
     def mask_bytes(self) -> Tensor:
-        """The key mask as uint8; without a mask, an arbitrary tensor that kernels do not read."""
+        """The key mask as uint8; without a mask, a placeholder tensor that kernels do not read."""
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
     def span(self, tile: int) -> int:
-        """Return the largest number of blocks that a tile of ``tile`` tokens touches.
+        """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
 
-        Tiles are counted from the start of a sequence, and in the spanning form from the start of a chunk.
+        The first tile begins at the first token of a sequence, or of a chunk in the spanning form.
         """
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 

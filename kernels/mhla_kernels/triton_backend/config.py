@@ -21,7 +21,7 @@ SPLIT = 2048
 
 
 def power_of_two(number: int) -> int:
-    """Round a width up to a power of two, at least 16, the smallest operand of a matrix product in Triton."""
+    """Round a width up to a power of two, at least 16, which is the smallest size that Triton's matrix products support."""
     return max(16, 1 << (number - 1).bit_length())
 
 
@@ -56,8 +56,8 @@ def overlaps_chained_products(chip: int) -> bool:
 def register_limit(chip: int, warps: int) -> dict[str, int]:
     """Return the launch option that raises the register limit of a kernel; an empty dict on Hopper.
 
-    On other chips the compiler limits some kernels to 128 or 168 registers per thread, and spills a few bytes
-    (``make resources``). This option gives a thread block the complete register file.
+    On other chips, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes (see
+    ``make resources``). This option gives a thread block the complete register file.
 
     Args:
         chip: compute capability times ten.
@@ -68,7 +68,7 @@ def register_limit(chip: int, warps: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Numbers of warps and pipeline stages of a Triton kernel. Derived classes add the sizes of its tiles."""
+    """Numbers of warps and pipeline stages of a Triton kernel. Derived classes add tile sizes."""
 
     warps: int = 4
     stages: int = 1
@@ -110,7 +110,7 @@ def attend_tiles(
         dtype: dtype of the operands, float32 or bfloat16.
         x_width: number of features that the scores sum over.
         out_width: number of features of the result.
-        whole: whether one program computes the full output width, as the normalized gradient of q requires.
+        whole: whether one program must compute all output features, as it must for the gradient of q with a normalizer.
         parallel: whether pairs are weighed by a matrix of coefficients.
         chip: compute capability times ten.
         short: whether to use fewer rows, for kernels that need more registers per row.
@@ -148,7 +148,13 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryTiles(Tiles):
-    """Tile sizes of the kernel for block summaries, which adds ``tokens`` at a time to a ``keys`` x ``values`` part of one."""
+    """Tile sizes of the kernel for block summaries, ``sum_j k_j v_j^T``.
+
+    Attributes:
+        tokens: number of tokens j that are loaded and summed over at a time.
+        keys: number of rows of a summary that one program computes.
+        values: number of columns of a summary that one program computes.
+    """
 
     tokens: int
     keys: int
@@ -187,7 +193,9 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
-    """Choose the tile sizes of the kernels for mixing by a matrix and for its gradient: fewer rows for up to 32 blocks.
+    """Choose the tile sizes of the kernels that mix by a matrix and compute the gradient of the matrix.
+
+    Tiles have fewer rows for up to 32 blocks.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -204,7 +212,9 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:
-    """Return into how many parts the kernel for the gradient of mixing splits its sum over the entries of a summary.
+    """Return the number of parts into which a kernel splits its sum over the entries of a summary.
+
+    The kernel computes the gradient of mixing coefficients.
 
     There are enough parts to fill a GPU with programs, and each has at least 1024 numbers to sum.
 
@@ -216,7 +226,7 @@ def mixing_gradient_parts(tiles: int, width: int) -> int:
 
 
 def mixing_gradient_columns(chip: int) -> int:
-    """Return how many entries of a summary the kernel for the gradient of mixing loads at a time.
+    """Return the number of summary entries that the kernel for the gradient of mixing loads at a time.
 
     Args:
         chip: compute capability times ten.

@@ -20,7 +20,7 @@ from mhla_kernels.verdicts import may_use
 def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | None:
     """Run attention with the fused kernels.
 
-    Operands are brought to one dtype: float32 if any of them has it, else bfloat16. Coefficients become float32, and the
+    Operands are converted to one dtype: float32 if any of them has it, else bfloat16. Coefficients become float32, and the
     scale is multiplied into them.
 
     Args:
@@ -79,7 +79,7 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 
 
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
-    """Describe the kernels that a call needs, with a block size that is not rounded yet."""
+    """Describe the kernels that a call needs, with the exact block size; kernel trials round it later."""
     layout = problem.layout
     return Kind(
         form=form,

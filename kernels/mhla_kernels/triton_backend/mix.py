@@ -157,12 +157,12 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Wrap the matrix in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Convert the matrix to :class:`DenseMixing`, which the PyTorch forms take; see :meth:`TritonMixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the matrix with its strides, see :meth:`TritonMixer.pairs`."""
+        """Return the matrix and its strides along heads, rows and columns, see :meth:`TritonMixer.pairs`."""
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
@@ -184,6 +184,9 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of m[i, i] from token pairs inside blocks, in place; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of the diagonal coefficients m[i, i] to the gradient of the matrix, in place.
+
+        See :meth:`TritonMixer.add_own` for the arguments.
+        """
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

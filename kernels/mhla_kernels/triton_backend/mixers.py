@@ -31,10 +31,12 @@ class TritonMixer(Protocol):
         """
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Wrap the coefficient tensors in the subclass of :class:`Mixing` that the PyTorch forms take."""
+        """Convert the coefficient tensors to the subclass of :class:`Mixing` that the PyTorch forms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficients that kernels apply to pairs of tokens, with strides along heads, query and key blocks.
+        """Return the coefficients that kernels apply to pairs of tokens, and their strides.
+
+        The three strides are those along heads, query blocks and key blocks.
 
         The parallel form reads m[i, b] for all pairs of blocks. The causal chunked form reads m[i, i] only.
         """
@@ -52,12 +54,14 @@ class TritonMixer(Protocol):
         """
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradients of the coefficients m[i, i] that arise from token pairs inside a block of causal attention.
+        """Add gradients of the diagonal coefficients m[i, i] to the gradients of the coefficient tensors, in place.
+
+        Causal attention applies m[i, i] to pairs of tokens in block i, so these gradients do not arise from mixed summaries.
 
         Args:
             call: arguments and tables of the operator's call.
             gradients: result of :meth:`gradients`, changed in place.
-            own: gradient of m[i, i] for each block i, ``[B * H, M]`` float32.
+            own: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, M]`` float32.
         """
 
 

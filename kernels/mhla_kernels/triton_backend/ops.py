@@ -128,7 +128,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 def _operations(shapes: Any) -> int:
-    """Count the additions and multiplications in the matrix products of a forward pass.
+    """Count the additions and multiplications in the matrix products of a forward pass of the attention operator.
 
     Args:
         shapes: arguments of the operator, with shapes in place of tensors.
@@ -152,13 +152,13 @@ def _operations(shapes: Any) -> int:
 
 @register_flop_formula(torch.ops.mhla.attention)
 def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a forward pass, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
+    """Count the operations of a forward pass of the attention operator, for ``torch.utils.flop_counter.FlopCounterMode``."""
     return _operations(Arguments(*arguments))
 
 
 @register_flop_formula(torch.ops.mhla.attention_backward)
 def _backward_operations(gradient: Any, wanted: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a backward pass as twice those of the forward pass."""
+    """Count the operations of a backward pass of the attention operator as twice those of its forward pass."""
     return 2 * _operations(Arguments(*arguments))
 
 

@@ -41,7 +41,10 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens; ``RELU`` maps the features first."""
+    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens, a and b.
+
+    With ``RELU``, the feature map is applied to both first.
+    """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
         inner = first + tl.arange(0, SLICE)
@@ -68,11 +71,11 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Sum ``pairs`` over each key block (rows) and query block (columns), add the sums to ``total``, and store ``total``.
+    """Sum ``pairs`` over the tokens of each key block and query block, add the sums to ``total``, and store ``total``.
 
-    ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks are counted from the first one of the row tile.
-    ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses the slot i modulo ``SPAN``, and ``held[s]`` is
-    the block that slot s currently holds.
+    Rows of ``pairs`` are keys and columns are queries. ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks
+    are counted from the first one of the row tile. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses
+    the slot i modulo ``SPAN``, and ``held[s]`` is the block that slot s currently holds.
 
     Returns:
         ``total``, and the new ``held``.
@@ -145,7 +148,7 @@ def pair_gradient_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the part of the gradient of mixing that comes from one tile of ``ROWS`` keys and all queries that see them.
+    """Compute the gradient of mixing coefficients from one tile of ``ROWS`` keys and all queries that attend to them.
 
     Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with
     zeros before the launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With

@@ -123,7 +123,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, g
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        guard: name under which the kernel is withdrawn, and replaced by PyTorch, if it fails; empty to raise its errors.
+        guard: name of the kind of kernel. If the kernel fails, this kind is withdrawn and PyTorch computes the result, see
+            :func:`mhla_kernels.verdicts.guarded`. If empty, errors are raised.
 
     Returns:
         ``[B, N, H, D]``, contiguous, in the dtype of ``x``.

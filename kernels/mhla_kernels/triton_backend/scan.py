@@ -42,9 +42,9 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Mix block summaries by exponentials of distance: ``mixed[i]`` sums over the earlier blocks of the same sequence.
+    """Mix block summaries by exponentials of distance: ``mixed[i]`` is a weighted sum over earlier blocks of its sequence.
 
-    With ``REVERSE``, it sums over the later blocks.
+    With ``REVERSE``, the sum is over the later blocks.
 
     Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``:
     ``[H or 1, TERMS]`` float32.
@@ -140,7 +140,9 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Wrap amplitudes and decays in the class that the PyTorch forms take, see :meth:`TritonMixer.mixing`."""
+        """Convert amplitudes and decays to :class:`ExponentialMixing`, which the PyTorch forms take; see
+        :meth:`TritonMixer.mixing`.
+        """
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
@@ -150,7 +152,7 @@ class ExponentialMixer:
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Compute the gradients of amplitudes and decays through mixing, see :meth:`TritonMixer.gradients`."""
+        """Compute the gradients of amplitudes and decays through the mixing of summaries, see :meth:`TritonMixer.gradients`."""
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -164,7 +166,10 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradient of m[i, i], the sum of the amplitudes, to that of each of them; see :meth:`TritonMixer.add_own`."""
+        """Add the gradient of the diagonal coefficients m[i, i] to the gradient of each amplitude, in place.
+
+        Each coefficient m[i, i] is the sum of the amplitudes. See :meth:`TritonMixer.add_own` for the arguments.
+        """
         gradients[0] += own.sum(-1, keepdim=True)
 
 

@@ -42,11 +42,10 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace the summaries of each chunk by running sums over the earlier chunks of its sequence.
+    """Replace the summaries of each chunk by running sums over earlier or later chunks of its sequence.
 
-    A running sum decays by ``e^-decay`` per chunk.
-
-    Terms from index ``EARLIER`` on sum over the later chunks instead. ``REVERSE`` exchanges the two directions.
+    Terms before index ``EARLIER`` sum over the earlier chunks, the others over the later ones. ``REVERSE`` exchanges the two
+    directions. A running sum decays by ``e^-decay`` per chunk.
 
     Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``:
     ``[H or 1, TERMS]``.

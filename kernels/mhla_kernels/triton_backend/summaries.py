@@ -142,8 +142,10 @@ def running_kernel(
 ):
     """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
 
-    With ``REVERSE``, it is replaced by the sum of the later pieces. Grid: (B * H * blocks, column parts). ``pieces_summary``:
-    ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary``: ``[B * H, blocks, WIDTH]``.
+    With ``REVERSE``, each summary is replaced by the sum over the later pieces.
+
+    Grid: (B * H * blocks, column parts). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place.
+    ``block_summary``: ``[B * H, blocks, WIDTH]``, receives the sums over all pieces.
     """
     block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -168,9 +170,9 @@ def summarize(
         call: arguments and tables of the operator's call.
         key: keys, or queries for the gradient of the mixed summaries, ``[B, N, H, K]``.
         value: values, or gradients of the outputs, ``[B, N, H, V]``.
-        weights: weights of each token in S and in z, ``[B * H, N]`` float32 each; None for 1.
-        reverse: whether the second result sums later instead of earlier pieces, and tokens of the spanning form have their
-            reading weights instead of their writing weights.
+        weights: factors of each token in S and in z, ``[B * H, N]`` float32 each; None for factors of 1.
+        reverse: whether to compute sums for the backward pass: the second result sums later instead of earlier pieces. In the
+            spanning form, tokens are multiplied by their reading weights instead of their writing weights.
 
     Returns:
         Summaries of the M blocks, ``[B * H, M, K * V + K]`` float32, or in the spanning form those of M chunks for each of T

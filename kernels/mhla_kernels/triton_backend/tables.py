@@ -26,12 +26,13 @@ token after the last one. An unused block has no tokens, FIRST = M and LAST = 0.
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Lookup tables and sizes of the blocks in one call of the operator, in the form that the Triton kernels read.
+    """Lookup tables that tell the Triton kernels which tokens belong to each block and which blocks to each sequence.
 
     Attributes:
         layout: partition of the tokens; chunks take the place of blocks in the spanning form.
-        table: ``[7, M]`` int32; row :data:`START` holds the first token of each block, and the constants beside START name the
-            other rows.
+        table: ``[7, M]`` int32 with a column for each block. Its rows are: first token of the block, token after its last one,
+            row of the block in the mixing matrix, first block of its sequence, block after the last one of its sequence, first
+            token of its sequence, token after the last one of its sequence.
         sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
     """
 
@@ -55,7 +56,10 @@ class BlockTables:
         return self.layout.cu_seqlens is not None
 
     def span(self, tile: int) -> int:
-        """Return the largest number of blocks that a tile of ``tile`` tokens touches, counted from the start of a sequence."""
+        """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
+
+        The first tile of a sequence begins at its first token, and each further tile begins where the previous one ends.
+        """
         offsets = self.layout.block_offsets
         if offsets is None:
             return span_of_tile(tile, self.layout.largest)
@@ -158,7 +162,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
 
 
 def _rows_in_chunks(layout: TokenLayout, in_chunk: int, device: torch.device) -> Tensor:
-    """Return for each token its block counted from the start of its chunk of ``in_chunk`` blocks: ``[N]`` int32."""
+    """Return the index of each token's block within its chunk of ``in_chunk`` blocks: ``[N]`` int32."""
     if layout.cu_seqlens is None:
         return keep(_equal_rows_in_chunks, device, layout.tokens, layout.block_size, in_chunk)
     return _token_rows(device, make_tables(layout, device)) % in_chunk
@@ -169,7 +173,7 @@ def _equal_rows_in_chunks(device: torch.device, tokens: int, block_size: int, in
 
 
 def _token_rows(device: torch.device, tables: BlockTables) -> Tensor:
-    """Return for each token the row of its block in the mixing matrix: ``[N]`` int32."""
+    """Return the row of the mixing matrix that belongs to each token's block: ``[N]`` int32."""
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
     # unused blocks start behind the last token, so that the starts rise and the search ends before these blocks

@@ -38,8 +38,8 @@ class Kind(NamedTuple):
         masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
         block_size: tokens in the largest block, rounded up to a power of two, at most :data:`LONGEST`.
-        many: whether there are more than :data:`MANY` blocks.
-        terms: number of exponential terms, in the spanning form of running sums; 0 for a matrix of coefficients.
+        many: whether the form is chunked and has more blocks than :data:`MANY`, for which the kernels use larger tiles.
+        terms: number of exponential terms, or of running sums in the spanning form; 0 if the coefficients are a matrix.
     """
 
     form: str
@@ -66,8 +66,8 @@ class Kind(NamedTuple):
 def size_class(block_size: int, form: str) -> int:
     """Round a block size up to the next size for which kernels are tried, see :attr:`Kind.block_size`.
 
-    In the parallel and the spanning form, kernels are compiled for the number of blocks that a tile of tokens overlaps. There,
-    sizes up to 4 are rounded to 1, 2 or 4 instead of 16.
+    In the parallel and the spanning form, kernels are compiled for the number of blocks that a tile of tokens overlaps. In
+    these forms, sizes up to 4 are rounded up to 1, 2 or 4. In the chunked form, they are rounded up to 16.
 
     Args:
         block_size: tokens in the largest block.
