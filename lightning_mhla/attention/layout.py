@@ -209,7 +209,7 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Compute which token is in each slot of each block, and which slots hold a token, without prefix tokens.
+        """Compute which token is in each slot of each block, and which slots hold a token. Prefix tokens are not counted.
 
         Args:
             sizes: number of slots of a block along each axis.

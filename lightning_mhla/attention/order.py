@@ -49,7 +49,7 @@ class TokenOrder(LayoutTables):
 
 
 class BlockOrder(TokenOrder):
-    """Token order of an operator that works on blocks of consecutive tokens, or for which the order does not matter."""
+    """Token order in which the tokens of each block are consecutive; also for operators to which the order does not matter."""
 
     @override
     def tables(self) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceRotary:
-    """Source of rotary angles for a layer on sequences, and for tokens whose angles the caller provides.
+    """Rotary angles of a layer for sequences: those that the caller provides, or else computed from token positions.
 
     Attributes:
         width: width of a key.

@@ -103,10 +103,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
-    """Replace Lightning's default checkpoint plugin of a strategy by :class:`WholeCheckpointIO`; keep any other plugin.
+    """Replace a strategy's checkpoint plugin with :class:`WholeCheckpointIO` if it is Lightning's default; keep any other.
 
     Raises:
-        ValueError: if the strategy or its plugin belongs to Lightning, and reads checkpoints in a way that can run code.
+        ValueError: if the strategy or its plugin is one of Lightning's that reads checkpoints in a way that can run code.
     """
     reading = type(strategy).load_checkpoint
     if reading is not Strategy.load_checkpoint and reading.__module__.startswith("lightning."):

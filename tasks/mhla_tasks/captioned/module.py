@@ -40,8 +40,8 @@ class CaptionedDiffusion(GenerativeModule):
     Args:
         attention: attention that replaces the transformer's self-attention.
         transformer: shape of the transformer.
-        layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
-            to replace all.
+        layer_kinds: kinds of the layers; the list repeats until all layers have one. keep leaves a layer unchanged, replace
+            gives it attention.kind; null to replace all.
         flow: distribution and shift of the training timesteps, and caption dropout.
         text: encoder of the captions.
         vae: folder or hub name of a pipeline or its autoencoder, for latents; null for pixels.

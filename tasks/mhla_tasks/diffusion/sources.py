@@ -119,7 +119,7 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """Read the factor that scales the latents for training from the manifests of the shards; return 1 without shards.
+    """Return the factor that scales latents for training, as recorded in the manifests of the shards; 1 if there are no shards.
 
     Raises:
         FileNotFoundError: if a folder of shards has no manifest.

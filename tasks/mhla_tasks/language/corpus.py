@@ -46,7 +46,7 @@ class Remarks:
         self.counts: Counter[str] = Counter()
 
     def leave_out(self, kind: str, place: str) -> None:
-        """Count an input that is left out.
+        """Count a document or file that the corpus leaves out, and remember the first place for the log.
 
         Args:
             kind: kind of the input, in the plural: ``binary files``.

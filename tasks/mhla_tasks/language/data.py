@@ -209,7 +209,7 @@ class HubText(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        """Return the samples for validation: those of the first ``val_documents`` documents, which are not trained on."""
+        """Return the validation samples, windows of the first ``val_documents`` documents, which training excludes."""
         remarks = Remarks()
         texts = list(itertools.islice(self._texts(remarks), self.val_documents))
         remarks.report()

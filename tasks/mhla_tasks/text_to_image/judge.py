@@ -156,7 +156,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Return a support vector classifier of digit images ``[12, 12]``, trained on MNIST digits as scenes show them."""
+    """Return a support vector classifier of digit images ``[12, 12]``, trained on MNIST digits cropped as in a scene."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

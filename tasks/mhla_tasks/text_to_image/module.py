@@ -31,11 +31,11 @@ SANA_FLOW = FlowConfig(shift=3.0)
 class TextToImage(CaptionedDiffusion):
     """Text-to-image model: a SANA transformer with replaced attention, trained on captioned images or their latents.
 
-    The other arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+    Arguments that are not listed here are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
 
     Args:
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces the attention of every second layer,
-            [keep] of none; null to replace all.
+        layer_kinds: kinds of the layers; the list repeats until all layers have one. [keep, replace] replaces the attention of
+            every second layer, [keep] replaces none; null to replace all.
         vae: folder or hub name of a SANA pipeline or its autoencoder, for latents; null for pixels.
     """
 

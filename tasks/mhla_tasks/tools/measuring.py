@@ -151,11 +151,11 @@ def bench(words: Sequence[str]) -> int | None:
 
 @passes_on
 def paper(words: Sequence[str]) -> int | None:
-    """Train and score the comparisons of docs/results.md row by row, and resume after a stop.
+    """Train and score the models of docs/results.md, one table row at a time; the same command continues after a stop.
 
         lightning paper --only mnist --seeds 0
 
-    ``lightning paper --list`` lists studies and rows. The command requires a checkout of the repository.
+    ``lightning paper --list`` lists the tables and their rows. The command requires a checkout of the repository.
     """
     return _run_of_checkout("benchmarks.paper", words)
 

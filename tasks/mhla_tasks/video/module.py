@@ -25,11 +25,11 @@ from mhla_tasks.video.writer import ClipWriter
 class VideoDiffusion(CaptionedDiffusion):
     """Text-to-video model: a Wan transformer with replaced attention, trained on captioned clips or their latents.
 
-    The other arguments are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
+    Arguments that are not listed here are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
 
     Args:
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces the attention of two layers
-            out of three, [keep] of none; null to replace all.
+        layer_kinds: kinds of the layers; the list repeats until all layers have one. [keep, replace, replace] replaces the
+            attention of two layers out of three, [keep] replaces none; null to replace all.
         vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
     """
 
