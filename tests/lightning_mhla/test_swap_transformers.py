@@ -328,7 +328,7 @@ def test_tokens_in_a_state_cannot_be_hidden_afterwards() -> None:
 def test_more_tokens_than_dense_coefficients_reach_to_are_refused() -> None:
     model = swapped(tiny(), AttentionConfig(block_size=4))
     for cached in (False, True):
-        with pytest.raises(ValueError, match=r'80 tokens are more than the 64 .* mixing="exponential"'):
+        with pytest.raises(ValueError, match=r'80 tokens exceed the 64 .* mixing="exponential"'):
             model(tokens(1, 80), use_cache=cached)
 
 

@@ -46,7 +46,7 @@ class Remarks:
         self.counts: Counter[str] = Counter()
 
     def leave_out(self, kind: str, place: str) -> None:
-        """Count a document or file that the corpus leaves out, and remember the first place for the log.
+        """Count a document or file that the corpus leaves out, and keep its place for the log if it is one of the first.
 
         Args:
             kind: kind of the input, in the plural: ``binary files``.
