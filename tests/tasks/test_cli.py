@@ -316,7 +316,7 @@ def test_precedence_command_line_then_file_then_checkpoint(
 ) -> None:
     checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
     remembered = parse(monkeypatch, "validate", checkpoint).config.model.init_args
-    assert (remembered.dim, remembered.drop_path, remembered.optimizer.lr) == (16, 0.1, 2e-3)
+    assert (remembered.shape.dim, remembered.drop_path, remembered.training.optimizer.lr) == (16, 0.1, 2e-3)
     mine = tmp_path / "mine.yaml"
     mine.write_text("model: {init_args: {drop_path: 0.3, training: {optimizer: {lr: 0.5}}}}")
     config = parse(
@@ -477,7 +477,7 @@ def test_a_class_may_be_named_by_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_file_may_keep_options_under_the_subcommand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = tmp_path / "full.yaml"
     full.write_text(yaml.safe_dump({"fit": yaml.safe_load(DIGITS.read_text())}))
-    assert parse(monkeypatch, "--config", str(full), "fit").config.model.init_args.dim == 64
+    assert parse(monkeypatch, "--config", str(full), "fit").config.model.init_args.shape.dim == 64
 
 
 def test_a_checkpoint_lends_nothing_to_another_class(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
@@ -534,7 +534,7 @@ def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: py
     for option, said in (
         ("attention.kind", "mhla (mixed block summaries)"),
         ("attention.block_grid", "number of blocks along each axis"),
-        ("mixup.cutmix", "alpha of cutmix"),
+        ("mixup.cutmix", "0 disables cutmix"),
         ("drop_path", "stochastic depth"),
         ("shape.stem", "one convolution"),
         ("training.optimizer.warmup_epochs", "length of the linear warm-up in epochs"),

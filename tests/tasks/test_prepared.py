@@ -232,7 +232,7 @@ def test_a_skipped_sample_that_is_repaired_is_mentioned(
     assert "9 images in 3 shards" in capsys.readouterr().out
     file.write_bytes(good)
     registry.run("prepare images", words)
-    assert "1 files that were skipped have changed since; --force" in caplog.text
+    assert "1 skipped files have changed since; --force" in caplog.text
     registry.run("prepare images", [*words, "--force"])
     assert samples(tmp_path / "shards") == 10
 

@@ -50,10 +50,10 @@ class Parts(Open):
 def test_the_models_take_options_of_options() -> None:
     names = option_names(ImageClassifier)
     assert names is not None
-    assert {"attention", "depth"} <= names
+    assert {"attention", "shape"} <= names
     assert option_dataclasses(ImageClassifier, "attention") == [AttentionConfig]
     assert {"kind", "block_size"} <= (option_names(AttentionConfig) or set())
-    assert option_dataclasses(ImageClassifier, "depth") == []
+    assert option_dataclasses(ImageClassifier, "drop_path") == []
     assert option_classes(Trainer)["callbacks"] == (Callback,)
 
 
