@@ -139,6 +139,17 @@ class BestCheckpoints:
                     logger.after_save_checkpoint(proxy(request.callback))
 
 
+def monitored_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Return the latest values of the metrics that the ModelCheckpoints monitor, by name; those without a value are left out.
+
+    A ModelCheckpoint that saves every few steps judges by the validation before. A checkpoint keeps these values, or a run
+    that resumes could not judge its next steps until it validates again.
+    """
+    names = {item.monitor for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)}
+    values = {name: value for name, value in trainer.callback_metrics.items() if name in names}
+    return {name: value.detach().cpu() for name, value in values.items()}
+
+
 def _is_second_name(request: Request) -> bool:
     return not request.callback.save_weights_only and "://" not in request.path
 

@@ -14,7 +14,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_mhla.callbacks.best import BestCheckpoints, complete, relocate_all
+from lightning_mhla.callbacks.best import BestCheckpoints, complete, monitored_metrics, relocate_all
 from lightning_mhla.callbacks.rows import ROW, keep_row, log_again
 from lightning_mhla.checkpoints.choice import lies_in, name_of_start
 from lightning_mhla.checkpoints.io import CHECKPOINTS, LAST, READ_FROM, RECOVERY, read_header
@@ -32,6 +32,9 @@ from lightning_mhla.system.processes import Agreement
 from lightning_mhla.system.signals import StopSignals
 
 log = logging.getLogger(__name__)
+
+MONITORED = "monitored_metrics"
+"""Entry of a checkpoint with the latest values of the metrics that ModelCheckpoints monitor."""
 
 TEMPORARY_FAILURE = 75
 """Exit status of a run that was stopped by a signal and that the same command resumes: EX_TEMPFAIL of sysexits.h."""
@@ -83,6 +86,7 @@ class Recovery(Checkpoint):
         self._due = self._stopping = self._row_is_due = self._stopped_inside_epoch = self._finished = False
         self._stops: list[int] = []
         self._row: dict[str, Any] | None = None
+        self._monitored: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install the signal handlers, and take over the writing of all checkpoints from the ModelCheckpoints."""
@@ -135,6 +139,9 @@ class Recovery(Checkpoint):
         if trainer.global_step:
             log_again(trainer, self._row)
             self._row = None
+            trainer.callback_metrics.update(
+                {name: value.to(pl_module.device) for name, value in self._monitored.items()}
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Exit before the next step if a stop was requested; the metrics of the last step have been written by then."""
@@ -152,6 +159,7 @@ class Recovery(Checkpoint):
         """Flush the loggers, and store in the checkpoint the metrics that they have not received, so that no metric is lost."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
+        checkpoint[MONITORED] = monitored_metrics(trainer)
         if self._stopped_inside_epoch:
             as_of_last_batch(checkpoint["loops"])
         for logger in trainer.loggers:
@@ -159,7 +167,7 @@ class Recovery(Checkpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read metrics that the loggers may lack, and adapt the saved states of ModelCheckpoints to their current folders."""
-        self._row = checkpoint.get(ROW)
+        self._row, self._monitored = checkpoint.get(ROW), checkpoint.get(MONITORED) or {}
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
             return

@@ -388,7 +388,9 @@ def test_attention_that_is_not_the_models_usual_is_refused_untouched() -> None:
     sana, _ = tiny_sana()
     sana.transformer_blocks[1].attn1.set_processor(PAGIdentitySanaLinearAttnProcessor2_0())
     unchanged(
-        sana, linear, "block 1 has processor PAGIdentitySanaLinearAttnProcessor2_0, .* replaces SanaLinearAttnProcessor2_0"
+        sana,
+        linear,
+        "block 1 has processor PAGIdentitySanaLinearAttnProcessor2_0, .* replaces SanaLinearAttnProcessor2_0",
     )
     swap_attention(sana, linear, layers=[0])  # the other layer is as usual
     dit, _ = tiny_dit()
