@@ -23,10 +23,10 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, and print where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
-test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): 25 minutes
+test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): a quarter of an hour
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers; takes as long again
+thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, complete runs; takes half an hour
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 check: lint  ## lint, and the tests that start no process and take less than a minute: for use between two edits
