@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from weakref import proxy
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -147,7 +148,9 @@ def monitored_metrics(trainer: Trainer) -> dict[str, Any]:
     """
     names = {item.monitor for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)}
     values = {name: value for name, value in trainer.callback_metrics.items() if name in names}
-    return {name: value.detach().cpu() for name, value in values.items()}
+    return {
+        name: torch.as_tensor(value).detach().cpu() for name, value in values.items()
+    }  # a callback may set a number
 
 
 def _is_second_name(request: Request) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_mhla.callbacks.best import BestCheckpoints, Request, complete, relocate, relocate_all
+from lightning_mhla.callbacks.best import BestCheckpoints, Request, complete, monitored_metrics, relocate, relocate_all
 from lightning_mhla.checkpoints.choice import best_checkpoint, choose_checkpoint, lies_in, name_of_start
 
 
@@ -460,3 +460,12 @@ def test_all_books_of_a_checkpoint_are_relocated(folder: Path, caplog: pytest.Lo
         relocate_all(given, states)  # type: ignore[arg-type]
     assert not caplog.messages, "the first process says it"
     assert names(states[one.state_key], folder)["all"] == {"a.ckpt": 1}
+
+
+def test_monitored_metrics_are_kept_whatever_sets_them() -> None:
+    """Lightning's metrics are tensors; a callback may put a plain number beside them. Others are left out."""
+    monitors = [ModelCheckpoint(monitor=name) for name in ("a", "b", "absent")] + [ModelCheckpoint()]
+    values = {"a": torch.tensor(0.5, requires_grad=True), "b": 2.0, "c": torch.tensor(1.0)}
+    kept = monitored_metrics(SimpleNamespace(checkpoint_callbacks=monitors, callback_metrics=values))
+    assert kept == {"a": torch.tensor(0.5), "b": torch.tensor(2.0)}
+    assert not kept["a"].requires_grad
