@@ -64,7 +64,7 @@ class AttentionKind(nn.Module):
         super().__init_subclass__(**options)
         for name, replacement in REMOVED.items():
             if name in vars(cls):
-                raise ValueError(f"{cls.__name__}.{name} has no effect any more; {replacement} instead")
+                raise ValueError(f"{cls.__name__}.{name} no longer has an effect; {replacement} instead")
         if kind is not None:
             cls.kind = kind
             KINDS[kind] = cls

@@ -222,7 +222,7 @@ def test_a_kind_is_composed_of_other_parts() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("repeats_heads", r"Former.repeats_heads has no effect any more; define operator_inputs\(self, inputs\)"),
+        ("repeats_heads", r"Former.repeats_heads no longer has an effect; define operator_inputs\(self, inputs\)"),
         ("scans", "write Order = RasterOrder"),
         ("always_gated", r"pass gate=True to super\(\).__init__"),
         ("uses_linear_options", "in unused"),
