@@ -133,6 +133,23 @@ assert not gc.isenabled()
     assert status == 0, said
 
 
+def test_imported_objects_are_never_scanned_by_the_garbage_collector() -> None:
+    watched = """
+import gc
+scanned = []
+gc.callbacks.append(lambda phase, _: phase == "start" and scanned.append(len(gc.get_objects())))
+try:
+    {}
+finally:
+    assert max(scanned) < 60_000, max(scanned)
+"""
+    status, _, said = modules_after(
+        watched.format(MAIN), "fit", "--config=configs/classification/digits.yaml", "--model.nope=1"
+    )
+    assert status == 2, said
+    assert "AssertionError" not in said
+
+
 def test_nothing_is_said_at_the_end_of_a_command() -> None:
     status, _, said = modules_after(MAIN, "fit", "--config", "configs/language/stdlib.yaml", "--print_config")
     assert status == 0
