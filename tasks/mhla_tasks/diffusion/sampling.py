@@ -26,7 +26,7 @@ class SamplingConfig:
         sampler: ddpm (default), ddim or dpm-solver++ for the objective ddpm; euler (default) or dpm-solver++ for the objective
             flow; null for the default.
         steps: number of network evaluations per sample (twice as many with guidance).
-        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 to sample without guidance.
     """
 
     sampler: Sampler | None = None

@@ -29,9 +29,9 @@ class ImagePictures(DrawnSamples):
     Args:
         prompts: prompts to draw an image for.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
-        at_end: whether to draw with the final weights.
-        at_start: whether to draw with the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to draw samples at the end of training.
+        at_start: whether to draw samples before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     module_class = TextToImage
@@ -66,9 +66,9 @@ class SceneScores(ImagePictures):
         prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.
         per_prompt: number of images for each prompt.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to score the final weights.
-        at_start: whether to score the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to score the weights at the end of training.
+        at_start: whether to score the weights before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class ClipScore(ImagePictures):
         model: folder, or name on the hub, of a transformers CLIP model with its processor.
         prompts: prompts to draw an image for.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to score the final weights.
-        at_start: whether to score the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to score the weights at the end of training.
+        at_start: whether to score the weights before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     def __init__(

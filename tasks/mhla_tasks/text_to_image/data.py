@@ -32,8 +32,8 @@ class CaptionedImageData(CaptionedData):
     """Base class of data modules with captioned images. A subclass implements :meth:`samples`.
 
     Args:
-        prompts: prompts for which the predict command draws samples.
-        options: further options of :class:`ResumableDataModule`.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
 
     extension = IMAGE
@@ -53,10 +53,11 @@ class DigitScenes(CaptionedImageData):
     There are 20,000 scenes to train on and 400 held out. The held-out scenes show different handwritten digits.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class CaptionedImageShards(CaptionedImageData):
             the size with the nearest aspect ratio, and a batch contains images of one size. Each size must be a multiple of the
             model's patch size.
         caption_key: key of the caption in a JSON file or in a line of metadata.jsonl.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class SamplingConfig:
     Args:
         sampler: dpm (DPM-Solver++ for flow matching, SANA's default) or euler.
         steps: number of network evaluations per image (twice as many with guidance).
-        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 to sample without guidance.
         height: height of the images in pixels.
         width: width of the images in pixels.
         negative_prompt: prompt that guidance moves away from; empty for the empty caption, as trained with caption_dropout.

@@ -23,9 +23,9 @@ class ClipPictures(DrawnSamples):
     Args:
         prompts: prompts to draw a clip for.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
-        at_end: whether to draw with the final weights.
+        at_end: whether to draw samples at the end of training.
         frames: number of frames that a row shows.
-        seed: seed of the noise.
+        seed: random seed for the noise that sampling starts from.
     """
 
     module_class = VideoDiffusion

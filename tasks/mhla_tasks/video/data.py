@@ -25,8 +25,8 @@ class ClipData(CaptionedData):
     """Base class of data modules with captioned video clips. A subclass implements :meth:`clips`.
 
     Args:
-        prompts: prompts for which the predict command draws samples.
-        options: further options of :class:`ResumableDataModule`.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
 
     extension = VIDEO
@@ -47,10 +47,11 @@ class MovingDigits(ClipData):
         frames: number of frames in a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for clips this small.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -82,10 +83,11 @@ class MovingMnist(MovingDigits):
         frames: number of frames in a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for clips this small.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
     """
 
     digits = "mnist"
@@ -110,18 +112,19 @@ class VideoShards(ClipData):
     training, videos that cannot be read, are too short or lack a caption are skipped, with a warning for each, and counted.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
-        val: shards for validation, in the same forms.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+        val: validation data, specified in the same ways as train.
         frames: number of frames in a clip; 1 more than a multiple of 4 for Wan's VAE.
         height: height in pixels to which frames are scaled and center-cropped.
         width: width in pixels to which frames are scaled and center-cropped.
         fps: number of frames to take per second of video; null to take consecutive frames.
         caption_key: key of the caption in a JSON file.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples and for random choices in reading them; null for the seed of
+            seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class SamplingConfig:
     Args:
         sampler: unipc (Wan's default) or euler.
         steps: number of network evaluations per clip (twice as many with guidance).
-        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 to sample without guidance.
         frames: number of frames in a clip.
         height: height of the clips in pixels.
         width: width of the clips in pixels.
