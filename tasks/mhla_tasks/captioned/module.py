@@ -1,4 +1,7 @@
-"""Base class of Lightning modules that train diffusers transformers with replaced attention on captioned samples."""
+"""Base class of Lightning modules that train diffusers transformers with replaced attention on captioned samples.
+
+Longer than other modules: it contains training, validation and sampling of the text-to-image and text-to-video models.
+"""
 
 from __future__ import annotations
 
