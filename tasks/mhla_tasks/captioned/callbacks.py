@@ -55,8 +55,8 @@ class DrawnSamples(PeriodicEvaluation):
         Args:
             trainer: Lightning trainer that runs the callback.
             module: module that drew the samples.
-            samples: drawn samples, uint8 on the CPU, in the order of the prompts: images ``[n, C, H, W]`` or clips ``[n, F, C,
-                H, W]`` with F frames.
+            samples: drawn samples, uint8 on the CPU, in the order of the prompts: images ``[n, C, H, W]`` or clips
+                ``[n, F, C, H, W]`` with F frames.
             folder: log folder of the training run.
         """
 

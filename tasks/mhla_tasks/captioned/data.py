@@ -104,7 +104,7 @@ class EncodedShards(CaptionedData):
         """Number of tokens per caption.
 
         It is the option ``text_length`` if that is set, otherwise the length recorded in the manifest of the shards. If neither
-        exists, it is the default of the class.
+        exists, it is a default that the subclass defines.
         """
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)

@@ -43,15 +43,14 @@ class CaptionedDiffusion(GenerativeModule):
     Args:
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
-        layer_kinds: attention kinds that repeat over all layers. keep leaves the attention of a layer unchanged, replace uses
-            attention.kind. null replaces the attention of all layers.
+        layer_kinds: attention kinds that repeat over all layers. "keep" leaves the attention of a layer unchanged, and
+            "replace" uses attention.kind. null replaces the attention of all layers.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
         text: options of the caption encoder.
-        vae: folder or Hugging Face Hub name of the autoencoder, or of a pipeline that contains it, for a transformer of
-            latents; null for a transformer of pixels.
-        train: parameters to train. all trains all parameters. attention trains the replaced attention layers with their
-            projections. new trains only the parameters that the replacement added. lora trains the parameters of new, and
-            low-rank adapters of the projections.
+        vae: folder or Hugging Face Hub name of the autoencoder, or of a pipeline that contains it, if the transformer works on
+            latents; null if it works on pixels.
+        train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
+            the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
         lora: rank and alpha of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.
@@ -234,7 +233,7 @@ class CaptionedDiffusion(GenerativeModule):
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
     def configure_model(self) -> None:
-        """Load the pretrained weights, if any, before the network is compiled and sharded."""
+        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
         if self.pretrained is not None and not self._started:
             load_weights(self.network, self.pretrained, self.host)
         self._started = True
@@ -245,7 +244,7 @@ class CaptionedDiffusion(GenerativeModule):
         return [self._writer]
 
     def on_fit_start(self) -> None:
-        """Load the teacher if distillation is enabled, and embed the empty caption if captions are dropped in training."""
+        """Load the teacher if one is configured for distillation, and embed the empty caption if training drops captions."""
         self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape))
         self._check_encoded_captions()
         if self.flow.caption_dropout:

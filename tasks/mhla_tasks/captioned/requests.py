@@ -37,9 +37,9 @@ class PromptRequest:
 
     Args:
         prompts: list of prompts, or path of a file or folder with prompts; null for all captions of a built-in data set. In a
-            text file, each line is a prompt, or a name, a tab and a prompt. The prompt files of GenEval (.jsonl) and MJHQ-30K
-            (.json) and the folder of DPG-Bench (.txt files) are read as they are. File names of samples begin with the name of
-            the prompt, or the prompt itself if it has no name.
+            text file, each line is a prompt, optionally preceded by its name and a tab. The prompt files of GenEval (.jsonl)
+            and MJHQ-30K (.json) and the folder of DPG-Bench (.txt files) are also accepted. File names of samples begin with
+            the name of the prompt. A prompt without a name is its own name.
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
         seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
             noise.
@@ -97,8 +97,8 @@ class RequestedSamples:
         """Return the request for one sample as a dict.
 
         Returns:
-            ``index``, ``caption`` (the prompt), ``seed``, and ``file``, the name of the file to write, such as ``a red
-            three-0.png``.
+            ``index``, ``caption`` (the prompt), ``seed``, and ``file``, the name of the file to write, such as
+            ``a red three-0.png``.
         """
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)

@@ -116,9 +116,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.
         image_size: side of the square input image, in pixels.
-        num_classes: number of classes. If it is null, the training data must name the classes, by class folders or in a file
-            such as train-classes.txt beside the shards, and their number is used. Training and validation labels are matched by
-            class name.
+        num_classes: number of classes. null counts the class names in the training data, which requires class folders or a file
+            such as train-classes.txt beside the shards. Training and validation labels are matched by class name.
         channels: number of channels: 3, or 1 for gray images. Training images are augmented before they are converted to gray.
         crop_share: side of the central crop in validation, divided by the side of the resized image.
         augment: augmentation of training images.

@@ -108,7 +108,7 @@ class ImageClassifier(Classifier):
         return self.network.layers
 
     def configure_model(self) -> None:
-        """Load the pretrained weights, if any, before the network is compiled and sharded."""
+        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
         if self._pretrained is not None:
             source = read_ravlt(self._pretrained) if isinstance(self.network, VLT) else None
             source = source or read_pretrained(self._pretrained)

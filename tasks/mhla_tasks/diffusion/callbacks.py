@@ -55,8 +55,9 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
 
     Args:
         samples: number of samples; published results use 50,000.
-        reference: real images to compare with. train or validate selects that split of the data (at most 50,000 images, evenly
-            spaced). Otherwise, it is the path of a folder of images, or of an .npz file in the format of ADM's evaluator.
+        reference: real images to compare with. "train" or "validate" selects that split of the data (at most 50,000 images,
+            evenly spaced). Otherwise, it is the path of a folder of images, or of an .npz file in the format of ADM's
+            evaluator.
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options; null to use the model's own options.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.

@@ -224,9 +224,8 @@ class ImageShards(ClassShards):
             cropped.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.
-        num_classes: number of classes. If it is null, the training data must name the classes, by class folders or in a file
-            such as train-classes.txt beside the shards, and their number is used. Training and validation labels are matched by
-            class name.
+        num_classes: number of classes. null counts the class names in the training data, which requires class folders or a file
+            such as train-classes.txt beside the shards. Training and validation labels are matched by class name.
         channels: number of channels: 3, or 1 for gray images.
         flip: probability of mirroring a training image horizontally.
         samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
@@ -279,8 +278,8 @@ class LatentShards(ClassShards):
         sample_size: side of the square latents, in latent pixels.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.
-        num_classes: number of classes. If it is null, a file such as train-classes.txt beside the shards must name the classes,
-            and their number is used. Training and validation labels are matched by class name.
+        num_classes: number of classes. null counts the class names in the training data, which requires a file such as
+            train-classes.txt beside the shards. Training and validation labels are matched by class name.
         flip: probability of using the latent of the mirror image in training.
         samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
         seed: random seed for the order of the training samples and for drawing their latents; null for the seed of

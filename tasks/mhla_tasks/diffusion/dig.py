@@ -27,9 +27,9 @@ class DiGConfig:
     """Options of a DiG (arXiv 2405.18428), a DiT whose blocks scan the image in alternating directions.
 
     Args:
-        directions: number of scan directions, four, two or one. With four, the blocks scan rows forward and backward, then
-            columns forward and backward, and so on. With two, they scan rows forward and backward. With one, all blocks scan
-            rows forward.
+        directions: number of scan directions, "four", "two" or "one". With "four", the blocks scan rows forward and backward,
+            then columns forward and backward, and so on. With "two", they scan rows forward and backward. With "one", all
+            blocks scan rows forward.
         causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
             with block_grid.
         mlp_width: inner width of the SwiGLU MLP; null for 8 / 3 of the tokens' width, rounded up to a multiple of 256, as in

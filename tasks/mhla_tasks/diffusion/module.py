@@ -64,7 +64,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         dig: options of a DiG; null for a DiT. For a DiG, size selects one of DiG's sizes, and shape.mlp_ratio must be left out.
         process: training objective (ddpm or flow) with the distribution of the timesteps and the dropout of labels.
         sampling: default sampler options of the predict command and of callbacks.
-        vae: folder or Hugging Face Hub name of a diffusers AutoencoderKL, for a model of latents; null for a model of pixels.
+        vae: folder or Hugging Face Hub name of a diffusers AutoencoderKL, if the model works on latents; null if it works on
+            pixels.
         pretrained: source of the initial weights: a run folder, a checkpoint, an exported folder, a file or folder with
             published DiT weights, or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
         output: output format of the predict command: png (one file per sample) or npz (one file, which ADM's evaluator reads).
@@ -123,7 +124,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
-        """Load the pretrained weights, if any, before the network is compiled and sharded."""
+        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
         if self._pretrained is not None:
             load_pretrained(self.network, self._pretrained)
             self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay

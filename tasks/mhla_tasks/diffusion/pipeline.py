@@ -1,7 +1,7 @@
 """diffusers pipeline that draws images with a trained DiT, its scheduler and its VAE.
 
-``DiTPipeline.from_pretrained("exported")`` loads a folder that ``lightning export`` wrote; ``pipe(class_labels=[3, 7],
-seed=0).images`` draws images.
+``DiTPipeline.from_pretrained("exported")`` loads a folder that ``lightning export`` wrote;
+``pipe(class_labels=[3, 7], seed=0).images`` draws images.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class DenoisingProcess(NoiseProcess):
     def variational_bound(
         self, clean: Tensor, noisy: Tensor, predicted: Tensor, between: Tensor, times: Tensor
     ) -> Tensor:
-        """Compute one term of the variational bound for each sample, which belongs to the timestep of the sample.
+        """Compute, for each sample, the term of the variational bound that belongs to its timestep.
 
         The bound is equation 5 of arXiv 2006.11239, and the predicted variance is equation 15 of arXiv 2102.09672.
 

@@ -1,7 +1,7 @@
 """Pretrained SANA weights, from diffusers, from NVlabs' original file, or from a training run of this package.
 
-diffusers' conversion maps the names in NVlabs' file to its own. That file also contains positions and the empty caption, which
-diffusers computes itself.
+diffusers converts the names in NVlabs' file to its own names. NVlabs' file also contains position embeddings and the embedding
+of the empty caption, which are not used because diffusers computes them.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Scene:
 
 
 def draw_scene(random: np.random.Generator) -> Scene:
-    """Choose a random scene: one digit, two or three equal digits, or two digits next to or above each other."""
+    """Choose a random scene: one digit, two or three equal digits, or two digits side by side or one above the other."""
     kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
     labels = random.integers(10, size=2 if kind == "relation" else 1)
     colours = random.permutation(list(COLOURS))

@@ -22,6 +22,12 @@ def evaluate(words: Sequence[str]) -> int | None:
         lightning evaluate --model_args pretrained=runs/stdlib --tasks mmlu,arc_easy
 
     The command accepts the options of ``lm_eval``. ``mhla-lm-eval`` is another name of this command.
+
+    Args:
+        words: command-line arguments after ``lightning evaluate``.
+
+    Returns:
+        Always None, which stands for success.
     """
     from mhla_tasks.language.evaluation.script import main
 
@@ -147,6 +153,12 @@ def bench(words: Sequence[str]) -> int | None:
 
     ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` lists the options of a benchmark. The command
     requires a checkout of the repository.
+
+    Args:
+        words: command-line arguments after ``lightning bench``.
+
+    Returns:
+        None; or the exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks", words)
 
@@ -158,6 +170,12 @@ def paper(words: Sequence[str]) -> int | None:
         lightning paper --only mnist --seeds 0
 
     ``lightning paper --list`` lists the tables and their rows. The command requires a checkout of the repository.
+
+    Args:
+        words: command-line arguments after ``lightning paper``.
+
+    Returns:
+        None; or the exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks.paper", words)
 

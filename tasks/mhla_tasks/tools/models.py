@@ -97,9 +97,9 @@ def consolidate(parser: ArgumentParser) -> Run:
 
         lightning consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
 
-    The source is the folder of a sharded checkpoint, written by any number of processes. If it is the folder of a run, the
-    latest complete checkpoint in it is converted. Training resumes from a sharded checkpoint or from a single file. Generation,
-    export and evaluation also accept both, but require memory for the complete model.
+    The source is the folder of a sharded checkpoint, written by any number of processes, or the folder of a run, whose latest
+    complete checkpoint is converted. Training resumes from a sharded checkpoint or from a single file. Generation, export and
+    evaluation also accept both, but require memory for the complete model.
     """
     parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
     parser.add_argument("target", type=Path, help="file to write")

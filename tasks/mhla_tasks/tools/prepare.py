@@ -102,8 +102,8 @@ def images(parser: ArgumentParser) -> Run:
 
     The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. If the
     target folder already has shards with a different prefix, each class gets the number that it has there. Every image is
-    decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded, such as
-    truncated ones, are skipped with a warning. The option ``--max_skipped`` limits their number.
+    decoded to check it, and copied byte for byte, in a random order that ``--seed`` determines. Images that cannot be decoded,
+    such as truncated ones, are skipped with a warning. The option ``--max_skipped`` limits their number.
 
     The same command resumes after an interruption. It fails if the images or the options have changed in the meantime.
     """
@@ -211,7 +211,7 @@ def text(parser: ArgumentParser) -> Run:
         lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
         lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
-    A source is one of these, where files may be compressed (.gz, .bz2, .xz, .zst):
+    A source is one of these; files may be compressed (.gz, .bz2, .xz, .zst):
 
     * text file, which is one document;
     * table (.jsonl, .json, .csv, .tsv, .parquet) with one document per row, in the column that --column names;
@@ -219,8 +219,8 @@ def text(parser: ArgumentParser) -> Run:
     * hub:NAME[:CONFIG[:SPLIT]], a data set on the Hugging Face Hub, which is streamed.
 
     Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. Rows without a text are skipped. In folders, the command also
-    skips hidden and binary files, tables without the column, and files in a different encoding. It prints how many were
-    skipped.
+    skips hidden and binary files, tables without the column, and files in a different encoding. It prints the number of skipped
+    rows and files.
 
     All cores tokenize. A shard receives its name when it is complete, so the same command resumes after an interruption. The
     tokenizer is saved in the folder tokenizer/ below the target.
@@ -270,9 +270,9 @@ def captions(parser: ArgumentParser) -> Run:
 
     The source folder contains images (JPEG, PNG, WebP) at any depth. The caption of an image such as 17.jpg is in 17.txt or
     17.json in the same folder. Instead, the source can contain a metadata.jsonl with a file_name and a caption on each line.
-    Every image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be
-    decoded or lack a caption are skipped with a warning. The option ``--max_skipped`` limits their number. The same command
-    resumes after an interruption.
+    Every image is decoded to check it, and copied byte for byte, in a random order that ``--seed`` determines. Images that
+    cannot be decoded or lack a caption are skipped with a warning. The option ``--max_skipped`` limits their number. The same
+    command resumes after an interruption.
     """
     _captioned_folder(parser, "images", 1000)
 
@@ -363,9 +363,9 @@ def clips(parser: ArgumentParser) -> Run:
         lightning prepare clips clips/train shards --prefix train
 
     The source folder contains MP4 files at any depth. The caption of a video such as 17.mp4 is in 17.txt or 17.json in the same
-    folder. The files are copied byte for byte, in an order shuffled by the seed. Videos are skipped with a warning if they are
-    truncated, cannot be decoded at their beginning or their end, or lack a caption. The option ``--max_skipped`` limits their
-    number. The same command resumes after an interruption.
+    folder. The files are copied byte for byte, in a random order that ``--seed`` determines. Videos are skipped with a warning
+    if they are truncated, cannot be decoded at their beginning or their end, or lack a caption. The option ``--max_skipped``
+    limits their number. The same command resumes after an interruption.
     """
     _captioned_folder(parser, "videos", 100)
 

@@ -110,7 +110,11 @@ class SweepProgress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Context manager that shows a run as the current one, and measures how long the ``with`` block takes."""
+        """Context manager that shows a run as the current one, and appends the duration of its ``with`` block to ``seconds``.
+
+        Args:
+            folder: folder of the run.
+        """
         start = time.monotonic()
         text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
         with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):

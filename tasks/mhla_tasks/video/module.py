@@ -28,16 +28,15 @@ class VideoDiffusion(CaptionedDiffusion):
     Args:
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
-        layer_kinds: attention kinds that repeat over all layers. keep leaves the attention of a layer unchanged, replace uses
-            attention.kind. [keep, replace, replace] replaces the attention of two layers out of three, and [keep] of none. null
-            replaces the attention of all layers.
+        layer_kinds: attention kinds that repeat over all layers. "keep" leaves the attention of a layer unchanged, and
+            "replace" uses attention.kind. [keep, replace, replace] replaces the attention of two layers out of three, and
+            [keep] of none. null replaces the attention of all layers.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
         text: options of the caption encoder.
-        vae: folder or Hugging Face Hub name of Wan's VAE, or of a pipeline that contains it, for a transformer of latents; null
-            for a transformer of pixels.
-        train: parameters to train. all trains all parameters. attention trains the replaced attention layers with their
-            projections. new trains only the parameters that the replacement added. lora trains the parameters of new, and
-            low-rank adapters of the projections.
+        vae: folder or Hugging Face Hub name of Wan's VAE, or of a pipeline that contains it, if the transformer works on
+            latents; null if it works on pixels.
+        train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
+            the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
         lora: rank and alpha of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.

@@ -74,7 +74,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def verdict(findings: list[Finding]) -> Status:
-    """Return the worst status among findings; from worst to best, a status is ``wrong``, ``note`` or ``ok``."""
+    """Return the worst status among findings: ``wrong``, ``note`` or, if there are no problems, ``ok``."""
     statuses = {finding.status for finding in findings}
     return "wrong" if "wrong" in statuses else "note" if "note" in statuses else "ok"
 
