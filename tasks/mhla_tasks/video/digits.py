@@ -21,14 +21,14 @@ def caption(label: int, move: str) -> str:
     """Return the caption of a clip with a moving digit, such as ``a seven moving right``.
 
     Args:
-        label: value of the digit, from 0 to 9.
+        label: the digit, from 0 to 9.
         move: direction in which the digit moves: ``left``, ``right``, ``up`` or ``down``.
     """
     return f"a {NAMES[label]} moving {move}"
 
 
 def every_caption() -> list[str]:
-    """Return the captions of all combinations of a digit from zero to nine with one of the four directions."""
+    """Return forty captions: one for each digit from zero to nine and each of the four directions."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 

@@ -1,7 +1,7 @@
-"""Pretrained Wan weights from diffusers, the original Wan release, a training run of this package, or the MHLA paper.
+"""Loading of pretrained Wan weights, including the Wan-MHLA weights that the authors of the MHLA paper published.
 
-The Wan-MHLA weights that the authors of the MHLA paper published use the names of the original Wan, which diffusers can
-convert. The replaced attention of layer n adds these parameters, named as published (left) and as in this package (right):
+The Wan-MHLA weights use the names of the original Wan, which diffusers can convert. The replaced attention of layer n adds
+these parameters, named as published (left) and as in this package (right):
 
     blocks.n.self_attn.g.weight, .bias              blocks.n.attn1.processor.attention.gate.weight, .bias
     blocks.n.self_attn.g_norm.weight                blocks.n.attn1.processor.attention.norm.weight
@@ -86,7 +86,8 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
 
     Args:
         path: path of the file that the authors published.
-        block_grid: number of attention blocks along frames, rows and columns, because the weights determine only their product.
+        block_grid: number of attention blocks along frames, rows and columns. The weights determine only the product of the
+            three numbers.
 
     Returns:
         A diffusers transformer with replaced attention, in evaluation mode.
