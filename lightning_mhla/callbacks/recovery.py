@@ -127,11 +127,7 @@ class Recovery(Checkpoint):
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer for saves, and prepare a resumed run to continue at its step.
-
-        In a resumed run, the method skips an epoch that is already finished, moves checkpoints of later steps to a new folder,
-        logs metrics that the stopped run did not log, and restores the metrics that ModelCheckpoints monitor.
-        """
+        """Start the save timer. In a resumed run, restore metrics and move checkpoints of later steps to a new folder."""
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -149,13 +145,7 @@ class Recovery(Checkpoint):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Exit before the next step if the run is to stop.
-
-        By then, the loggers have received the metrics of the last step.
-
-        Raises:
-            RunStopped: if a signal was received and the state has been saved.
-        """
+        """Exit before the next step if the run is to stop. By then, the metrics of the last step have been logged."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
@@ -167,11 +157,7 @@ class Recovery(Checkpoint):
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store metrics in the checkpoint that a resumed run would otherwise lack.
-
-        These are the metrics that ModelCheckpoints monitor, and the metrics of the last step if the loggers have not received
-        them.
-        """
+        """Flush the loggers, and store metrics that a resumed run would otherwise lack in the checkpoint."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         checkpoint[MONITORED] = monitored_metrics(trainer)
@@ -181,11 +167,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the stored metrics from a checkpoint, and adapt the saved states of ModelCheckpoints to their current folders.
-
-        If the process that wrote the checkpoint died too early, its links to the checkpoint are created, and outdated files are
-        removed.
-        """
+        """Read metrics from a checkpoint, create its missing links, and adapt ModelCheckpoint states to their folders."""
         self._row, self._monitored = checkpoint.get(ROW), checkpoint.get(MONITORED) or {}
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -258,10 +240,7 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the state of the run, create the requested links to it, and remove older states.
-
-        Every process must call this method.
-        """
+        """Save the state together with all processes, create the requested links to it, and remove older states."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
             self._stops.append(trainer.global_step)
         self._due = False
