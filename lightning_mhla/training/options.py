@@ -40,5 +40,5 @@ class TrainingOptions:
 
     @property
     def compilation(self) -> CompileOptions | None:
-        """Options of torch.compile; None to compile nothing."""
+        """Options of torch.compile, or None if the network is not compiled."""
         return (self.compile_options or CompileOptions()) if self.compile else None
