@@ -23,8 +23,8 @@ class ExponentialMovingAverage(Callback):
     therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers are not averaged.
 
     Args:
-        decay: weight of the previous average in each update, a number between 0 and 1. A function without arguments that
-            returns this number is called at each update.
+        decay: weight of the previous average in each update, a number between 0 and 1. It may also be a function without
+            arguments, which is called at each update and returns the number.
     """
 
     def __init__(self, decay: float | Callable[[], float]) -> None:

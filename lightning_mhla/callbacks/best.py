@@ -32,7 +32,7 @@ class Request:
 
     Attributes:
         callback: ModelCheckpoint that makes the request.
-        path: path or URL at which it wants the checkpoint.
+        path: path or URL of the requested checkpoint.
     """
 
     callback: ModelCheckpoint
@@ -55,7 +55,7 @@ class BestCheckpoints:
         """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Make a trainer's ModelCheckpoints record requests here instead of writing and removing files themselves."""
+        """Make a trainer's ModelCheckpoints record requests in this object instead of writing and removing files themselves."""
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -107,14 +107,16 @@ class BestCheckpoints:
                 self._want(callback, last_in_folder)
 
     def plan(self, folder: Path) -> dict[str, list[str]]:
-        """Return the links to create to the next checkpoint and the files to remove after it, to be stored in that checkpoint.
+        """Return which links to the next checkpoint to create, and which files to remove afterwards.
+
+        The result is stored in that checkpoint.
 
         Args:
             folder: folder of the run's checkpoints.
 
         Returns:
             Dict with the links under ``names`` and the files to remove under ``removals``, both as lists of paths relative to
-                ``folder``. Paths outside the folder are left out.
+            ``folder``. Paths outside the folder are left out.
         """
         names = [request.path for request in self._requests if _is_second_name(request)]
         return {"names": _inside(names, folder), "removals": _inside(self._removals, folder)}

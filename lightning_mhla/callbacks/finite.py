@@ -131,7 +131,7 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
     Returns:
         Phrase that says where the first non-finite value occurs: in the batch, the weights, the output of a module, the loss or
-            a gradient. None if all values of the repeated step are finite.
+        a gradient. None if all values of the repeated step are finite.
     """
     bad_inputs = [name for name, value in _named(batch) if not _is_finite(value)]
     bad_weights = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
@@ -167,7 +167,7 @@ def _everywhere(where: str | None, processes: int) -> str:
 
     Returns:
         The chosen phrase, the same on every process. With several processes, it ends with the rank that reported it. If all
-            results are None, a phrase that says that the problem did not recur when the step was repeated.
+        results are None, a phrase that says that the problem did not recur when the step was repeated.
     """
     answers: list[str | None] = [where]
     if processes > 1:

@@ -54,7 +54,7 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 
     Returns:
         Pixels ``[rows, columns]`` with NaN between the tiles. If the grid of blocks is not 2-D, ``mixing`` is returned
-            unchanged.
+        unchanged.
     """
     if len(layout.block_grid) != 2:
         return mixing
@@ -100,21 +100,24 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the output folder, and forget the pictures of an earlier run. Every process must call this method."""
+        """Set the output folder, and discard the record of earlier pictures. Every process must call this method."""
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the latest period of ``every_n_epochs`` epochs that has pictures, for the checkpoint."""
+        """Return the index of the latest period with pictures, for the checkpoint.
+
+        A period has ``every_n_epochs`` epochs.
+        """
         return {"period": self._period}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of the latest period with pictures, so that a resumed run does not draw them again."""
+        """Restore the index of the latest period with pictures, so that a resumed run does not draw them again."""
         self._period = int(state_dict["period"])
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Register hooks on the attention layers before the first validation batch, if pictures are due."""
+        """Register hooks on the attention layers before the first validation batch, if pictures are to be drawn."""
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         if (
             getattr(pl_module, "sequence_group", None) is not None  # no process has complete sequences
@@ -159,7 +162,7 @@ class AttentionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Remove the hooks, log the rank and entropy of each layer on every process, and draw the pictures on the first."""
+        """Remove the hooks, log the rank and entropy of each layer, and draw the pictures on the first process."""
         if not self._hooks:
             return
         for hook in self._hooks:

@@ -32,7 +32,10 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
         return {name: points for name, points in self.items() if name.startswith(prefix)}
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Replace the recorded values of the metrics in ``saved``, which comes from a checkpoint."""
+        """Replace recorded metrics with the (step, value) pairs from a checkpoint.
+
+        Metrics that are not in ``saved`` are kept.
+        """
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
 
 

@@ -157,7 +157,7 @@ class Recovery(Checkpoint):
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store metrics that a resumed run would otherwise lack in the checkpoint."""
+        """Flush the loggers, and store in the checkpoint the metrics that would otherwise be lost on a resume."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         checkpoint[MONITORED] = monitored_metrics(trainer)
@@ -167,7 +167,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read metrics from a checkpoint, create its missing links, and adapt ModelCheckpoint states to their folders."""
+        """Read metrics from a checkpoint, create missing links to it, and adapt ModelCheckpoint states to their folders."""
         self._row, self._monitored = checkpoint.get(ROW), checkpoint.get(MONITORED) or {}
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -182,7 +182,7 @@ class Recovery(Checkpoint):
         """Return the state of this callback, for the checkpoint.
 
         The state holds the path of the checkpoint that the run started from, the last validated step, the steps at which the
-        run was stopped, whether training is over, and the result of :meth:`BestCheckpoints.plan`.
+        run was stopped, whether training is over, and the links and removals that :meth:`BestCheckpoints.plan` lists.
         """
         history = {
             "started_from": self.started_from,
@@ -198,7 +198,7 @@ class Recovery(Checkpoint):
         self._best.validated_step = state_dict.get("validated_step", -1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Decide together with all processes whether to save or stop, and save if nothing else follows the batch.
+        """Decide together with all processes whether to save or stop, and save at once if possible.
 
         The save is postponed if a validation or the end of the epoch follows, or while gradients are being accumulated.
         """

@@ -26,7 +26,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
     Returns:
         Path of the checkpoint to load, or None to start from scratch. If the latest complete checkpoint of the run is to be
-            loaded, the path of the run folder is returned.
+        loaded, the path of the run folder is returned.
 
     Raises:
         FileNotFoundError: if ``asked`` is ``"best"``, and the run has no best checkpoint.
@@ -83,7 +83,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """Return the saved state of the Recovery callback from the first readable checkpoint of a list, or an empty dict."""
+    """Return the Recovery callback's saved state from the first readable checkpoint, or an empty dict if there is none."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")

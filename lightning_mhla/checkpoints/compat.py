@@ -55,7 +55,7 @@ def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Ma
     """Log each option whose value in this run differs from the value in the checkpoint that the run resumes from.
 
     Args:
-        part: ``"model"`` for options of the model or ``"data"`` for options of the data module, as the prefix in the log.
+        part: prefix of the options in the log: ``"model"`` for options of the model, ``"data"`` for options of the data module.
         memory: options stored in the checkpoint, by current names; None if the checkpoint stores none.
         options: options of this run.
     """

@@ -253,8 +253,8 @@ def _rank(path: Path) -> tuple[float, bool]:
 def resolve_checkpoint(path: Path) -> Path:
     """Resolve a path to a complete checkpoint: the checkpoint itself, or the latest complete one of a run.
 
-    Damaged checkpoints of a run are skipped. If a folder has no checkpoints, the only run below it is used. Every process must
-    call this function. Rank 0 searches, and all ranks return its result.
+    Damaged checkpoints of a run are skipped. If a folder has no checkpoints, but exactly one run lies below it, that run is
+    used. Every process must call this function. Rank 0 searches, and all ranks return its result.
 
     Args:
         path: path of a checkpoint file, a sharded checkpoint or the folder of a run.

@@ -90,7 +90,7 @@ def parameter_groups(
 
     Returns:
         Parameter groups for a torch optimizer, dicts with ``params``, ``lr``, ``weight_decay`` and ``name``. Empty groups are
-            left out.
+        left out.
     """
     mixing = {id(p) for m in model.modules() if isinstance(m, MixingCoefficients) for p in m.parameters()}
     prefixes = [tuple(names) for names in layers]
