@@ -85,7 +85,7 @@ class StallWatch(Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the thread that watches for stalls, because work after training, such as a final evaluation, makes no steps."""
+        """Stop the thread that watches for stalls, because a final evaluation after training would look like a stall."""
         self.teardown(trainer, pl_module, "fit")
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:

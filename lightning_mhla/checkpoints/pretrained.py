@@ -191,7 +191,7 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether a layer's block grid differs from that of the pretrained weights, such as 2 x 8 and 4 x 4 blocks.
+    """Return whether a layer's block grid differs from that of the pretrained weights, for example 2 x 8 and 4 x 4 blocks.
 
     Args:
         module: mixing coefficients of the layer. If None, the result is False.

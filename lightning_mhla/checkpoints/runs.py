@@ -1,7 +1,7 @@
-"""Run folders: recognition, a lock against concurrent use, and cleanup after a killed process.
+"""Run folders: detection of existing runs, a lock against concurrent use, and cleanup after a killed process.
 
 The file ``lock``, which every start writes, marks a folder as the folder of a run. Cleanup removes only unfinished files of a
-killed process. Their temporary names identify them (:data:`lightning_mhla.system.files.UNFINISHED`).
+killed process, which have temporary names (:data:`lightning_mhla.system.files.UNFINISHED`).
 """
 
 from __future__ import annotations

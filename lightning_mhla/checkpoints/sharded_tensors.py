@@ -101,7 +101,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Mixin for torch's load planners that reads the non-tensor values of a checkpoint without running code."""
+    """Mixin that makes torch's load planners read the non-tensor values of a checkpoint without running code."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]

@@ -144,7 +144,7 @@ def _carry(
 
 
 def _restore(folder: Path) -> None:
-    """Give a folder its name back if a process was killed while it replaced the folder."""
+    """Rename a temporarily renamed folder back to ``folder`` if a process was killed while it replaced the folder."""
     if os.path.lexists(folder) or not folder.parent.is_dir():
         return
     with suppress(PermissionError):

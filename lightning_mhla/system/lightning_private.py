@@ -34,7 +34,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the number of the step that Lightning attaches to the metrics it logs."""
+    """Return the step number that Lightning attaches to the metrics it logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -77,8 +77,8 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 def as_of_last_batch(loops: dict[str, Any]) -> None:
     """Correct the training progress in a checkpoint that was saved after training stopped inside an epoch.
 
-    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. The correction lets it
-    resume after the last batch.
+    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. After the correction, a
+    resumed run continues after the last batch.
 
     Args:
         loops: entry ``loops`` of the checkpoint, changed in place.
@@ -120,10 +120,10 @@ def defer_saves(
         callback: ModelCheckpoint to change in place, until :func:`stop_deferring` is called for it.
         save: function that is called with each path to which the callback would write the current state.
         remove: function that is called with the path of each checkpoint that is no longer among the best.
-        pending: function that takes a path, and returns whether it was reported but is not written yet. Its name is then not
-            reused.
+        pending: function that takes a path, and returns whether it was reported but is not written yet. The callback does not
+            use such a path again.
         outdated: function that takes the trainer, and returns whether the monitored value at the end of an epoch belongs to
-            earlier weights. The callback then does nothing at the end of the epoch.
+            earlier weights. If so, the callback does nothing at the end of the epoch.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end
 

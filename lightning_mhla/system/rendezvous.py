@@ -35,8 +35,10 @@ def listen_on_one_interface(strategy: Strategy) -> None:
     - The address does not belong to this machine.
     - torchrun started the process, and opens the port itself.
 
+    Call this function before any method of the trainer.
+
     Args:
-        strategy: strategy of the trainer, before any method of the trainer is called.
+        strategy: strategy of the trainer.
     """
     environment = getattr(strategy, "cluster_environment", None)
     if environment is None or TORCHRUN in os.environ or distributed.is_initialized():

@@ -43,7 +43,7 @@ def shard(
 
     Args:
         network: network with float32 parameters; the optimizer updates them in float32.
-        layers: layers of the network. The parameters of one layer at a time are gathered.
+        layers: layers of the network. Their parameters are gathered one layer at a time.
         mesh: one-dimensional mesh of the processes.
         gathered: dtype in which weights are gathered and used; gradients are reduced in float32.
         kept: parts of the network that stay in float32. Their parameters remain gathered after the forward pass, because they

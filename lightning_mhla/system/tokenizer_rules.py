@@ -107,8 +107,8 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
         where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if the text may become more than 100 times longer, if a replacement has more than 1,000 characters, or if
-            one is broken.
+        ValueError: if the text may become more than 100 times longer, or if a replacement has more than 1,000 characters or an
+            invalid pattern.
     """
     long = any(len(rule.content) > LONGEST_REPLACEMENT for rule in rules)
     # The product bounds the growth from above without running a rule, which is enough for almost all tokenizers.
@@ -171,8 +171,8 @@ def _rules(step: Any, depth: int) -> Iterator[_Rule]:
 
     Args:
         step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
-        depth: number of steps that enclose ``step``. If ``step`` contains further steps and more than seven enclose it, a rule
-            that is always rejected is yielded in their place.
+        depth: number of steps that enclose ``step``. From a depth of 8, steps inside ``step`` are replaced by a rule that is
+            always rejected.
     """
     if not isinstance(step, dict):
         return

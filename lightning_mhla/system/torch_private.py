@@ -28,7 +28,7 @@ def is_fake(x: Tensor) -> bool:
 
 
 def makes_fake_tensors() -> bool:
-    """Return whether newly created tensors have no values, because torch.compile or a fake mode is tracing the code."""
+    """Return whether new tensors have no values, because torch.compile or a FakeTensorMode is tracing the code."""
     # Dynamo cannot trace detect_fake_mode, so the order matters: under compilation it must not be called.
     return torch.compiler.is_compiling() or detect_fake_mode() is not None
 

@@ -193,8 +193,8 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
 
     Args:
         path: path of the file.
-        most: maximum size in bytes of each array to read, by name; other arrays are ignored. An array may also have at most 20
-            times the size of the file or 1 MiB, whichever is larger.
+        most: maximum size in bytes of each array to read, by name; other arrays are ignored. An array must also not be larger
+            than 20 times the file, or 1 MiB if that is more.
 
     Returns:
         Arrays by name, without those that are not in the file.

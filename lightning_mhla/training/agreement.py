@@ -37,7 +37,7 @@ def agrees(name: str, model: Any, data: Any) -> bool:
 
 
 def disagreement(name: str, model: Any, data: Any) -> str:
-    """Return an error message which says that an option has different values in a model and in its data.
+    """Return an error message for an option that has different values in a model and in its data.
 
     Args:
         name: name of the option.
@@ -50,7 +50,7 @@ def disagreement(name: str, model: Any, data: Any) -> str:
 def check_agreement(model: Any, data: Any) -> None:
     """Check that options with the same meaning, such as the image size, agree in a model and a data module.
 
-    Options whose value is unknown on either side are not checked.
+    An option is not checked if its value is unknown in the model or in the data module.
 
     Args:
         model: LightningModule with its hyperparameters.

@@ -1,4 +1,4 @@
-"""Check that a batch has the keys that a training module needs."""
+"""Function that checks whether a batch has the keys that a training module needs."""
 
 from __future__ import annotations
 

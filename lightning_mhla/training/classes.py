@@ -26,7 +26,7 @@ def known_classes(num_classes: int | None) -> int:
 
 
 class NamesClasses(TrainingModule):
-    """Mixin for classifiers that saves the names of the training data's classes in checkpoints and compares them on resume.
+    """Mixin that saves the class names of the training data in checkpoints, and checks on resume that they are unchanged.
 
     Attributes:
         label_names: names of the classes in the order of their labels; None if they are not known.

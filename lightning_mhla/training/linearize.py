@@ -28,7 +28,7 @@ from lightning_mhla.training.module import TrainingModule
 
 
 class TwoStageOptions(Protocol):
-    """Protocol of the options for training a model in two stages after its attention was replaced.
+    """Protocol for the options of training a model in two stages after its attention was replaced.
 
     The first stage trains each replaced layer to reproduce the output of its original attention. The second stage trains the
     complete model on the data and, if there is a teacher, on the predictions of the model before the replacement.
@@ -57,7 +57,7 @@ class TransferOptions:
 
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
-            output of its original attention for the same input. They train only the parameters of the new attention.
+            output of its original attention for the same input. These steps train only the parameters of the new attention.
         teacher: weights of the model before its attention was replaced, given in the same way as the option pretrained. Later
             steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
@@ -78,7 +78,12 @@ class TransferOptions:
                 raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions."""
+        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
+
+        Args:
+            plain: loss on the data, a scalar, with the weight ``loss_weight``.
+            distance: distance from the teacher's predictions, a scalar, with the weight ``logits_weight``.
+        """
         return self.loss_weight * plain + self.logits_weight * distance
 
 
@@ -103,8 +108,8 @@ class LinearizedHost(ABC):
         Args:
             trainer: trainer of the run.
             network: model with replaced attention.
-            trained: part of the model that the second stage trains: ``"all"``, ``"attention"``, ``"new"`` (parameters that
-                replacing added) or ``"lora"``.
+            trained: part of the model that the second stage trains: ``"all"``, ``"attention"``, ``"new"`` (parameters that the
+                replacement added) or ``"lora"``.
 
         Raises:
             ValueError: if the strategy or the model does not support such training. The message says what to change.
@@ -228,9 +233,9 @@ class Linearization:
         return self._teacher is not None
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
-        """Load the teacher, if the options name one, and check that replaced layers can be trained on their own, if required.
+        """Load the teacher, and check that replaced layers can be trained on their own.
 
-        The check is required if the first stage has any steps.
+        The teacher is loaded if the options name one. The check takes place if the first stage has any steps.
 
         Args:
             module: training module, at the start of a fit.
@@ -295,8 +300,8 @@ def check_layer_steps(
     Args:
         trainer: trainer of the run.
         network: model with replaced attention.
-        trained: part of the model that later steps train: ``"all"``, ``"attention"``, ``"new"`` (parameters that replacing
-            added) or ``"lora"``.
+        trained: part of the model that later steps train: ``"all"``, ``"attention"``, ``"new"`` (parameters that the
+            replacement added) or ``"lora"``.
         complete: values of ``trained`` for which training each layer on its own computes gradients of all trained parameters.
             DDP requires such a value, unless it is told to find unused parameters.
 

@@ -99,7 +99,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
 
     @property
     def lr(self) -> float:
-        """Peak learning rate; Lightning's LearningRateFinder reads and sets it."""
+        """Peak learning rate, which Lightning's LearningRateFinder reads and sets."""
         return self.optimizer_config.lr
 
     @lr.setter
@@ -113,7 +113,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
-        """Convert a decay of the moving average for the reference batch size ``ema_batch`` to the batch size of this run.
+        """Convert a decay of the moving average from the reference batch size ``ema_batch`` to the batch size of this run.
 
         Without ``ema_batch``, ``decay`` is returned unchanged.
 
@@ -218,7 +218,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     def _lengths(self) -> tuple[float, float]:
         """Return the number of optimizer steps in the run, and the number in one epoch.
 
-        The second number is only used to compute the warm-up, and is 1 if there is no warm-up in epochs.
+        The second number is only used to compute the warm-up, and is 1 if the length of the warm-up is not given in epochs.
         """
         epochs = self.optimizer_config.warmup_epochs
         warmup = steps_of_epochs(self.trainer, epochs)

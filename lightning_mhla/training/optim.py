@@ -43,8 +43,8 @@ class OptimizerConfig:
         warmup_steps: length of the linear warm-up in optimizer steps.
         mixing_lr_scale: factor on the learning rate of the mixing coefficients.
         layer_decay: factor on the learning rate from each layer to the one below it; 1 for none.
-        kind: adamw, or came (arXiv 2307.02047), with which SANA is trained and which needs the package pytorch-optimizer. CAME
-            keeps one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
+        kind: adamw or came (arXiv 2307.02047). CAME is the optimizer of SANA, and needs the package pytorch-optimizer. It keeps
+            one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
     """
 
     lr: float = 1e-3

@@ -10,7 +10,7 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of the training of a network: its optimizer, the moving average of its weights, memory and compilation.
+    """Options for training a network: its optimizer, the moving average of its weights, memory use and compilation.
 
     Args:
         optimizer: AdamW or CAME, and its schedule.
