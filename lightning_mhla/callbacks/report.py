@@ -144,12 +144,10 @@ def versions() -> dict[str, str]:
 
 
 def _number(value: Any) -> float | None:
-    """Convert a metric to a float, or to None if it is NaN or infinite, because JSON cannot represent these values."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def _short(path: str | Path) -> str:
-    """Format a path for display, relative to the working folder if the path lies inside it."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
