@@ -1,4 +1,4 @@
-"""Compile a network block by block: one graph serves all equal blocks, and names of weights do not change."""
+"""Compilation of a network block by block, so that equal blocks share one graph and the names of weights do not change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Callback that logs compile times and numbers of compiled graphs, for the first step and for the rest of training."""
+    """Callback that logs the compile time and the number of compiled graphs, for the first step and for all later steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the number of compiled graphs and the compile time before training."""

@@ -10,7 +10,7 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of the training of a network: its optimizer, the moving average of its weights, memory and compilation.
+    """Options for training a network: its optimizer, the moving average of its weights, memory use and compilation.
 
     Args:
         optimizer: AdamW or CAME, and its schedule.
@@ -40,5 +40,5 @@ class TrainingOptions:
 
     @property
     def compilation(self) -> CompileOptions | None:
-        """Options of torch.compile; None to compile nothing."""
+        """Options of torch.compile, or None if the network is not compiled."""
         return (self.compile_options or CompileOptions()) if self.compile else None

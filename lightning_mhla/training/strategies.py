@@ -83,10 +83,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         save_sharded(path, tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizer states from a sharded checkpoint or from one file, and return the other entries.
+        """Load weights and optimizer states from a sharded checkpoint or a single file, and return the other entries.
 
-        If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are
-        then among the returned entries; from a sharded checkpoint, they are sharded like the weights of the module.
+        If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are then
+        among the returned entries. If they come from a sharded checkpoint, they are sharded like the weights of the module.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None
