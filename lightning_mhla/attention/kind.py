@@ -155,8 +155,8 @@ class AttentionKind(nn.Module):
 
         Args:
             inputs: inputs of the next tokens. Rows with fewer tokens than others are padded on the right.
-            state: state after the previous tokens; None for the first tokens. The method may modify it in place, so do not use
-                it again.
+            state: state after the previous tokens; None for the first tokens. The method may modify it in place. Do not use it
+                again.
             counts: number of next tokens in each row, without padding.
 
         Returns:
