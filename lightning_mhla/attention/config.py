@@ -60,9 +60,9 @@ class AttentionConfig:
         normalize: whether the attention weights of each query are divided by their sum, the normalizer (mhla, linear).
         feature_map: feature map of queries and keys (mhla, mhla_window, linear): relu, elu, softplus, sana, identity or
             learned. relu is relu(x) + 1e-6, and elu is elu(x) + 1. sana is relu(x), and adds 1e-15 instead of 1e-6 to the
-            normalizer, as SANA does in diffusers. learned is exp(W x) and exp(-W x) with a learned matrix W (Hedgehog, arXiv
-            2402.04347), and is applied after rotary. In mhla_window, every map is applied after rotary, and relu and sana are
-            both relu(x).
+            normalizer, as SANA does in diffusers. learned concatenates exp(W x) and exp(-W x) with a learned matrix W
+            (Hedgehog, arXiv 2402.04347), and is applied after rotary. In mhla_window, every map is applied after rotary, and
+            relu and sana are both relu(x).
         lepe: width of a depthwise convolution of the values that is added to the output. It must be odd; 0 means no
             convolution.
         rotary: whether queries and keys are rotated by their position after the feature map; for sequences and images (by row
@@ -145,7 +145,7 @@ class AttentionConfig:
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
     def at_layer(self, layer: int) -> AttentionConfig:
-        """Return a configuration for one layer, with options that depend on the layer resolved.
+        """Resolve the options that depend on the layer, and return the configuration of one layer.
 
         For example, the option ``direction: alternate`` becomes ``forward`` or ``backward``.
 
@@ -156,9 +156,9 @@ class AttentionConfig:
         return self if options == self.options else replace(self, options=options)
 
     def with_kind(self, kind: str) -> AttentionConfig:
-        """Return the configuration with a different kind of attention.
+        """Return a copy of the configuration with the given kind of attention.
 
-        If ``kind`` is a different kind, ``options`` are removed, because they belong to the former kind.
+        ``options`` are removed if the kind changes, because they belong to the former kind.
         """
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
 

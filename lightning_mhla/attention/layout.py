@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 
 class Placement(NamedTuple):
-    """Permutation of a layer's N input tokens into the S slots of the order in which attention processes them.
+    """Permutation of a layer's input tokens into the order in which attention processes them.
 
-    S is larger than N if blocks are padded to equal length. Slots without a token are masked.
+    The N tokens are put into S slots. S is larger than N if blocks are padded to equal length. Slots without a token are
+    masked.
 
     Attributes:
         layout: token grid and its partition into blocks; sizes may be symbolic in a compiled graph.
@@ -35,15 +36,15 @@ class Placement(NamedTuple):
     filled: Tensor | None = None
 
     def enter(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Reorder input tokens and their mask into the slots.
+        """Put input tokens and their mask into the order in which attention processes them.
 
         Args:
             x: tokens ``[B, N, dim]``.
             key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
 
         Returns:
-            Tokens ``[B, S, dim]``, and their mask ``[B, S]``, which is also False for empty slots. The mask is None if no slot
-            is empty and ``key_mask`` is None.
+            Tokens ``[B, S, dim]``, where S is larger than N if blocks are padded, and their mask ``[B, S]``, which is also
+            False for the padding. The mask is None if there is no padding and ``key_mask`` is None.
         """
         if self.order is None:
             return x, key_mask
@@ -56,7 +57,7 @@ class Placement(NamedTuple):
         return x, filled if key_mask is None else key_mask & filled
 
     def leave(self, out: Tensor) -> Tensor:
-        """Reorder outputs ``[B, S, dim]`` from the slots back to the order of the input tokens, ``[B, N, dim]``."""
+        """Put attention outputs ``[B, S, dim]`` back into the order of the input tokens, ``[B, N, dim]``, without padding."""
         return out if self.inverse is None else out.index_select(1, self.inverse)
 
 
@@ -169,7 +170,7 @@ class BlockLayout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """Position in block order of each token, with tokens in raster order: ``[N]`` int64 on the CPU."""
+        """Position of each token in block order, listed in raster order: ``[N]`` int64 on the CPU."""
         return self.order.argsort()
 
     @cached_property
@@ -207,9 +208,8 @@ class BlockLayout:
 
         Args:
             device: device of the tokens.
-            gaps: whether blocks may have empty slots. If True, each block has at least as many slots as the largest block has
-                tokens, a mask hides the empty slots, and sizes stay symbolic. If False, there are no empty slots, and sizes
-                become constants of the graph.
+            gaps: whether blocks of unequal size are padded to equal length. If True, a mask hides the padding, and sizes stay
+                symbolic. If False, sizes become constants of the graph.
         """
         if self.block_size is not None:
             return Placement(self, None, None, {"block_size": self.block_size})
@@ -232,10 +232,10 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Compute the raster index of the token in each slot of each block, without the prefix tokens.
+        """Compute the raster index of the token in each slot of the padded blocks, without the prefix tokens.
 
         Args:
-            sizes: number of slots of a block along each axis.
+            sizes: number of slots of a padded block along each axis.
             device: device of the results.
 
         Returns:
@@ -256,11 +256,11 @@ class BlockLayout:
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
-        """Compute the slot of each token in raster order, without the prefix tokens: ``[N]`` int64.
+        """Compute the slot of each token in the padded blocks, listed in raster order without the prefix tokens: ``[N]`` int64.
 
         Args:
-            sizes: number of slots of a block along each axis.
-            slots: total number of slots of a block.
+            sizes: number of slots of a padded block along each axis.
+            slots: total number of slots of a padded block.
             device: device of the result.
         """
         block = within = torch.zeros(1, dtype=torch.int64, device=device)
@@ -277,7 +277,7 @@ class LayoutTables(nn.Module):
     """Base class of modules whose buffers depend only on the token layout and are not stored in checkpoints.
 
     The buffers are computed again whenever the module moves to a different device or dtype. This is necessary because
-    ``to_empty`` and FSDP2 leave buffers uninitialized that were on the meta device.
+    ``to_empty`` and FSDP2 do not initialize buffers that were on the meta device.
     """
 
     def tables(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 class LocalPositionalEncoding(LayoutTables):
     """Local positional encoding: a depthwise convolution of the values over the token grid.
 
-    Configurations call it ``lepe``, the MHLA paper (arXiv 2601.07832) calls it CPE. Inputs and outputs are in block order.
+    Configurations call it ``lepe``, and the MHLA paper (arXiv 2601.07832) calls it CPE. Inputs and outputs are in block order.
     Precomputed indices put the values into the order of the grid and back. The output of prefix tokens, which have no
     neighbors, is zero.
 

@@ -20,7 +20,8 @@ CHUNK = 64
 class LinearAttention(SummaryAttention, kind="linear"):
     """Linear attention, in which all queries share one key-value summary.
 
-    It is computed as MHLA with mixing coefficients of 1. The constructor takes the arguments of :class:`Attention`.
+    It is computed as multi-head linear attention (MHLA) with mixing coefficients of 1. The constructor takes the arguments of
+    :class:`Attention`.
     """
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS

@@ -44,7 +44,7 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
 
 
 def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
-    """Compute initial mixing coefficients that decrease with the distance between blocks (MHLA paper, section 3).
+    """Compute initial mixing coefficients that decrease with the distance between blocks (arXiv 2601.07832, section 3).
 
     Row i contains the coefficients with which block i reads the summaries of blocks j. They are proportional to
     ``1 - dist(i, j) / max_k dist(i, k)``, where ``dist`` is the Euclidean distance on the block grid. For causal attention,
@@ -144,12 +144,12 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert a mixing parameter of a different layer to the number of blocks and heads of this layer.
+        """Convert a mixing parameter of another layer to the number of blocks and heads of this layer.
 
         Args:
             name: name of the parameter.
-            values: values of the parameter in the different layer.
-            block_grid: number of blocks along each axis in the different layer; None if it is unknown, or for a sequence.
+            values: values of the parameter in the other layer.
+            block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
@@ -241,14 +241,14 @@ class DenseCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert the coefficients of a different layer to the number of blocks and heads of this layer.
+        """Convert the mixing coefficients of another layer to the number of blocks and heads of this layer.
 
         Causal coefficients are extended or cut. Others are resized by interpolation.
 
         Args:
             name: name of the parameter.
-            values: coefficients of the different layer, ``[M', M']`` or ``[H', M', M']``.
-            block_grid: number of blocks along each axis in the different layer; None if it is unknown, or for a sequence.
+            values: coefficients of the other layer, ``[M', M']`` or ``[H', M', M']`` for M' blocks and H' heads.
+            block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
@@ -372,14 +372,14 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert amplitudes or decays of a different layer to the number of blocks and heads of this layer.
+        """Convert amplitudes or decays of another layer to the number of blocks and heads of this layer.
 
         Decays are rescaled so that the decay over the full length of an axis stays the same.
 
         Args:
             name: name of the parameter, ``"amplitude"`` or ``"decay"``.
-            values: values of the parameter in the different layer.
-            block_grid: number of blocks along each axis in the different layer; None if it is unknown, or for a sequence.
+            values: values of the parameter in the other layer.
+            block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
@@ -417,13 +417,13 @@ class ExponentialCoefficients(MixingCoefficients):
 
 
 def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
-    """Convert the parameter of a different layer to the number of heads of ``own``.
+    """Convert a parameter of another layer to the number of heads of ``own``.
 
     Values shared by all heads are repeated for each head. Values of several heads are averaged if ``own`` is shared by all
     heads.
 
     Args:
-        values: parameter of the different layer; its first axis is the head axis if each head has its own values.
+        values: parameter of the other layer; its first axis is the head axis if each head has its own values.
         own: parameter of this layer.
 
     Returns:

@@ -51,7 +51,7 @@ class TokenOrder(LayoutTables):
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return a layout of the same grid whose block order is the token order that this kind of attention needs."""
+        """Return a layout of the same token grid whose block order equals this token order."""
         raise NotImplementedError
 
 
@@ -60,7 +60,10 @@ class BlockOrder(TokenOrder):
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from raster to block order (``order``) and its ``inverse``; empty if the orders are equal."""
+        """Return the permutation from raster to block order (``order``) and its ``inverse``, by name.
+
+        The dictionary is empty if no permutation is needed.
+        """
         if self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.order, "inverse": self.layout.inverse}
@@ -76,7 +79,10 @@ class RasterOrder(TokenOrder):
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from block to raster order (``order``) and its ``inverse``; empty if the orders are equal."""
+        """Return the permutation from block to raster order (``order``) and its ``inverse``, by name.
+
+        The dictionary is empty if no permutation is needed.
+        """
         if not self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.inverse, "inverse": self.layout.order}

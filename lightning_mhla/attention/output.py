@@ -37,10 +37,10 @@ def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncod
     Args:
         out: attention output, ``[B, N, H, Dv]``.
         inputs: inputs of the layer, whose values are encoded.
-        lepe: local positional encoding; None for none.
+        lepe: local positional encoding; None to add nothing.
 
     Returns:
-        ``[B, N, H * Dv]``.
+        Merged output, ``[B, N, H * Dv]``.
     """
     if lepe is None:
         return out.flatten(2)
@@ -65,7 +65,7 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
 
 @torch.no_grad()
 def open_stage(gate: nn.Linear | None, lepe: LocalPositionalEncoding | None, activation: GateActivation) -> None:
-    """Initialize the output gate and ``lepe``, if present, so that they leave the output of the layer unchanged.
+    """Initialize gate and local positional encoding, if present, so that they leave the layer's output unchanged.
 
     Args:
         gate: projection of the gate; None for a layer without a gate.

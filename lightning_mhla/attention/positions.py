@@ -198,8 +198,8 @@ class GridRotary(LayoutTables):
         """Return the rotary angles of all tokens of the layout, in block order.
 
         Args:
-            x: tokens, whose device the angles are moved to.
-            *others: ignored; further arguments of :meth:`SequenceRotary.of_tokens`.
+            x: tokens; the angles are moved to their device.
+            *others: ignored. :meth:`SequenceRotary.of_tokens` takes these arguments, and this method has the same signature.
         """
         cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
         return Rotary(cos, sin, interleaved=True)

@@ -257,8 +257,8 @@ class RecurrentAttention(Attention):
 
         Args:
             inputs: inputs of the layer.
-            real: ``[B, N]`` bool, False for tokens that must not affect the state; None if all tokens do.
-            last: inputs of the convolution at the tokens before these; None for zeros.
+            real: ``[B, N]`` bool, False for tokens that must not affect the state; None if all tokens may affect it.
+            last: inputs of the convolution for the previous tokens; None for zeros.
             positions: position of each token in its packed sequence, ``[N]``; None if sequences are not packed.
         """
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -291,7 +291,7 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw new initial values for the parameters of the decays. The default is for kinds without such parameters."""
+        """Draw new initial values for the parameters of the decays. The default implementation does nothing."""
 
     @override
     def operator_flops(self, tokens: int) -> float:
@@ -322,7 +322,7 @@ def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
-    """Concatenate two inputs with the same number of rows along the batch axis."""
+    """Concatenate two attention inputs along the batch axis. Both have the same number of rows."""
     x, q, k, v = (torch.cat([getattr(one, name), getattr(two, name)]) for name in ("x", "q", "k", "v"))
     mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
     if one.rotary is None or two.rotary is None:

@@ -91,7 +91,7 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
 
     Returns:
         Index of the first token of each document in the concatenated rows, followed by the number of all tokens: ``[S + 1]``
-        for S documents. None if each row is one document, or if ``position_ids`` is not for N tokens.
+        for S documents. None if each row is one document, or if ``position_ids`` does not have N columns.
     """
     if position_ids.shape[-1] != x.shape[1]:
         return None
@@ -111,7 +111,7 @@ def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
         for S documents. None if each row is one document.
 
     Raises:
-        ValueError: if ``documents`` does not have the shape of the tokens.
+        ValueError: if ``documents`` has neither the shape ``[N]`` nor ``[B, N]``.
     """
     if documents.shape not in (x.shape[:2], x.shape[1:2]):
         raise ValueError(f"seq_idx {list(documents.shape)} does not fit tokens {list(x.shape[:2])}")

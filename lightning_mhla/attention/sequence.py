@@ -59,12 +59,12 @@ class SequenceShare:
 
     @property
     def end(self) -> int:
-        """Index after the last token of this process in the complete sequence."""
+        """Index of the last token of this process in the complete sequence, plus 1."""
         return self.bounds[dist.get_rank(self.group) + 1]
 
     @property
     def weight(self) -> float:
-        """Weight of a mean over the tokens of this process.
+        """Weight for a mean over the tokens of this process.
 
         The average of the weighted means of all processes is the mean over all tokens.
         """

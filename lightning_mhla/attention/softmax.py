@@ -24,11 +24,12 @@ from lightning_mhla.attention.sequence import SequenceShare
 class KeyValueState:
     """Generation state of softmax attention: the keys and values of all tokens so far.
 
+    Only the first ``lengths[i]`` entries of row i are in use.
+
     Attributes:
         lengths: number of tokens so far in each row.
-        keys: keys after rotary embedding, ``[B, capacity, Hkv, Dk]`` for Hkv key heads. Only the first ``lengths[i]`` entries
-            of row i are in use.
-        values: values, ``[B, capacity, Hkv, Dv]``, stored as the keys are.
+        keys: keys after rotary embedding, ``[B, capacity, Hkv, Dk]`` for Hkv key heads.
+        values: values, ``[B, capacity, Hkv, Dv]``.
     """
 
     lengths: tuple[int, ...]
@@ -90,7 +91,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
 
-        Packed sequences are processed one after the other. For this, a tensor ``cu_seqlens`` is copied to the CPU.
+        Packed sequences are processed one after the other. If ``cu_seqlens`` is a tensor, it is copied to the CPU for this
+        purpose.
         """
         q, k = inputs.turned
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens

@@ -134,5 +134,5 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """Return the small constant that is added to the sum of a query's attention weights before dividing by it."""
+        """Return the small constant that keeps the sum of a query's attention weights, the divisor, away from zero."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS

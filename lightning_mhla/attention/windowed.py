@@ -22,9 +22,9 @@ from lightning_mhla.attention.mhla import MHLA
 
 
 class FarWeight(nn.Module):
-    """Learned factor of each head on the attention weights of far tokens, stored as a logarithm.
+    """Learned factor for each head that multiplies the attention weights of far tokens.
 
-    Far tokens are those before the softmax window.
+    Far tokens are the tokens before the softmax window. The factors are stored as logarithms.
 
     Args:
         heads: number of heads.

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 def chunk_tokens(width: int) -> int:
     """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
-    Longer chunks need larger matrices of weights, and shorter chunks need more states. In measurements on a CPU, forward and
-    backward, chunks of 32 tokens were the fastest for up to 32 features, and chunks of 64 tokens for more.
+    Longer chunks need larger matrices of weights, and shorter chunks need more states. In measurements of forward and backward
+    passes on a CPU, chunks of 32 tokens were the fastest for up to 32 features, and chunks of 64 tokens for more.
     """
     return 32 if width <= 32 else 64
 

@@ -25,7 +25,7 @@ def retention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute retention: linear attention whose weights decay with distance, at a fixed rate of each head.
+    """Compute retention: linear attention whose weights decay with distance, at a fixed rate for each head.
 
     RetNet (arXiv 2307.08621, equation 5) defines the output of token t as
 

@@ -1,10 +1,10 @@
 """Decay weights between the tokens of a chunk, without overflow or cancellation for decays of any strength.
 
-A chunk is divided into two halves, each half again into two halves, and so on. A later token in the second half and an earlier
-token in the first half meet at the boundary between the halves. The decay between the two tokens is the product of two factors:
-the decay from the earlier token to the boundary, and the decay from the boundary to the later token. Both are at most 1, so
-nothing overflows. Logarithms of decays are only added, never subtracted. A difference of two running sums would lose a weak
-decay next to a strong one.
+A chunk is divided into two halves, each half again into two halves, and so on. The decay between a token in a first half and a
+token in the second half of the same pair is the product of two factors. One is the decay from the earlier token to the end of
+its half. The other is the decay from the start of the second half to the later token. Both are at most 1, so nothing overflows.
+Logarithms of decays are only added, never subtracted. A difference of two running sums would lose a weak decay next to a strong
+one.
 """
 
 from __future__ import annotations

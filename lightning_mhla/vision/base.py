@@ -63,7 +63,8 @@ class ImageCheck(nn.Module):
 class VisionModel(nn.Module):
     """Base class of image classifiers, with the same methods as timm's models.
 
-    Derived classes define ``forward_features``, from images to features, and ``forward_head``, from features to class scores.
+    Derived classes define ``forward_features``, which computes features of images, and ``forward_head``, which computes class
+    scores from these features.
 
     Attributes:
         in_chans: number of channels of the images (timm's name).
@@ -71,7 +72,7 @@ class VisionModel(nn.Module):
         num_features: number of channels of the last feature map.
         head_hidden_size: number of features that the head takes.
         feature_info: channels, reduction and module name of each feature map, in timm's format.
-        head: layer from pooled features to class scores.
+        head: layer that computes class scores from pooled features.
         class_names: names of the classes, in the order of the scores; None if unknown.
         preprocessing: transform that :meth:`predict` applies to an image; None if unknown.
     """

@@ -44,7 +44,7 @@ class MapAttention(nn.Module):
         self.attn: Attention = build_attention(config, dim, heads, BlockLayout(grid, self.blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply attention to feature maps ``[B, H, W, dim]``; return the same shape."""
+        """Apply attention to feature maps ``[B, H, W, dim]``; the output has the same shape."""
         grid = (x.shape[1], x.shape[2])
         if grid != self.attn.layout.grid:
             self.attn.fit(BlockLayout(grid, self.blocks), x.device)
@@ -67,7 +67,7 @@ class ConvMlp(nn.Module):
         self.fc2 = nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to feature maps ``[B, H, W, dim]``; return the same shape."""
+        """Apply the MLP to feature maps ``[B, H, W, dim]``; the output has the same shape."""
         x = self.act(self.fc1(x))
         return self.fc2(x + _convolved(self.conv, x))
 
@@ -107,7 +107,7 @@ class VLTBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to feature maps ``[B, H, W, dim]``; return the same shape."""
+        """Apply the block to feature maps ``[B, H, W, dim]``; the output has the same shape."""
         x = x + _convolved(self.position, x)
         x = x + self.drop_path(self.scale1 * self.mixer(self.norm1(x)))
         return x + self.drop_path(self.scale2 * self.mlp(self.norm2(x)))
@@ -241,7 +241,7 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the feature map of the last stage, ``[B, C, h, w]``, from images ``[B, channels, H, W]``."""
+        """Compute the last stage's feature map ``[B, C, h, w]`` of images ``[B, channels, H, W]``."""
         return self.stages(self.stem(images))
 
     @override
