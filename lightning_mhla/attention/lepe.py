@@ -70,7 +70,7 @@ class LocalPositionalEncoding(LayoutTables):
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
     def _placed(self, v: Tensor, placement: Placement) -> Tensor:
-        """Convolve values in block order if blocks may have empty slots. The outputs of empty slots are arbitrary."""
+        """Convolve values in block order, where blocks may contain padding. The outputs of padding are arbitrary."""
         layout, order, inverse = placement.layout, placement.order, placement.inverse
         prefix = layout.prefix_tokens
         tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])

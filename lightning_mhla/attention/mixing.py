@@ -77,8 +77,8 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
         causal: whether blocks read only themselves and earlier blocks.
 
     Returns:
-        ``[M, M]`` float32 on the CPU. Entries are ``1 / M``, or ``1 / (i + 1)`` up to the diagonal of row i for causal
-        attention.
+        ``[M, M]`` float32 on the CPU. Each entry is ``1 / M``. For causal attention, the entries of row i are ``1 / (i + 1)``
+        up to the diagonal and 0 after it.
     """
     weight = torch.ones(layout.num_blocks, layout.num_blocks, device="cpu")
     if causal:

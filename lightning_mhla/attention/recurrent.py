@@ -185,7 +185,7 @@ class RecurrentAttention(Attention):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention matrix ``[B, H, N, N]``, which applies to the values after the short convolution."""
+        """Return the attention matrix ``[B, H, N, N]`` that multiplies the values after the short convolution."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)

@@ -81,7 +81,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Compute the keyword arguments of the windowed attention: queries, keys, values, features and far weights.
 
-        The far weights are the logarithms of the factors on the weights of far tokens, for each query and head.
+        The far weights ``[B, N, H]`` are the logarithms of the factors that multiply the attention weights of far tokens.
         """
         q, k = inputs.turned
         every = k.repeat_interleave(self.heads // k.shape[2], 2)
