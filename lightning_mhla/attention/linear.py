@@ -18,15 +18,19 @@ CHUNK = 64
 
 
 class LinearAttention(SummaryAttention, kind="linear"):
-    """Linear attention, computed as MHLA with mixing coefficients of 1. Arguments as for :class:`Attention`."""
+    """Linear attention, in which all queries share one key-value summary.
+
+    It is computed as multi-head linear attention (MHLA) with mixing coefficients of 1. The constructor takes the arguments of
+    :class:`Attention`.
+    """
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return mixing coefficients of 1, and the block size as a keyword argument of the operator.
+        """Return mixing coefficients of 1, and the keyword argument ``block_size`` for the functions of ``mhla_kernels``.
 
-        For causal attention, the coefficients are exponential mixing without decay.
+        The coefficients of causal attention are an ``ExponentialMixing`` without decay, which fits any number of blocks.
         """
         if self.causal:
             ones = q.new_ones(1)

@@ -1,4 +1,4 @@
-"""Order of the tokens in an operator: in blocks for most kinds, in raster order for scans."""
+"""Order in which attention processes the tokens: block order for most kinds, raster order for recurrences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class TokenOrder(LayoutTables):
-    """Permutation of a layer's tokens into the order of its operator, and back. Call :meth:`fit` before the first use.
+    """Base class of modules that permute the tokens of a layer into the order that its kind of attention needs.
+
+    Call :meth:`fit` before the first use.
 
     Args:
-        block_ordered: whether tokens enter and leave in block order instead of raster order.
-        buffers: whether the permutations are buffers. If not, they are plain attributes, which may have different sizes in a
-            copy of the model, such as a weight average.
+        block_ordered: whether inputs and outputs of the layer are in block order instead of raster order.
+        buffers: whether the permutations are buffers. If not, they are plain attributes, and copies of the model, such as a
+            weight average, may have permutations of different sizes.
     """
 
     order: Tensor | None
@@ -31,7 +33,12 @@ class TokenOrder(LayoutTables):
             self.register_buffer("inverse", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the permutation for a token layout, on ``device`` (None for the CPU)."""
+        """Compute the permutation for a token layout.
+
+        Args:
+            layout: token grid and its partition into blocks.
+            device: device of the tokens; None for the CPU.
+        """
         self.layout = layout
         tables = self.tables()
         self.order = tables["order"].to(device) if tables else None
@@ -44,16 +51,19 @@ class TokenOrder(LayoutTables):
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the token layout whose block order is the order in which the operator takes the tokens."""
+        """Return a layout of the same token grid whose block order equals this token order."""
         raise NotImplementedError
 
 
 class BlockOrder(TokenOrder):
-    """Token order in which the tokens of each block are consecutive; also for operators to which the order does not matter."""
+    """Block order, in which the tokens of each block are consecutive; also for attention that works in any token order."""
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from raster to block order and its inverse, by name; empty if no permutation is needed."""
+        """Return the permutation from raster to block order (``order``) and its ``inverse``, by name.
+
+        The dictionary is empty if no permutation is needed.
+        """
         if self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.order, "inverse": self.layout.inverse}
@@ -65,11 +75,14 @@ class BlockOrder(TokenOrder):
 
 
 class RasterOrder(TokenOrder):
-    """Token order of an operator that scans the tokens one after the other, in raster order."""
+    """Raster order, for attention that reads the tokens one after the other."""
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from block to raster order and its inverse, by name; empty if no permutation is needed."""
+        """Return the permutation from block to raster order (``order``) and its ``inverse``, by name.
+
+        The dictionary is empty if no permutation is needed.
+        """
         if not self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.inverse, "inverse": self.layout.order}
