@@ -95,8 +95,8 @@ def mhla_attention(
         meaningless (with ``"parallel"`` they are non-finite).
 
     Raises:
-        ValueError: for shapes, sizes and options that do not fit together, and for negative features or coefficients with
-            ``normalize``. The message names the value and the remedy.
+        ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
+            decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the remedy.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)

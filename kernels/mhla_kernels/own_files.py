@@ -18,7 +18,7 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Raised for an entry of a cache folder that is a link, has an unexpected type, or belongs to a different user."""
+    """Error for a cache entry that is a link, has an unexpected type or a second hard link, or belongs to another user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:

@@ -83,16 +83,16 @@ def fit_exponentials(
 
 
 def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """Return the factor of each row that minimizes the squared error of ``fitted``, scaled to a mean of 1.
+    """Compute the factor of each matrix row that minimizes the squared error of ``fitted``, scaled to a mean factor of 1.
 
     Args:
         target: target coefficients, ``[H, n]``.
         fitted: fitted coefficients, ``[H, n]``.
-        row: ``[n]`` row of each coefficient.
+        row: index of the row that contains each coefficient, ``[n]``.
         size: number of rows.
 
     Returns:
-        Factor for each coefficient, ``[H, n]``.
+        Factor of the row that contains each coefficient, ``[H, n]``.
     """
     zeros = target.new_zeros(len(target), size)
     along = zeros.index_add(1, row, target * fitted)

@@ -115,7 +115,8 @@ def traffic(
         value_width: width of a value, Dv.
         blocks: number of blocks M.
         processes: number of processes P, with equal shares.
-        terms: number of terms of exponential mixing, for which the processes exchange running sums; None for dense mixing.
+        terms: number of terms of exponential mixing over a sequence, for which the processes exchange running sums; None for
+            dense mixing and for exponential mixing over a grid.
         causal: whether the attention is causal.
         normalize: whether the sums of the attention weights are exchanged too.
         token_bytes: size in bytes of one number of k and v.
