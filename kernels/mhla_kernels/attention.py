@@ -1,4 +1,4 @@
-"""Public functions that compute MHLA attention for complete sequences, instead of token by token.
+"""Public functions that compute multi-head linear attention (MHLA) for complete sequences, instead of token by token.
 
 The arguments are checked once, here. The algorithms that these functions call assume valid arguments.
 
@@ -49,13 +49,14 @@ def mhla_attention(
     every call raises a ValueError for negative features. On an accelerator, only the first call checks them. Compiled graphs do
     not check them.
 
-    The tokens are divided into blocks, and b(t) is the block of token t. The weight of a token pair is
-    ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If ``normalize`` is on, each row of weights is divided by its
-    sum + ``eps``. Otherwise it is multiplied by ``scale``. Sums are accumulated in float32 (float64 for float64 inputs), also
-    under autocast.
+    The tokens are divided into blocks, and the keys and values of each block are summarized as sums of ``k_j v_j^T``. With b(t)
+    for the block of token t, the weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If
+    ``normalize`` is on, each row of weights is divided by its sum + ``eps``. Otherwise it is multiplied by ``scale``. Sums are
+    accumulated in float32 (float64 for float64 inputs), also under autocast.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``. With ``normalize``, nonnegative after the feature map.
+        q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk. With ``normalize``, nonnegative after
+            the feature map.
         k: keys, ``[B, N, Hkv, Dk]``. With ``normalize``, nonnegative after the feature map. Hkv divides H: every key and value
             head serves ``H / Hkv`` neighboring query heads.
         v: values, ``[B, N, Hkv, Dv]``.
@@ -80,8 +81,8 @@ def mhla_attention(
             exactly M blocks in every non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are
             checked at once; values on an accelerator are checked by the device itself, without waiting for it.
         form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
-            several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the N x
-            N matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. If N is symbolic under
+            several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
+            ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. If N is symbolic under
             ``torch.export``, ``"auto"`` means ``"chunked"``, and exponential mixing is applied as a matrix.
         backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU in
             Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
@@ -89,8 +90,8 @@ def mhla_attention(
     Returns:
         Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros if q and k have no features (Dk = 0).
 
-        With ``causal``, a finite query, key or value at a later token does not change an earlier output by one bit, with any
-        algorithm. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or
+        With ``causal``, a finite query, key or value at a later token does not change a single bit of an earlier output, with
+        any algorithm. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or
         value that is infinite or NaN makes the rows of its block non-finite, from its own row on. Rows of later blocks are then
         meaningless (with ``"parallel"`` they are non-finite).
 
@@ -138,15 +139,31 @@ def attention_matrix(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Compute the weights ``[B, H, N, N]`` with which :func:`mhla_attention` sums the values.
+    """Compute the matrix of weights with which :func:`mhla_attention` sums the values.
 
     Entry ``[b, h, t, j]`` is the weight that query token t gives to key token j, after normalization or scaling. Memory grows
     with N squared, so this function is for analysis and tests.
 
-    All arguments have the same meaning as in :func:`mhla_attention`, and invalid ones raise the same errors.
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
+        mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`.
+        block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
+        block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        normalize: whether each row of weights is divided by its sum.
+        scale: factor on the weights, only without ``normalize``; None means ``Dk ** -0.5``.
+        eps: positive number that is added to the sum of a row of weights before the division.
+        feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
+        key_mask: ``[B, N]`` bool, False for masked tokens, whose rows and columns are zero; None masks no token.
+        cu_seqlens: for S packed sequences, ``[S + 1]`` integers: the index of the first token of each sequence, followed by N.
 
     Returns:
         Weights, ``[B, H, N, N]``, in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: for arguments that :func:`mhla_attention` rejects.
+        TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     problem = check_problem(
         q, k, k, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=normalize, scale=scale,
@@ -185,7 +202,7 @@ def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context manager that turns autocast off for a type of device, such as ``"cuda"``.
 
-    Sums inside it keep the dtype of their inputs.
+    Sums that are computed inside the context keep the dtype of their inputs.
     """
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()

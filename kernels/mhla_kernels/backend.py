@@ -73,14 +73,14 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Return whether ``q`` is on a GPU, for which Triton compiles kernels. Elsewhere, it can only interpret them."""
+    """Return whether ``q`` is on a GPU, for which Triton compiles kernels instead of interpreting them."""
     return q.is_cuda
 
 
 def _doubt(q: Tensor) -> str | None:
     """Return why ``backend="auto"`` must not use the installed Triton on the GPU of ``q``; None if it may.
 
-    Old versions of Triton miscompile the kernels on some GPUs. The first time that this is found, a warning states it.
+    Old versions of Triton miscompile the kernels on some GPUs. A warning states the reason the first time.
     """
     if not q.is_cuda:
         return None

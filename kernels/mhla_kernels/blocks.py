@@ -45,7 +45,7 @@ _of_graphs: dict[tuple[Any, ...], Any] = {}
 
 
 def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table:
-    """Make an index table on a device with ``make(device, *sizes)``, or return it from a cache.
+    """Make a table of indices on a device with ``make(device, *sizes)``, or return it from a cache.
 
     The cache saves time because every layer needs the same tables at every step.
 
@@ -55,7 +55,7 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
     cache is not used.
 
     Args:
-        make: function that makes the table. The table must depend on nothing but the arguments of this function.
+        make: function that makes the table, which must depend on nothing but ``device`` and ``sizes``.
         device: device of the table.
         sizes: further arguments of ``make``, which must be hashable.
 
@@ -152,7 +152,7 @@ class TokenLayout(NamedTuple):
         tokens: number of tokens N in a row.
         block_size: tokens in a block; 0 for uneven blocks.
         block_offsets: index of the first token of each uneven block, followed by N; None for equal blocks.
-        cu_seqlens: index of the first token of each packed sequence, followed by N, ``[S + 1]``; None if the row is one
+        cu_seqlens: index of the first token of each of S packed sequences, followed by N, ``[S + 1]``; None if the row is one
             sequence.
     """
 
@@ -177,7 +177,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Largest number of blocks that a single sequence of the row can have; the mixing coefficients must cover it."""
+        """Largest number of blocks in a single sequence of the row; the mixing coefficients must cover this number."""
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
     @property
@@ -301,7 +301,7 @@ class BlockPartition(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether token t is in slot t and every slot holds a token."""
+        """Whether every slot holds a token and the tokens keep their order, so that token t is in slot t."""
         return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:

@@ -223,7 +223,10 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
 
 
 def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Tensor) -> None:
-    """Check that the mixing coefficients cover all blocks; for bidirectional attention, that they have exactly that size."""
+    """Raise ValueError unless the mixing coefficients cover all blocks.
+
+    Bidirectional attention needs coefficients for exactly this number of blocks.
+    """
     size = mixing.blocks
     if size is None:
         return

@@ -1,4 +1,4 @@
-"""Feature map of the operator, masking of tokens, and rotary embedding of mapped features in PyTorch."""
+"""Feature map of attention, masking of tokens, and rotary position embedding of mapped features, in PyTorch."""
 
 from __future__ import annotations
 

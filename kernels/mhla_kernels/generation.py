@@ -1,7 +1,7 @@
 """Generation: causal attention on a few tokens at a time, with a state that replaces the earlier keys and values.
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
-terms, W = K V + K numbers of a summary.
+terms, ``W = K V + K`` numbers of a summary.
 
 Longer than other modules: the two public functions document every argument of the operator with a state.
 """
@@ -57,11 +57,12 @@ def mhla_prefill(
     outputs equal those of one causal call for the complete sequence.
 
     Args:
-        q: queries, ``[B, N, H, K]``. With ``normalize``, nonnegative after the feature map.
+        q: queries, ``[B, N, H, K]``, for B batch rows, N tokens and H heads of width K. With ``normalize``, nonnegative after
+            the feature map.
         k: keys, ``[B, N, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: values, ``[B, N, Hkv, V]``.
-        mixing: mixing coefficients, as for causal :func:`mhla_attention`. Dense coefficients must cover all blocks up to the
-            last token of the call.
+        mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover all blocks up to
+            the last token of the call.
         block_size: tokens in a block.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
             no padding. Reading a tensor on an accelerator waits for the device.
@@ -71,7 +72,7 @@ def mhla_prefill(
         eps: positive number that is added to the sum of a row of weights before the division.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         form: algorithm of the first call (``state`` None), as for :func:`mhla_attention`; later calls ignore it.
-        backend: backend of the first call (``state`` None), as for :func:`mhla_attention`; later calls ignore it.
+        backend: ``"torch"``, ``"triton"`` or ``"auto"`` for the first call (``state`` None); later calls run in PyTorch.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
@@ -138,15 +139,15 @@ def mhla_step(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to one more token of every row, and return the generation state after it.
 
-    The state replaces the keys and values of earlier tokens. A step takes time O(K V). Where a block begins, it takes O(M K V)
-    for dense mixing of M blocks, and O(R K V) for exponential mixing with R terms.
+    The state replaces the keys and values of earlier tokens. A step takes time ``O(K V)``. Where a block begins, it takes
+    ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
 
     Args:
-        q: query, ``[B, H, K]``. With ``normalize``, nonnegative after the feature map.
+        q: query, ``[B, H, K]``, for B batch rows and H heads of width K. With ``normalize``, nonnegative after the feature map.
         k: key, ``[B, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: value, ``[B, Hkv, V]``.
-        mixing: mixing coefficients, as for causal :func:`mhla_attention`. Dense coefficients must cover the block of the new
-            token.
+        mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover the block of the
+            new token.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
         donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Without it, the

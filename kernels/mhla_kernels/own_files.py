@@ -18,11 +18,13 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Error for a cache entry that is a link, has an unexpected type or a second hard link, or belongs to another user."""
+    """Error for a cache entry that is a link, has an unexpected type or a second hard link, or belongs to an untrusted user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:
-    """Create a folder in a cache, and check that no other user owns it or a folder between it and ``root``.
+    """Create a folder in a cache, and check that it and all folders between it and ``root`` belong to a trusted user.
+
+    Trusted users are the one who runs this process, root, and the owner that the file system shows for new files.
 
     Args:
         path: folder below ``root``, or ``root`` itself.
@@ -32,7 +34,7 @@ def own_folder(path: Path, root: Path) -> Path:
         ``path``.
 
     Raises:
-        ForeignFileError: if a folder is a link, or belongs to another user.
+        ForeignFileError: if a folder is a link, or belongs to an untrusted user.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root
@@ -51,8 +53,8 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         flags: flags for ``os.open``; with ``os.O_CREAT``, a missing file is created.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to another user. With flags for writing, also
-            if the file has a second hard link, whose name may be outside the cache.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to a user other than this process's user and
+            root. With flags for writing, also if the file has a second hard link, whose name may be outside the cache.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
@@ -81,7 +83,8 @@ def read_own(path: Path, most: int) -> bytes:
         most: largest allowed size in bytes.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to another user.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to a user other than this process's user and
+            root.
         ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:
@@ -102,7 +105,7 @@ def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callabl
         is_kind: function that tests ``st_mode`` for the expected type: ``stat.S_ISREG`` or ``stat.S_ISDIR``.
 
     Raises:
-        ForeignFileError: if the path is a link, has a different type, or belongs to another user.
+        ForeignFileError: if the path is a link, has a different type, or belongs to an untrusted user.
         FileNotFoundError: if the path does not exist.
     """
     status = path.lstat() if status is None else status

@@ -20,17 +20,17 @@ def rotary_features(
     """Apply the feature map, then rotary position embedding (RoFormer, arXiv 2104.09864), to queries or keys.
 
     Pairs of mapped features are rotated by angles that depend on the token's position. The results can be negative, so they are
-    for attention without a normalizer (``normalize=False``). They are computed in float32 (float64 for float64 inputs). On a
-    GPU, one fused kernel does this.
+    for attention without a normalizer (``normalize=False``). They are computed in float32 (float64 for float64 inputs), on a
+    GPU by one fused kernel.
 
     Args:
-        x: queries or keys, ``[B, N, H, D]``, D even; any strides.
+        x: queries or keys, ``[B, N, H, D]``, for B batch rows, N tokens and H heads of even width D; any strides.
         cos: cosine of the angles, ``[N, D / 2]``, or ``[B, N, D / 2]`` where the rows are at different positions. Gets no
             gradient.
         sin: sine of the angles, in the same shape. Gets no gradient.
         feature_map: ``"relu"`` for ``relu(x) + 1e-6``, or ``"identity"``.
         interleaved: whether features 2i and 2i + 1 are a pair (as in RoFormer), instead of i and i + D / 2.
-        backend: ``"torch"``, ``"triton"`` or ``"auto"``, as for :func:`mhla_kernels.mhla_attention`.
+        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
         ``[B, N, H, D]`` in the dtype of ``x``.

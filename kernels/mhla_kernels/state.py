@@ -7,8 +7,8 @@ mixture of the finished blocks as the open block reads it. A block is closed whe
 :class:`BlockState` implements ownership of memory, donation, selection of rows, checks, pytrees and files. A subclass adds its
 tensors and defines how a block is opened.
 
-Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, W = K V + K numbers of a
-summary (the K V sums of key-value products, row by row, then the K sums of keys).
+Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, ``W = K V + K`` numbers of
+a summary (the K V sums of key-value products, row by row, then the K sums of keys).
 
 Longer than other modules: the rules of ownership concern every method of a state.
 """
@@ -87,17 +87,17 @@ class BlockState:
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
-    States share memory where that is safe. Only the state that owns a tensor named in ``own_names`` writes to it, and only if a
-    caller donates this state. ``finished`` may be shared, but the owner only appends blocks after those that the other states
-    read. The remaining tensors are never written to. A state that is built from the leaves of another state owns nothing: its
-    tensors are copied even if it is donated.
+    States share memory where that is safe. The class attribute ``own_names`` names the tensors that may be written to in place.
+    Only the state that owns such a tensor writes to it, and only if a caller donates this state. ``finished`` may be shared,
+    but the owner only appends blocks after those that the other states read. The remaining tensors are never written to. A
+    state that is built from the leaves of another state owns nothing: its tensors are copied even if it is donated.
 
     Attributes:
         lengths: number of tokens so far in each row, as Python integers, so that no step waits for the device.
         finished: summaries of the finished blocks ``[B, H, capacity, W]`` with W numbers each, or R running sums of them
             ``[B, H, R, W]``, depending on the kind of mixing. Float32 (float64 for float64 inputs), like ``open`` and
             ``mixture``.
-        open: summary of the open block, to which tokens are added, ``[B, H, W]``.
+        open: summary of the open block, which contains the last token of a row, ``[B, H, W]``.
         mixture: mixed summaries of the finished blocks, as the open block reads them, ``[B, H, W]``.
         kind: properties that every call with the state must share.
         spent: whether a step has taken over the memory of the state, so that it can no longer be used.

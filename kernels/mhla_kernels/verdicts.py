@@ -71,7 +71,10 @@ _unknown: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Return the folder that stores results of kernel trials: ``$MHLA_CACHE``, or ``mhla`` in the user's cache folder."""
+    """Return the folder that stores the results of comparing Triton kernels with PyTorch.
+
+    This is the folder in the environment variable ``MHLA_CACHE``, or ``mhla`` in the user's cache folder if it is not set.
+    """
     if folder := os.environ.get("MHLA_CACHE"):
         return Path(folder)
     try:
@@ -82,7 +85,7 @@ def cache_folder() -> Path:
 
 @lru_cache
 def environment(device: str) -> dict[str, str]:
-    """Return the properties that a stored result of a kernel trial depends on, by name.
+    """Return the properties on which the result of comparing a Triton kernel with PyTorch depends, by name.
 
     They are the device, the versions of torch, CUDA, Triton and the driver, and a hash of the package's source files.
 
@@ -105,7 +108,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def name_of(device: str) -> str:
-    """Return the name of the folder that stores results of kernel trials for a device.
+    """Return the name of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
 
     The name is a hash of the device, the software versions and the package's source files.
     """
@@ -113,14 +116,15 @@ def name_of(device: str) -> str:
 
 
 def folder_of(device: str) -> Path:
-    """Return the path of the folder that stores results of kernel trials on a device, such as ``"cuda:0"``."""
+    """Return the path of the folder that stores the results of comparing Triton kernels with PyTorch on a device."""
     return cache_folder() / "verdicts" / name_of(device)
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a Triton kernel may be used on a device; run its trial if no earlier result is stored.
+    """Return whether a Triton kernel may be used on a device, because it agrees with PyTorch.
 
-    During the capture of a CUDA graph no trial can run, and the result is False for a kernel without a stored result.
+    If no earlier result is stored, the kernel is compared with PyTorch now. During the capture of a CUDA graph this is not
+    possible, and the result is False.
 
     Args:
         kind: name of the kernel, which is used in file names.
@@ -150,7 +154,7 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
 
 def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run the trial of a kernel again, and replace the stored result by the new one.
+    """Compare a Triton kernel with PyTorch again, and replace the stored result by the new one.
 
     Args:
         kind: name of the kernel, which is used in file names.
@@ -231,7 +235,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear this process's record of kernel trials; results in the cache folder stay."""
+    """Clear this process's record of which Triton kernels agree with PyTorch; results in the cache folder stay."""
     for record in (_verdicts, _withdrawn, _unknown):
         record.clear()
     environment.cache_clear()
@@ -302,7 +306,7 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run the trial of a kernel, and store its result in the cache if the result is final.
+    """Compare a Triton kernel with PyTorch (a trial), and store the result in the cache if it is final.
 
     While the trial runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes
     of the crash. A result is final if the trial compared outputs, or if Triton's compiler raised an error. Any other error may
@@ -334,13 +338,15 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
-    """Write the result of a kernel trial to the cache atomically. If this fails, later processes run the trial again.
+    """Write the result of comparing a Triton kernel with PyTorch to the cache atomically.
+
+    If this fails, later processes compare the kernel again.
 
     Args:
         verdict: result to write.
         aside: path of the temporary file that is written first.
         path: path of the final file.
-        device: name of the device that the trial ran on, such as ``"cuda:0"``.
+        device: name of the device that the kernel ran on, such as ``"cuda:0"``.
     """
     text = json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n"
     with suppress(OSError):
@@ -352,9 +358,10 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored result of a kernel's trial; None if no result is stored.
+    """Return the stored result of comparing a Triton kernel with PyTorch; None if no result is stored.
 
-    If no result is stored but at least two trials crashed their processes, the function returns a result against the kernel.
+    If no result is stored but at least two comparisons crashed their processes, the function returns a result against the
+    kernel.
     """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):
@@ -366,10 +373,10 @@ def _kept(kind: str, device: str) -> Verdict | None:
 
 
 def _read(path: Path) -> Verdict | None:
-    """Read the result of a kernel trial from a file.
+    """Read the result of comparing a Triton kernel with PyTorch from a file.
 
     Returns:
-        The result; None if the file is missing or damaged, is a link, or belongs to another user.
+        The result; None if the file is missing or damaged, is a link, or belongs to an untrusted user.
     """
     try:
         fields = json.loads(read_own(path, LARGEST))
@@ -383,7 +390,10 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """List the mark files of kernel trials that crashed: those that no running process has locked."""
+    """List the mark files of kernel trials that crashed their processes.
+
+    A trial compares a Triton kernel with PyTorch, and its mark file is locked while it runs. The file stays after a crash.
+    """
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:
@@ -394,7 +404,10 @@ def _ended_trials(kind: str, folder: Path) -> list[Path]:
 
 
 def forget_kept(device: str) -> None:
-    """Delete all stored results of kernel trials for a device, so that each kernel gets a new trial at its next use."""
+    """Delete all stored results of comparing Triton kernels with PyTorch on a device.
+
+    Each kernel is compared again at its next use.
+    """
     with suppress(OSError):
         for path in folder_of(device).iterdir():
             if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):

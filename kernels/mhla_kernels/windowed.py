@@ -1,18 +1,18 @@
 """Causal attention with softmax weights in the query's block and the previous one, and MHLA weights in all earlier blocks.
 
-For token t in block i = b(t), and tokens j <= t,
+MHLA is multi-head linear attention with mixing coefficients m between blocks. For token t in block i = b(t), and tokens j <= t,
 
     w[t, j] = exp(scale q_t . k_j)                                   b(j) >= i - 1   (near)
     w[t, j] = exp(far_t) m[i - 1, b(j)] f_t . g_j                    b(j) <= i - 2   (far)
     o_t = sum_j w[t, j] v_j / sum_j w[t, j]
 
-f and g are nonnegative features of queries and keys, and m are mixing coefficients. Both kinds of weights share one normalizer.
-Softmax attention to near tokens is most of what linearized language models need (LoLCATs, arXiv 2410.10254, section 3.3,
-describes the combination with plain linear attention). Far tokens cost one summary per block. The two sums are combined by
-their logarithms, so that neither overflows.
+f and g are nonnegative features of queries and keys. Both kinds of weights share one normalizer. Softmax attention to near
+tokens is most of what linearized language models need (LoLCATs, arXiv 2410.10254, section 3.3, describes the combination with
+plain linear attention). Far tokens cost one summary per block. The two sums are combined by their logarithms, so that neither
+overflows.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W = K
-V + K numbers of a summary.
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
+``W = K V + K`` numbers of a summary.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def mhla_window_attention(
 
     Near tokens are in the query's block and in the block before it. All earlier tokens are far tokens. The weight of a near
     token j for query t is ``exp(scale q_t . k_j)``. The weight of a far token is ``exp(far_t) m[i - 1, b(j)] f_t . g_j``, with
-    block i of the query, block b(j) of token j, mixing coefficients m, and features f and g of queries and keys. Each output is
-    the mean of the values with these weights.
+    block i of the query, block b(j) of token j, mixing coefficients m between blocks, and features f and g of queries and keys.
+    Each output is the mean of the values with these weights.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``.
+        q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk.
         k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
@@ -229,7 +229,7 @@ def check_window(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check the arguments of windowed attention, and return them as one object without the features.
+    """Check the arguments of windowed attention, and return an object that holds all of them except the features.
 
     :func:`mhla_window_attention` documents the arguments and the errors.
     """

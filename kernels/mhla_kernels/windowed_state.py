@@ -2,8 +2,8 @@
 
 The state holds the keys and values of two blocks, and the summaries of all earlier blocks.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W = K
-V + K numbers of a summary.
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
+``W = K V + K`` numbers of a summary.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def mhla_window_prefill(
     weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``.
+        q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk.
         k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
-        mixing: nonnegative coefficients. Dense coefficients must cover all blocks up to the last token of the call.
+        mixing: nonnegative coefficients. A matrix of coefficients must cover all blocks up to the last token of the call.
         block_size: tokens in a block.
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
@@ -182,16 +182,16 @@ def mhla_window_step(
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
     Windowed attention has softmax weights for tokens in the query's block and the block before it (near tokens), and MHLA
-    weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`. A step takes time O(C Dk + K
-    V) for blocks of C tokens. The first token of a block takes longer, because finished blocks are then mixed.
+    weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`. A step takes time
+    ``O(C Dk + K V)`` for blocks of C tokens. The first token of a block takes longer, because finished blocks are then mixed.
 
     Args:
-        q: query, ``[B, H, Dk]``.
+        q: query, ``[B, H, Dk]``, for B batch rows and H heads of width Dk.
         k: key, ``[B, Hkv, Dk]``; Hkv divides H.
         v: value, ``[B, Hkv, V]``.
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
-        mixing: nonnegative coefficients. Dense coefficients must cover the block of the new token.
+        mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
         state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.

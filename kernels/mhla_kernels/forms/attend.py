@@ -110,7 +110,7 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout
 def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
     """Compute attention for a few batch rows at a time, or for a few heads at a time if the batch has one row.
 
-    The block summaries of such a part need at most 16 MiB, if possible.
+    The block summaries of each part need at most 16 MiB, if possible.
 
     Returns:
         Outputs ``[B, N, H, V]``. None if all block summaries fit into 16 MiB, so that no division is needed, or if the batch

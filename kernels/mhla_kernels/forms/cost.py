@@ -87,6 +87,9 @@ def cheapest_form(
         terms: number of running sums that the spanning form carries between chunks of several blocks; None excludes this form.
         rows: batch size times number of heads.
         backend: ``"torch"`` or ``"triton"``.
+
+    Returns:
+        ``"parallel"``, ``"chunked"`` or ``"spanning"``.
     """
     # the fused kernels compute a wide output in parts, each of which scores all pairs again
     cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
@@ -140,8 +143,8 @@ def numbers_held(
 ) -> int:
     """Estimate how many float32 values a forward pass holds for one batch row and head, in addition to inputs and outputs.
 
-    On a CPU, only some rows and heads are computed at a time. A call then needs less memory than this number times batch size
-    and heads.
+    On a CPU, only some rows and heads are computed at a time. A call then needs less memory than this number times the batch
+    size and the number of heads.
 
     Args:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.

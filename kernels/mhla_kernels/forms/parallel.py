@@ -1,7 +1,7 @@
 """Parallel form of attention in PyTorch: products of all token pairs, times the mixing coefficient of their two blocks.
 
-The number of operations grows with N squared. They are two large matrix products, which are the fastest way for up to a few
-hundred tokens.
+The number of operations grows with N squared. Two large matrix products take most of the time, which makes this form the
+fastest one for up to a few hundred tokens.
 
 Shape letters: B batch, H heads, N slots of tokens, M blocks, K key width, V value width.
 """

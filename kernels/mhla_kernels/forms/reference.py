@@ -1,4 +1,4 @@
-"""Reference form of attention: the N x N matrix of weights, by definition, for tests and analysis.
+"""Reference form of attention: the ``N x N`` matrix of weights, by definition, for tests and analysis.
 
 Memory grows with N squared.
 """

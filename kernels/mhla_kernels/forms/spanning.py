@@ -33,7 +33,7 @@ On a GPU moving sums costs more than scoring pairs; for a CPU see ``benchmarks.s
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
-    """Return the number of tokens in a chunk of several blocks, as the spanning form processes them.
+    """Return the number of tokens in a chunk, the group of blocks that the spanning form of attention processes at once.
 
     A chunk holds as many complete blocks as fit into 128 tokens in PyTorch, or 256 tokens in Triton. It holds at least one
     block, and at most all tokens.
@@ -120,7 +120,7 @@ def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> 
     """Compute decayed running sums over the preceding chunks of each sequence: ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]``.
 
     Args:
-        sums: sums of each of M chunks, ``[B, rows, M, W]``. If ``later``, the last chunk comes first.
+        sums: sums of each of M chunks, with W numbers each, ``[B, rows, M, W]``. If ``later``, the last chunk comes first.
         decay: exponent of the decay per chunk, ``[rows, 1]``.
         chunks: partition of the tokens into chunks.
         later: whether ``sums`` is in reverse order, so that a running sum is over the chunks after chunk i.

@@ -133,7 +133,7 @@ class Mixing(ABC):
 
         Args:
             index: indices i of the blocks, as a slice, a tensor or a list.
-            blocks: number that all indices are less than.
+            blocks: exclusive upper bound of the indices.
 
         Returns:
             ``[n]`` or ``[H, n]`` for n indices. The last axis has length 1 if all blocks have the same coefficient.
@@ -309,8 +309,8 @@ class Mixing(ABC):
             form: attention algorithm, such as ``"chunked"``.
 
         Returns:
-            Name of the kind of kernels, a key of ``triton_backend.mixers.MIXERS``, and tensors ``[H or 1, ...]``. Axis 0 has
-            length 1 if all heads share the coefficients. A factor on the first tensor is a factor on all attention weights.
+            Name of the kernels, ``"dense"`` or ``"exponential"``, and tensors ``[H or 1, ...]``. Axis 0 has length 1 if all
+            heads share the coefficients. A factor on the first tensor is a factor on all attention weights.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]

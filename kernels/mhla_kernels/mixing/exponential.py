@@ -273,7 +273,8 @@ class ExponentialMixing(Mixing):
             form: attention algorithm, such as ``"chunked"``.
 
         Returns:
-            ``"exponential"`` with amplitudes and decays for the causal chunked form; ``"dense"`` with one matrix otherwise.
+            Name of the kernels and tensors: ``"exponential"`` with amplitudes and decays for the causal chunked form, otherwise
+            ``"dense"`` with one matrix.
         """
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)

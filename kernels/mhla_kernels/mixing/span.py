@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 def make_span(amplitude: Tensor, decay: Tensor, blocks: int, causal: bool) -> Span:
-    """Convert mixing coefficients that are a sum of R exponentials of block distance to coefficients for chunks of blocks.
+    """Convert a sum of R exponentials of block distance to mixing coefficients for chunks of several blocks.
 
     Args:
         amplitude: amplitude of each exponential, ``[H or 1, R]``.

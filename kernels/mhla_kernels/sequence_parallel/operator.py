@@ -1,4 +1,4 @@
-"""MHLA attention over a sequence whose tokens are distributed over processes.
+"""Multi-head linear attention (MHLA) over a sequence whose tokens are distributed over processes.
 
 Process p holds the complete blocks with indices from f_p up to, but not including, l_p. It computes the summaries S_b of its
 own blocks. It gets from the other processes, depending on the mixing coefficients m:
@@ -219,7 +219,7 @@ class _SharedMixer(Mixer):
 
 
 def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.device) -> BlockPartition:
-    """Return the partition into blocks for the tokens of a range of blocks.
+    """Return the assignment of tokens to blocks for a range of consecutive blocks of a sequence.
 
     Args:
         bounds: index of the first token of each block of the sequence, followed by the number of tokens.

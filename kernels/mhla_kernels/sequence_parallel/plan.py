@@ -55,8 +55,9 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
     Args:
         tokens: number of tokens N.
-        block_size: tokens in a block; None if ``block_offsets`` is given.
-        block_offsets: the result itself, for uneven blocks; None if ``block_size`` is given.
+        block_size: tokens in a block of equal blocks; None if ``block_offsets`` is given.
+        block_offsets: index of the first token of each uneven block, followed by N, which is returned as a tuple; None if
+            ``block_size`` is given.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.

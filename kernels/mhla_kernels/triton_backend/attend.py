@@ -69,7 +69,7 @@ def _through_summary(
     NORMALIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Add what a tile of tokens x reads from one block summary to the accumulators of the tile.
+    """Add the products of a tile of tokens x with one block summary to the accumulators of the tile.
 
     The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
     well: mode OUT adds ``x z`` to ``normalizer``, mode DQ adds ``z`` to ``keys``, and mode DK adds ``z`` to ``total``. ``x`` is
@@ -172,8 +172,9 @@ def attend_kernel(
 ):
     """Compute one ``[ROWS, OUTPUTS]`` tile of the attention outputs, or of the gradient of q, k or v, as ``MODE`` selects.
 
-    The docstring of this module defines the modes (OUT, DQ, DV, DK) and the tensors ``x``, ``y`` and ``a`` of each. Grid: (B *
-    H * tiles, output parts).
+    The result for row token t is ``x_t S + sum_j c(t, j) (x_t . y_j) a_j``, with a mixed summary S and mixing coefficients c.
+    The tensors ``x``, ``y`` and ``a`` are q, k and v in mode OUT. With dO for the gradient of the outputs, they are dO, v and k
+    in mode DQ, k, q and dO in mode DV, and v, dO and q in mode DK. Grid: ``(B * H * tiles, output parts)``.
 
     Chunked form (``SUMMARY``): ``table`` has a column for each block. A block has ``pieces`` pieces of ``piece_size`` tokens,
     and a piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
@@ -380,19 +381,21 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the Triton kernel that computes the outputs of attention or one of the gradients of q, k and v.
 
-    The docstring of this module has the formulas and defines x, y, a, n_t and g_t.
+    The result for token t is ``x_t S + sum_j c(t, j) (x_t . y_j) a_j``, with a mixed summary S and mixing coefficients c. If
+    the outputs are normalized, n_t is the sum of the weights of token t, plus eps.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
         mode: number of the result to compute: ``OUT.value`` for the outputs, ``DQ.value``, ``DV.value`` or ``DK.value`` for a
             gradient.
-        operands: tensors x, y and a of the formula; q, k and v for the outputs.
+        operands: tensors x, y and a of the formula: (q, k, v) for OUT, (dO, v, k) for DQ, (k, q, dO) for DV and (v, dO, q) for
+            DK, where dO is the gradient of the outputs.
         own: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.
         mixed: mixed block summaries, float32; None in the parallel form.
         running: for each piece of a block, the summary of the pieces before it (after it for DV and DK); None if blocks are not
             divided into pieces.
-        weights: inverse normalizers 1 / n_t and their gradients g_t, ``[B * H, N]`` float32 each. DQ writes them, and DV and DK
-            read them. None without normalizer and for OUT.
+        weights: ``1 / n_t`` and the gradient of n_t, ``[B * H, N]`` float32 each. DQ writes them, and DV and DK read them. None
+            without normalizer and for OUT.
         own_gradient: whether to compute the gradient of coefficients as well.
 
     Returns:

@@ -51,8 +51,8 @@ class Arguments(NamedTuple):
         eps: number added to the normalizer; None if outputs are not divided by the normalizer.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: name of the kernels that mix summaries: ``"dense"`` or ``"exponential"``.
-        guard: name of the kernels for the case that they fail. They are then no longer used in this process, and PyTorch
-            computes the result. If empty, errors are raised.
+        guard: name under which the kernels are disabled in this process if they fail; PyTorch then computes the result. If
+            empty, errors are raised instead.
     """
 
     q: Tensor

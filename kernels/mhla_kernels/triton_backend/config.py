@@ -82,8 +82,8 @@ class AttendTiles(Tiles):
 
     Attributes:
         rows: number of tokens along the rows of a score tile.
-        columns: number of tokens along the columns of a score tile, which are loaded at a time.
-        slice: number of features that a matrix product sums over at a time.
+        columns: number of tokens along the columns of a score tile, which are loaded at once.
+        slice: number of features that a matrix product sums over at once.
         outputs: number of output features of a tile; 0 for a kernel without outputs.
     """
 

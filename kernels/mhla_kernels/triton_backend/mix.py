@@ -1,4 +1,4 @@
-"""Triton kernels that mix block summaries by a matrix m, ``S~ = m S`` (transposed in the backward pass), and its gradient."""
+"""Triton kernels that mix block summaries S by a matrix m, ``S~ = m S``, and compute the gradient of the matrix."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def mix_kernel(
 ):
     """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
-    With ``CAUSAL`` the sum is over b < i. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over b >
-    i. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: (B * H * tiles of blocks, parts of ``WIDTH``).
+    With ``CAUSAL`` the sum is over ``b < i``. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
+    ``b > i``. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -102,11 +102,11 @@ def mixing_gradient_kernel(
 ):
     """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
-    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless b < i.
+    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless ``b < i``.
 
     ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient`` is
-    ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid: (B * H * tiles of i, tiles of b, parts of
-    ``WIDTH``).
+    ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid:
+    ``(B * H * tiles of i, tiles of b, parts of WIDTH)``.
     """
     tiles = tl.cdiv(size, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)

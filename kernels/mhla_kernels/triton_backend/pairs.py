@@ -154,7 +154,7 @@ def pair_gradient_kernel(
     ``mixing_gradient`` is ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with zeros before the
     launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``,
     ``table`` has a column for each chunk of several blocks, a chunk has ``tiles`` tiles, and only pairs inside a chunk count.
-    Grid: (B * H * tiles).
+    Grid: ``(B * H * tiles)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -230,8 +230,8 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     Args:
         call: arguments of the attention operator, in the parallel or spanning form.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        weights: inverse normalizer 1 / n_t of each token, and the gradient of n_t, ``[B * H, N]`` float32 each; None without
-            normalizer.
+        weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each token, ``[B * H, N]`` float32 each; None
+            without normalizer.
 
     Returns:
         ``[B * H, M, M]`` float32 for M blocks. In the spanning form, ``[B * H, G, G]`` for the G blocks of a chunk.

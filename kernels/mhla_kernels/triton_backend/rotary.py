@@ -124,8 +124,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, g
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        guard: name of the kernel for the case that it fails. It is then no longer used in this process, and PyTorch computes
-            the result. If empty, errors are raised.
+        guard: name under which the kernel is disabled in this process if it fails; PyTorch then computes the result. If empty,
+            errors are raised instead.
 
     Returns:
         ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
@@ -148,9 +148,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard:
 def rotary_backward(
     gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str
 ) -> Tensor:
-    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]``.
-
-    The angles get no gradient. If the kernel fails and ``guard`` is not empty, PyTorch computes the result.
+    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]``; the angles get no gradient.
 
     Args:
         gradient: gradient of the output, ``[B, N, H, D]``.
@@ -159,7 +157,8 @@ def rotary_backward(
         sin: sine of the angles, in the same shape.
         relu: whether the feature map ``relu(x) + 1e-6`` was applied first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        guard: name of the kernel for the case that it fails, as for :func:`rotary`.
+        guard: name under which the kernel is disabled in this process if it fails; PyTorch then computes the result. If empty,
+            errors are raised instead.
     """
 
     def instead() -> Tensor:
@@ -257,7 +256,7 @@ def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, de
         device: device to run on.
 
     Returns:
-        Verdict that says whether all errors are within the bounds for the dtype, and lists the errors.
+        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)

@@ -45,8 +45,8 @@ def scan_kernel(
     """Mix block summaries by exponentials of block distance: ``mixed[i]`` is a weighted sum over the earlier blocks.
 
     With ``REVERSE``, the sum is over the later blocks. Only blocks of the same sequence are mixed. ``summary`` and ``mixed``
-    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. Grid: (B * H * parts of
-    ``WIDTH``).
+    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. Grid:
+    ``(B * H * parts of WIDTH)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -92,7 +92,7 @@ def scan_gradient_kernel(
     """Compute what one part of the ``WIDTH`` summary entries contributes to the gradients of amplitudes and decays.
 
     ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude_gradient`` and
-    ``decay_gradient`` are ``[B * H, parts, TERMS]`` float32; the caller sums the parts. Grid: (B * H * parts of ``WIDTH``).
+    ``decay_gradient`` are ``[B * H, parts, TERMS]`` float32; the caller sums the parts. Grid: ``(B * H * parts of WIDTH)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)

@@ -48,7 +48,7 @@ def carry_kernel(
     over the later ones. ``REVERSE`` exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
 
     ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
-    ``[H or 1, TERMS]``. Grid: (B * H * TERMS * parts of ``WIDTH``).
+    ``[H or 1, TERMS]``. Grid: ``(B * H * TERMS * parts of WIDTH)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)

@@ -65,7 +65,7 @@ def summaries_kernel(
     """Compute the summary of one piece of a block: ``S = sum_j k_j v_j^T`` and ``z = sum_j k_j`` over its tokens j.
 
     A program computes ``KEYS`` rows and ``VALUES`` columns of S. ``summary`` is ``[B * H, blocks * pieces, K * V + K]``. Grid:
-    (B * H * blocks * pieces, key parts * value parts).
+    ``(B * H * blocks * pieces, key parts * value parts)``.
 
     With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z. Both are
     ``[B * H, N]`` float32.
@@ -145,7 +145,7 @@ def running_kernel(
     With ``REVERSE``, each summary is replaced by the sum over the later pieces.
 
     ``pieces_summary`` is ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary`` is ``[B * H, blocks, WIDTH]``
-    and receives the sums over all pieces. Grid: (B * H * blocks, parts of ``WIDTH``).
+    and receives the sums over all pieces. Grid: ``(B * H * blocks, parts of WIDTH)``.
     """
     block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)

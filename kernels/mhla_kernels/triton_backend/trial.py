@@ -140,7 +140,7 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
         device: device to run on.
 
     Returns:
-        Verdict that says whether all errors are within the bounds for the dtype, and lists the errors.
+        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
     start = time.perf_counter()
     problem = make_problem(kind, device)
