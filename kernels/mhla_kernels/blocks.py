@@ -23,10 +23,7 @@ Table = TypeVar("Table")
 
 
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Return integers as an int64 tensor on ``device``.
-
-    Copying them from the CPU does not wait for the device's pending work.
-    """
+    """Return integers as an int64 tensor on ``device``, without waiting for pending work of the device."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if host.device.type == "cpu" and device.type == "cuda" and is_real(host.device):
         host = host.pin_memory()  # only copies from pinned memory are asynchronous
@@ -101,8 +98,7 @@ def is_dynamic(size: int) -> bool:
 def divide_up(number: int, size: int) -> int:
     """Return ``number / size``, rounded up.
 
-    The usual formula ``-(-number // size)`` is avoided: graphs that contain it with a symbolic size fail their own guards
-    (torch 2.15).
+    ``-(-number // size)`` is avoided: graphs that contain it with a symbolic size fail their own guards (torch 2.15).
     """
     return (number + size - 1) // size
 
@@ -188,11 +184,7 @@ class TokenLayout(NamedTuple):
         return at_most(self.block_size, self.tokens)
 
     def in_chunks(self, blocks: int) -> TokenLayout:
-        """Return a layout with larger blocks, called chunks, each of which joins consecutive blocks of this layout.
-
-        Args:
-            blocks: number of blocks in a chunk.
-        """
+        """Return a layout with larger blocks (chunks), each of which joins ``blocks`` consecutive blocks of this layout."""
         return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
 
     def token_blocks(self, device: torch.device) -> TokenBlocks:
@@ -282,10 +274,7 @@ class BlockPartition(NamedTuple):
         return x[:, : self.tokens]
 
     def line_up(self, *tokens: Tensor) -> list[Tensor]:
-        """Arrange each tensor ``[B, N, H, D]`` in the C slots of M blocks, ``[B, H, M * C, D]``.
-
-        Slots without a token hold zeros. If all slots hold a token, the results are views.
-        """
+        """Arrange each tensor ``[B, N, H, D]`` in the C slots of M blocks, ``[B, H, M * C, D]``; empty slots hold zeros."""
         if self.is_full:
             return [x.transpose(1, 2) for x in tokens]
         return [self.split(x).flatten(2, 3) for x in tokens]

@@ -141,7 +141,7 @@ class BlockState:
             rows: integer indices of rows; an index may be repeated.
 
         Raises:
-            ValueError: if an index is not an integer or is out of range, or if the state was donated.
+            ValueError: if an index is not an integer or is out of range, or if a step has taken over the memory of this state.
         """
         self.check_unspent()
         chosen = _indices(rows, len(self.lengths))
@@ -189,8 +189,8 @@ class BlockState:
             accumulate: dtype in which the call computes sums.
 
         Raises:
-            ValueError: if a property, size or dtype differs between the state and the call, or if the state was donated. The
-                message names the difference.
+            ValueError: if a property, size or dtype differs between the state and the call, or if an earlier step has taken
+                over the memory of the state. The message names the difference.
         """
         self.check_unspent()
         if len(self.lengths) != batch:

@@ -116,15 +116,20 @@ def name_of(device: str) -> str:
 
 
 def folder_of(device: str) -> Path:
-    """Return the path of the folder that stores the results of comparing Triton kernels with PyTorch on a device."""
+    """Return the path of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
+
+    Args:
+        device: name of the device in torch, such as ``"cuda:0"``.
+    """
     return cache_folder() / "verdicts" / name_of(device)
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a Triton kernel may be used on a device, because it agrees with PyTorch.
+    """Return whether a Triton kernel agrees with PyTorch on a device, so that it may be used.
 
     If no earlier result is stored, the kernel is compared with PyTorch now. During the capture of a CUDA graph this is not
-    possible, and the result is False.
+    possible, and the result is False. It is also False for a kernel that this process has stopped using before its first
+    comparison.
 
     Args:
         kind: name of the kernel, which is used in file names.

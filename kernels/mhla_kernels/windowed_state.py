@@ -254,13 +254,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
-    """Return the generation state of windowed attention before the first token.
-
-    Args:
-        problem: checked arguments of the call.
-        f: features of the queries, ``[B, N, H, K]``.
-        kind: properties that every call with the state must share.
-    """
+    """Return the generation state of windowed attention before the first token, for queries with features ``f``."""
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
