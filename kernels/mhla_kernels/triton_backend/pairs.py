@@ -1,8 +1,9 @@
-"""Products of token pairs, and the kernel for the gradient of mixing in the parallel form, which sums them.
+"""Products of token pairs, and the kernel that sums them to the gradient of the mixing coefficients.
 
     dm[i, b] = sum_{t in i, j in b} (q_t . k_j) (G_t . v_j + g_t)
 
-Here G_t = dO_t / n_t, and g_t is the gradient of the normalizer, as in :mod:`mhla_kernels.triton_backend.attend`.
+Here m[i, b] is the coefficient of query block i and key block b, G_t = dO_t / n_t is the output gradient of token t divided by
+its normalizer, and g_t is the gradient of the normalizer.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens, a and b.
+    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of the tokens of two tiles, a and b.
 
-    With ``RELU``, the feature map is applied to both first.
+    With ``RELU``, the feature map is applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
@@ -73,12 +74,12 @@ def _add_block_sums(
 ):
     """Sum ``pairs`` over the tokens of each key block and query block, add the sums to ``total``, and store ``total``.
 
-    Rows of ``pairs`` are keys and columns are queries. ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks
-    are counted from the first one of the row tile. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses
-    the slot i modulo ``SPAN``, and ``held[s]`` is the block that slot s currently holds.
+    The rows of ``pairs`` are keys, and its columns are queries. ``gradient`` is ``[size, SPAN]``, query block by key block, and
+    key blocks are counted from the first one of the row tile. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query
+    block i uses the slot i modulo ``SPAN``, and ``held[s]`` is the block that slot s currently holds.
 
     Returns:
-        ``total``, and the new ``held``.
+        The new ``total`` and the new ``held``.
     """
     b_first = tl.load(token_row + start)
     i_first = tl.load(token_row + first)
@@ -150,9 +151,10 @@ def pair_gradient_kernel(
 ):
     """Compute the gradient of mixing coefficients from one tile of ``ROWS`` keys and all queries that attend to them.
 
-    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with
-    zeros before the launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With
-    ``CHUNKS``, ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
+    ``mixing_gradient`` is ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with zeros before the
+    launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``,
+    ``table`` has a column for each chunk of several blocks, a chunk has ``tiles`` tiles, and only pairs inside a chunk count.
+    Grid: ``(B * H * tiles)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -223,16 +225,16 @@ def pair_gradient_kernel(
 
 
 def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Compute the gradient of the matrix of coefficients from token pairs.
+    """Compute the gradient of the matrix of mixing coefficients from pairs of tokens.
 
     Args:
-        call: arguments and tables of the operator's call, in the parallel or spanning form.
+        call: arguments of the attention operator, in the parallel or spanning form.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        weights: inverse normalizer 1 / n_t of each token, and the gradient g_t of n_t, ``[B * H, N]`` float32 each; None
+        weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each token, ``[B * H, N]`` float32 each; None
             without normalizer.
 
     Returns:
-        ``[B * H, M, M]`` float32; in the spanning form ``[B * H, G, G]``, between the blocks of a chunk.
+        ``[B * H, M, M]`` float32 for M blocks. In the spanning form, ``[B * H, G, G]`` for the G blocks of a chunk.
     """
     q, k, v = call.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype, call.chip)
