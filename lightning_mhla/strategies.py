@@ -1,4 +1,4 @@
-"""Strategies for the trainer, by the path that configurations name them by."""
+"""Trainer strategies under the short import path for configurations, ``lightning_mhla.strategies.FullyShardedStrategy``."""
 
 from lightning_mhla.training.strategies import FullyShardedStrategy
 
