@@ -1,7 +1,7 @@
-"""Linear attention (MHLA) and the models built with it, for use in PyTorch and in Lightning training.
+"""Linear attention (MHLA) and models built with it, for use in PyTorch and in Lightning training.
 
-The attention layers need no packages except torch. Modules that need others are imported on first use, so ``from lightning_mhla
-import MHLA`` works in an environment that has only torch.
+The attention layers need no packages except torch, so they can be imported in an environment that has only torch. Modules that
+need other packages are imported on first use.
 """
 
 from __future__ import annotations

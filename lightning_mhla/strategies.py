@@ -1,4 +1,4 @@
-"""Trainer strategies under the short import path for configurations, ``lightning_mhla.strategies.FullyShardedStrategy``."""
+"""Strategies for the Trainer that configurations can name by a short path, ``lightning_mhla.strategies.NAME``."""
 
 from lightning_mhla.training.strategies import FullyShardedStrategy
 

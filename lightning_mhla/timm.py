@@ -7,11 +7,12 @@ The first part of a model's name stands for its architecture and attention, the 
 - ``mavit_{t,s,b,l}``: VLT with MALA and the wider head of MAViT
 - ``mhla_deit_{t,s,b}``: DeiT with MHLA
 
-``timm.create_model("mhla_vlt_t", attention={...})`` changes options of the attention (:class:`lightning_mhla.AttentionConfig`).
-For VLT, ``stages={...}`` changes options of :class:`lightning_mhla.vision.StageConfig`. No pretrained weights are published. To
-load weights from training with timm's scripts, pass ``checkpoint_path`` to ``timm.create_model``. ``lightning timm SCRIPT``
-runs such a script with these models. ``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads a timm model with
-replaced attention that :func:`lightning_mhla.swap.save_swapped` saved.
+Options of the attention are set with ``timm.create_model("mhla_vlt_t", attention={...})``; see
+:class:`lightning_mhla.AttentionConfig`. For VLT, ``stages={...}`` sets options of :class:`lightning_mhla.vision.StageConfig`.
+No pretrained weights are published. To load weights that timm's training script wrote, pass ``checkpoint_path`` to
+``timm.create_model``. ``lightning timm SCRIPT`` runs a script of timm with these models.
+``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads a timm model with replaced attention that
+:func:`lightning_mhla.swap.save_swapped` saved.
 """
 
 from __future__ import annotations

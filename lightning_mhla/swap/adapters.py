@@ -38,10 +38,10 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     """Freeze all parameters of a model with replaced attention except those to be trained.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, changed in place.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced; changed in place.
         part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced self-attention layers,
             including their projections. ``"new"`` trains only the parameters that the new attention added. ``"lora"`` trains
-            the same parameters as ``"new"``, and adds LoRA adapters to the projections, which are trained too.
+            the same parameters as ``"new"``, and also inserts and trains LoRA adapters for the projections.
         lora: options of the adapters; used only if ``part`` is ``"lora"``.
 
     Raises:
@@ -72,7 +72,7 @@ def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]
     """Return the names, within ``model``, of the linear layers in ``host`` that do not belong to the new attention.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         host: attention module of a layer whose attention was replaced.
         new: the new attention, a submodule of ``host``.
     """

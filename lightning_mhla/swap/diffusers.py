@@ -171,7 +171,7 @@ def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Te
 
     Args:
         attn: diffusers attention module with the projections and norms.
-        x: tokens, ``[B, N, C]``.
+        x: tokens, ``[B, N, C]`` for B rows of N tokens of width C.
         attention: the new attention, which determines the widths of the heads.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Subclasses of diffusers models that replace their attention when they are built, and that save and load this change.
+"""Subclasses of diffusers model classes for models with replaced attention, which add saving and loading.
 
 Each subclass has the name of its diffusers parent, such as ``DiTTransformer2DModel``, and is created when this module's
 attribute of that name is first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass.
@@ -41,10 +41,12 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a diffusers model class that has replaced attention, and create it on the first call.
+        """Return the subclass of a diffusers model class for models with replaced attention.
+
+        The subclass is created on the first call.
 
         Args:
-            host: model class of diffusers. If it already has replaced attention, it is returned unchanged.
+            host: model class of diffusers. If it already is such a subclass, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host
@@ -53,10 +55,10 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """Load a model's configuration, with the arguments and return values of the diffusers method.
+        """Load the configuration of a model with replaced attention, and restore its original values.
 
-        A saved configuration contains invalid values, so that the original class rejects it. They are replaced by the original
-        values.
+        The saved file contains some invalid values, so that the original diffusers class rejects it. Arguments and return
+        values are the same as for the diffusers method.
         """
         loaded = super().load_config(*args, **options)  # type: ignore[misc]
         return (restored(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else restored(loaded)

@@ -116,7 +116,7 @@ class HostLibrary(ABC):
         """Switch a layer with replaced attention to its original attention, or back to the new attention.
 
         Args:
-            model: model after :func:`lightning_mhla.swap_attention`.
+            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
             layer: attention module of the layer.
             original: True to compute the original attention from now on; False to compute the new attention.
 
@@ -130,7 +130,7 @@ class HostLibrary(ABC):
         """Context manager in which replaced layers compute their original attention, with the current projection weights.
 
         Args:
-            model: model after :func:`lightning_mhla.swap_attention`.
+            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
             layers: numbers of the layers to switch; None for all replaced layers.
 
         Raises:
@@ -151,7 +151,7 @@ class HostLibrary(ABC):
 
         Args:
             options: keyword arguments with which the layer was called.
-            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C.
+            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C; it has as many tokens as the input.
 
         Returns:
             Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
@@ -243,7 +243,7 @@ class TokenGrid:
         _shapes[self.number] = torch.empty(0, device="cpu")
 
     def enter(self, shape: tuple[int, ...]) -> None:
-        """Record the size of the model's next input.
+        """Record how many tokens the model's next input has along each axis.
 
         Args:
             shape: number of tokens along each axis.

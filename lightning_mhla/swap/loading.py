@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 
 
 def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied: Sequence[str] = ()) -> None:
-    """Load weights into a model with replaced attention. They may come from before or after the replacement.
+    """Load weights into a model with replaced attention. The weights may have been saved before or after the replacement.
 
     Parameters of the new attention and of adapters keep their initial values if ``state`` does not contain them.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, with or without LoRA adapters.
-        state: weights by parameter name. Layers with adapters may have the same names here as without adapters.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced, with or without LoRA adapters.
+        state: weights by parameter name. If the model has adapters, the names may be those of the model without adapters.
         path: file or folder that the weights come from, for messages.
         tied: names of weights that share memory with other weights. They may be missing from ``state``.
 

@@ -1,10 +1,10 @@
 """Functions and classes shared by the saving of diffusers and transformers models with replaced attention.
 
-The library's own ``save_pretrained`` and ``from_pretrained`` write and read the files, so features such as sharding and
-variants work as usual. The library's original class would ignore the new attention and only warn about unexpected weights.
-Therefore at least one value in the saved ``config.json`` is replaced by a text that makes the original class fail with an error
-message, and this message tells the user how to load the model. Subclasses of the library's classes restore the original values,
-and replace the attention again when a model is built.
+diffusers' and transformers' own ``save_pretrained`` and ``from_pretrained`` write and read the files, so features such as
+sharding and variants work as usual. The original model classes would ignore the new attention and only warn about unexpected
+weights. Therefore at least one value in the saved ``config.json`` is replaced by a text that makes the original class fail with
+an error message, and this message tells the user how to load the model. Subclasses of the original classes restore the original
+values, and replace the attention again when a model is built.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return the class derived from a mixin and a library's class. Later calls for the same two return the same class.
+    """Return the class derived from a mixin and a class of diffusers or transformers; it is created on the first call.
 
     Args:
         mixin: mixin that replaces the attention.
-        host: model or configuration class of the library.
+        host: model or configuration class of diffusers or transformers.
         name: name of the derived class, which can be imported under this name from the module of ``mixin``.
         attributes: class attributes of the derived class.
     """
@@ -100,7 +100,9 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values in a configuration so that the library's original classes reject it; :func:`restored` reverses this.
+    """Replace values in a configuration so that the original classes of diffusers or transformers reject it.
+
+    :func:`restored` reverses this.
 
     Args:
         config: configuration to save. Its entry ``swapped_attention`` is a mapping.
@@ -114,7 +116,7 @@ def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str,
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a saved configuration in which the values that :func:`guarded` replaced are the original ones again.
+    """Return a copy of a saved configuration with its original values, before :func:`guarded` replaced some of them.
 
     A configuration without replaced values is copied unchanged.
     """

@@ -70,8 +70,8 @@ def swap_attention(
         attention: configuration of the new attention. Its ``rotary`` is ignored; the model's own rotary embedding applies.
         layers: numbers of the layers to replace, from 0; None for all layers.
         layer_kinds: alternative to ``layers``: attention kinds for the first layers, repeated until all layers have one.
-            ``"keep"`` keeps a layer, and ``"replace"`` stands for ``attention.kind``. For example, ``["keep", "replace",
-            "replace"]`` replaces two of every three layers.
+            ``"keep"`` keeps a layer, and ``"replace"`` stands for ``attention.kind``. For example,
+            ``["keep", "replace", "replace"]`` replaces two of every three layers.
 
     Returns:
         Mapping from layer number to the new attention module.
@@ -106,7 +106,8 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     The mixing coefficients are resized to the new number of blocks, which is also stored in the model's configuration.
 
     Args:
-        model: model after :func:`swap_attention`, with attention of kind ``mhla`` in at least one layer; changed in place.
+        model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
+            ``mhla``.
         block_grid: new number of blocks along each axis.
 
     Raises:
@@ -142,10 +143,10 @@ def load_swapped(
     torch_dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model that was saved after :func:`swap_attention`, in evaluation mode.
+    """Load a saved model whose attention was replaced, in evaluation mode.
 
-    The library's own loading function reads the weights. If a folder holds several weight files, the library's usual order of
-    preference applies, such as safetensors before ``.bin``.
+    The model's library, such as transformers, reads the weights with its own loading function. If a folder holds several weight
+    files, the library's usual order of preference applies, such as safetensors before ``.bin``.
 
     Args:
         folder: folder of the model, or its name on the Hugging Face Hub.

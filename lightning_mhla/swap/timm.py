@@ -6,10 +6,10 @@
     model = load_swapped("swapped")
 
 The new attention only replaces the step that combines queries, keys and values. timm's own modules still compute the
-projections, the norms of queries and keys, the rotary embedding, and the norm and gate of the output. The feature map is
-applied after the rotary embedding. Class and register tokens form one additional block: these tokens and all other tokens
-attend to each other. Blocks are fitted to the token grid of the current image, so a model with ``dynamic_img_size`` accepts
-images of any size. The parameters of the new attention have names that contain ``attn.swapped``.
+projections, the norms of queries and keys, the rotary embedding, and the norm and gate of the output. The feature map of the
+new attention is applied after the rotary embedding. Class and register tokens form one additional block: these tokens and all
+other tokens attend to each other. Blocks are fitted to the token grid of the current image, so a model with
+``dynamic_img_size`` accepts images of any size. The parameters of the new attention have names that contain ``attn.swapped``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lightning_mhla.swap.host import TokenGrid, fit
 
 
 class _Swapped:
-    """Mixin whose forward pass computes a replacement attention, for subclasses of timm's three attention classes.
+    """Mixin for subclasses of timm's attention classes; its forward pass computes a replacement of the original attention.
 
     Attributes:
         swapped: the new attention, without projections.

@@ -74,7 +74,7 @@ def save_swapped(
     :func:`lightning_mhla.load_swapped` loads the model again.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         folder: folder to write to.
         model_args: keyword arguments to save, with which ``timm.create_model`` builds the model again, such as ``img_size``;
             None for no arguments.
@@ -134,7 +134,10 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Register ``mhla_swapped``, the architecture name of saved models with replaced attention, with timm if necessary."""
+    """Register ``mhla_swapped``, the architecture name in saved models with replaced attention, with timm.
+
+    Nothing changes if the name is registered already.
+    """
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):

@@ -25,7 +25,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
     """Return a context manager in which replaced layers compute their original attention, with the current projection weights.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         layers: numbers of the layers to switch; None for all replaced layers.
 
     Raises:
@@ -50,7 +50,7 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` layers with the worst results when replaced alone, in ascending order."""
+        """Return the numbers of the ``count`` layers whose replacement alone gives the worst results, in ascending order."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
@@ -58,7 +58,8 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
     """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, preferably trained with :func:`transfer_loss`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with
+            :func:`transfer_loss`.
         measure: function that evaluates the model, for example its loss on held-out data; lower is better.
 
     Returns:
@@ -81,7 +82,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 def only_new_trained(model: nn.Module) -> Iterator[None]:
     """Context manager in which no parameters require gradients except those of the new attention in replaced layers.
 
-    The other parameters keep their values of ``requires_grad`` when the context is left.
+    When the context is left, the other parameters have their previous ``requires_grad`` again.
     """
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
     original_parameters = [
@@ -104,7 +105,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
     correct errors of an earlier one. Only the parameters of the new attention get gradients. Padding tokens are ignored.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         run: function that calls the complete model once, without a cache.
 
     Returns:
@@ -184,7 +185,8 @@ def matching_loss(
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     """Compute the mean squared difference between two outputs, divided by the variance of the original output.
 
-    All tensor shapes are independent of the mask's values, so the function also runs with fake tensors, which measure memory.
+    All tensor shapes are independent of the mask's values. The function therefore also works with fake tensors, which are used
+    to estimate memory.
 
     Args:
         new: output of the replaced layer, ``[B, N, C]`` float32 for B rows of N tokens of width C.

@@ -11,10 +11,11 @@ The parameters of the new attention have names that contain ``.swapped.``.
 
 In language models, generation stores a recurrent state in transformers' cache in place of keys and values. The size of this
 state is constant with ``mixing="exponential"``. Rows may be padded on either side: the first block of a row begins at its first
-token that is not padding. Documents packed in one row do not attend to each other if transformers separates them too.
+token that is not padding. Documents packed in one row do not attend to each other, provided that transformers separates them in
+the attention mask or the positions.
 
-In text encoders, every token attends to all others. If a text is shorter than ``max_position_embeddings``, only the mixing
-coefficients of its blocks are used. Image encoders need ``block_grid`` instead of ``block_size``.
+In text encoders, every token attends to all others. A text shorter than ``max_position_embeddings`` has fewer blocks, and uses
+only the mixing coefficients of these blocks. Image encoders need ``block_grid`` instead of ``block_size``.
 """
 
 from __future__ import annotations

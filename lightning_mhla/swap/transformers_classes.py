@@ -57,11 +57,12 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the configuration class for models with replaced attention, and create it on the first call.
+        """Return the subclass of a transformers configuration class for models with replaced attention.
+
+        The subclass is created on the first call.
 
         Args:
-            host: configuration class of transformers. If it already is for models with replaced attention, it is returned
-                unchanged.
+            host: configuration class of transformers. If it already is such a subclass, it is returned unchanged.
         """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
@@ -71,10 +72,10 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a saved configuration, with the arguments of the transformers method.
+        """Read the configuration of a model with replaced attention, and restore its original values.
 
-        A saved configuration contains invalid values, so that transformers' own classes reject it. They are replaced by the
-        original values.
+        The saved file contains some invalid values, so that transformers' own classes reject it. The arguments are the same as
+        for the transformers method.
 
         Returns:
             Configuration entries, and the keyword arguments that were not used.
@@ -145,10 +146,12 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a transformers model class that has replaced attention, and create it on the first call.
+        """Return the subclass of a transformers model class for models with replaced attention.
+
+        The subclass is created on the first call.
 
         Args:
-            host: model class of transformers. If it already has replaced attention, it is returned unchanged.
+            host: model class of transformers. If it already is such a subclass, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host

@@ -1,6 +1,6 @@
 """Command-line interface: reads arguments and YAML files, checks and merges them, and starts the Lightning Trainer.
 
-An option passes through these steps:
+An option passes through these steps. Names in parentheses are modules of this package.
 
 1. :func:`mhla_tasks.commandline.main.main` identifies the command, such as ``fit``, or the tool, such as ``export``.
 2. :func:`mhla_tasks.commandline.arguments.read_words` parses the arguments once into a ``CommandLine``.

@@ -1,4 +1,4 @@
-"""Options that model and data module share, such as the image size: both get the same value."""
+"""Options that must agree between model and data module, such as ``num_classes``: a value set for one is used for both."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def agree(options: Any, sources: Sequence[Source]) -> None:
-    """Give the model and the data module the same value for each option that both have.
+    """Give the model and the data module the same value for options that must agree, such as ``num_classes``.
 
-    If the values differ, the value with the higher priority is used for both. Command-line options have priority over
-    configuration files, and later files over earlier ones.
+    If the values differ, the one with the higher priority is used for both. Command-line options have priority over
+    configuration files, and later files over earlier ones. The option ``context`` may keep a smaller value in the data module
+    than in the model if both values were set.
 
     Args:
         options: parsed options of the command, changed in place.

@@ -77,8 +77,8 @@ def reported() -> Iterator[None]:
     """Context manager that prints the errors of the code in its ``with`` block, which runs a command.
 
     An error that the user can fix is printed in one or two lines and ends the command with exit status 1. Other errors are
-    raised unchanged. Ctrl+C ends the command without a message, and so does a program that stops reading its output (``|
-    head``). Such blocks may be nested.
+    raised unchanged. If the user presses Ctrl+C, or if the program that reads the output ends (``| head``), the command ends
+    without a message. Such blocks may be nested.
     """
     hook, threading.excepthook = threading.excepthook, _report_thread
     try:

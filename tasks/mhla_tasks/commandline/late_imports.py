@@ -101,7 +101,7 @@ def without_collection() -> Iterator[None]:
 def put_off_imports() -> None:
     """Defer the import of slow packages, such as torchmetrics and timm, until a name in them is used.
 
-    Packages that are not installed or already imported are not deferred.
+    Packages that are already imported, or not installed, are skipped.
     """
     for name in LATE:
         package = name.rpartition(".")[0]

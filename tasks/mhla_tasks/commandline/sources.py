@@ -104,7 +104,7 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """Remove the outer key ``command`` from a source, as in a file whose only top-level key is ``fit``.
+    """Move options to the top level if all of them are below the name of the command, as in a file that starts with ``fit:``.
 
     Args:
         source: configuration file. If it has other top-level keys, it is returned unchanged.
