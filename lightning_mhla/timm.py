@@ -71,7 +71,7 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with timm's option names replaced by this package's, such as ``in_chans`` by ``channels``.
+    """Return the options with timm's names replaced by this package's names, such as ``in_chans`` with ``channels``.
 
     Raises:
         ValueError: if ``drop_rate`` is not 0, since the models have no dropout.

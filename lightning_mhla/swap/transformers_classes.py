@@ -250,7 +250,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Add the subclass of a model class that has replaced attention to ``transformers``, and return its name there.
+    """Add the subclass for models with replaced attention to the package ``transformers``, and return its name there.
 
     Pipelines and ``transformers serve`` look up model classes by name in ``transformers``.
 
@@ -320,7 +320,7 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer the constructor arguments that transformers does not save from the names of a model's weights.
+    """Infer constructor arguments that transformers does not save, by looking at the names of a model's weights.
 
     Args:
         model: model, or its class.

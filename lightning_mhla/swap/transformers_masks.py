@@ -88,8 +88,8 @@ PACKED = (
 def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
     """Return the boundaries of documents that are packed in a single row.
 
-    Packed documents are recognized from a mask ``[B, 1, N, N]`` that separates them. Without a mask, they are recognized from
-    positions that start again in the row; transformers uses this form with flash attention.
+    Packed documents are recognized from a mask ``[B, 1, N, N]`` that separates them. Without a mask, as with flash attention,
+    they are recognized from positions that return to their smallest value inside the row.
 
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
@@ -165,9 +165,10 @@ def _counts_up(position_ids: Tensor) -> bool:
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return which tokens may attend to themselves; in transformers' masks, padding tokens usually may not.
+    """Return which tokens may attend to themselves, according to an attention mask.
 
-    The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
+    In transformers' masks, padding tokens usually may not attend to themselves. The letters in the shapes are: B rows, N
+    tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
         attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``; None without a mask.

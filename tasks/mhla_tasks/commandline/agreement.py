@@ -53,10 +53,10 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Return the priority of the value of an option of the model or the data module, as a number.
+    """Return the priority of the last source that sets an option, as a number; a larger number means a higher priority.
 
     Args:
-        part: ``model`` or ``data``.
+        part: ``model`` or ``data``, the object that has the option.
         name: name of the option.
         sources: configuration files and command-line options, from lowest to highest priority.
 

@@ -97,7 +97,7 @@ def _format_warning(
 
 
 def ignore_noise() -> None:
-    """Suppress warnings of Lightning, torch and other libraries that do not help the user."""
+    """Suppress library warnings that do not help the user."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
 
@@ -128,7 +128,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def log_handler(stream: TextIO) -> logging.Handler:
-    """Create a log handler for a stream: in color for a terminal, and as plain lines for all other streams."""
+    """Create a log handler that writes in color to a terminal, and plain lines to any other stream."""
     if stream.isatty():
         from rich.console import Console
         from rich.logging import RichHandler

@@ -1,4 +1,4 @@
-"""Options of model and data module that are stored in a checkpoint, which have the lowest priority of all options."""
+"""Reading of the model and data module options stored in a checkpoint, which have the lowest priority."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
 
 @dataclass(frozen=True)
 class Move:
-    """Use of a former option name in a configuration file or on the command line.
+    """Former option name that was found in a configuration file or on the command line.
 
     Attributes:
         old: former name, such as ``data.cache_dir``.
@@ -121,7 +121,7 @@ def _kinds(sources: Sequence[Source], root: str) -> list[type | None]:
         root: ``model`` or ``data``.
 
     Returns:
-        Classes in the order of the sources; only None if no source names a class that may be imported.
+        One class per source, in the order of ``sources``. All are None if no source names a class that may be imported.
     """
     named = [_named_class(source, root) for source in sources]
     current = next((kind for kind in named if kind is not None), None)

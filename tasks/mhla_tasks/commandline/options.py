@@ -25,7 +25,7 @@ def use_run_folder(options: Any) -> RunFolder:
         options: parsed options of the command, changed in place.
 
     Returns:
-        The folder. Its lock keeps a second process from training in it.
+        The folder, whose lock prevents a second training process from using it.
     """
     path = Path(options.run_dir)
     folder = RunFolder(path)

@@ -1,7 +1,7 @@
 """Commands ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``, based on LightningCLI.
 
 Command-line options override the YAML files, and later files override earlier ones. All of these override the options of model
-and data module that are stored in the checkpoint in ``--ckpt_path``.
+and data module that are stored in the checkpoint named by ``--ckpt_path``.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ShortErrorParser(LightningArgumentParser):
     """Command-line parser that reports errors in one or two lines, without printing the usage.
 
     Attributes:
-        sources: configuration files and command-line options, for error messages. The attribute belongs to the class because
-            jsonargparse creates further parsers for the options of classes.
+        sources: configuration files and command-line options, for error messages. This is a class attribute, so that the
+            additional parsers that jsonargparse creates for the options of classes have it too.
         program: name of the command, such as ``lightning fit``, for the line that refers to its help.
     """
 
@@ -250,7 +250,7 @@ class SuiteCLI(LightningCLI):
 
 
 def _has_progress_bar(trainer: Namespace) -> bool:
-    """Return whether the Trainer's options choose a progress bar or disable it, so that no progress bar must be added."""
+    """Return whether the Trainer's options choose a progress bar or disable it, so that none needs to be added."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
     names = [callback.class_path for callback in callbacks if callback is not None]
     return (
@@ -271,7 +271,7 @@ def remove_unused(trainer: Trainer) -> None:
 
 
 class EpochBar(RichProgressBar):
-    """Progress bar that does not show the number of epochs if training has no limit on it."""
+    """Progress bar that does not show the number of epochs if training is limited only by its number of steps."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         limit = self.trainer.max_epochs

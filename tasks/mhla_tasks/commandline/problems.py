@@ -276,12 +276,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Yield the path of each value in nested options and lists whose last keys are ``tail``.
+    """Search nested options and lists, and yield each path of keys that ends with ``tail``.
 
     Args:
         values: nested options and lists.
         tail: last keys of the paths to find.
-        path: keys that lead to ``values``, which are prepended to each path.
+        path: keys that lead to ``values``, with which each yielded path begins.
     """
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):

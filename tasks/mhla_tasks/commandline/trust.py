@@ -180,7 +180,7 @@ class _Check:
 
     Attributes:
         found: import paths of the permitted classes. If a class has several import paths, all of them are included.
-        plain: values that look like import paths although their parameters do not accept classes: source, key and text of each.
+        plain: source, key and text of each value that looks like an import path although its parameter does not accept classes.
     """
 
     def __init__(self) -> None:
