@@ -1,4 +1,7 @@
-"""Image data sets: labeled images in shards or class folders, and unlabeled images in a folder."""
+"""Image data sets: labeled images in shards or class folders, and unlabeled images in a folder.
+
+Longer than other modules: it decodes image files, and reads them from shards, class folders and plain folders.
+"""
 
 from __future__ import annotations
 

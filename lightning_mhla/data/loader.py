@@ -306,7 +306,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator of PyTorch's DataLoader, which owns the worker processes. Lightning uses this attribute to shut them down."""
+        """Iterator of PyTorch's DataLoader, which owns the worker processes. Lightning reads this attribute to end them."""
         return self._loader._iterator
 
     @_iterator.setter

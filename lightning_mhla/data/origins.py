@@ -2,7 +2,7 @@
 
 For shards ``PREFIX-0000.tar`` and so on, ``PREFIX-origins.jsonl.gz`` contains the options of the command, then a line for each
 sample or source file. ``PREFIX-manifest.json`` contains only the options, for people to read. A file counts as unchanged if its
-size is unchanged and its change time (``st_ctime``) or its digest is unchanged too. A program cannot set the change time back.
+size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the change time back.
 The digest recognizes copies, and files that were rewritten with the same content.
 """
 
@@ -297,10 +297,9 @@ def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping
 
 
 def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Read the recorded options and origins of shards.
+    """Read the recorded options of shards, and a dict with ``name``, ``note`` and ``files`` for each recorded origin.
 
-    Returns:
-        Options, and a dict with ``name``, ``note`` and ``files`` for each origin. None if the record is missing or not valid.
+    The result is None if the record is missing or not valid.
     """
     try:
         _check_unpacked(shards.origins)
@@ -342,7 +341,7 @@ def _is_begun(
     """Return whether an earlier call recorded the same options and the same origin names as this call.
 
     Args:
-        written: options and origins that the earlier call recorded; None if there is no record, which gives False.
+        written: options and origins that the earlier call recorded; None if there is no record.
         options: options of this call.
         origins: origins of this call.
     """

@@ -123,7 +123,7 @@ def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Yield the samples that this process reads from each evaluation batch, so that all processes together read every sample once.
+    """Yield this process's part of each evaluation batch, so that all processes together read every sample once.
 
     All processes get the same number of batches, and the same number of samples in each. If there are too few samples for this,
     the last sample is read again to fill up, and its ticket is not ``valid``.

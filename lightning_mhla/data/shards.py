@@ -2,6 +2,8 @@
 
 A shard is an uncompressed tar file. The files of one sample are stored one after the other, and their names are equal up to the
 first dot, such as ``0007.jpg`` and ``0007.cls``.
+
+Longer than other modules: it finds shards in all supported locations, downloads them, and reads them.
 """
 
 from __future__ import annotations

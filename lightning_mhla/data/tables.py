@@ -48,7 +48,7 @@ INDEX = ".index.npz"
 
 
 def default_cache() -> Path:
-    """Return the user's folder for downloaded shards and file tables: ``lightning-mhla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the user's cache folder for shards and file tables: ``lightning-mhla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-mhla"
 
 
