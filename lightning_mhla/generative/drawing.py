@@ -76,7 +76,7 @@ class ImageGenerator(Protocol):
         """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the sampler options that affect metrics of the images, by name, such as ``sampling_steps`` and ``guidance``."""
+        """Return the sampler options that affect image metrics, by name, such as ``sampling_steps`` and ``guidance``."""
 
     def all_gather(self, data: Any) -> Any:
         """Gather tensors from all processes, like the method ``all_gather`` of a LightningModule."""
@@ -121,7 +121,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @property
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints. It contains the name of the callback's pictures, so that it is unique."""
+        """Key of this callback's state in checkpoints. It contains the name of the pictures, so that it is unique."""
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

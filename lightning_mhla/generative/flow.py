@@ -17,7 +17,7 @@ TIMESTEPS = 1000
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Options of flow matching, in which a network predicts the velocity (noise minus data) on straight paths from data to noise.
+    """Options of flow matching, in which a network predicts noise minus data at points on straight paths from data to noise.
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.

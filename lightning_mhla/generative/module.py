@@ -24,7 +24,7 @@ class GenerativeModule(TrainingModule):
     noise for each sample.
 
     Args:
-        training: options of the optimizer, the learning rate and the moving average of the weights.
+        training: options of the training, such as the optimizer.
     """
 
     def __init__(self, training: TrainingOptions) -> None:

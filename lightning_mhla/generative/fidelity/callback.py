@@ -109,7 +109,7 @@ class GenerationMetrics(SampleGrid):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate images and compute their features on every process, then compute and log the metrics on the first process."""
+        """Generate images and compute their features on every process, then compute and log metrics on the first process."""
         module = self._checked(pl_module)
         self._find_reference(trainer, module)
         with self._drawing(trainer, pl_module):
@@ -175,7 +175,7 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check that a reference without images, which has only statistics, has as many features as the feature network computes.
+        """Check that reference statistics without images describe as many features as the feature network computes.
 
         Args:
             reference: features or statistics of the reference images.

@@ -52,7 +52,10 @@ def moments(features: Tensor) -> Moments:
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Compute the Fréchet distance (FID) between two normal distributions, given their moments (arXiv 1706.08500, equation 6)."""
+    """Compute the Fréchet distance (FID) between two normal distributions, given their mean and covariance.
+
+    The formula is equation 6 of arXiv 1706.08500.
+    """
     pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
@@ -82,7 +85,7 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the mean and covariance of the image features in ``name``, ``"pooled"`` or ``"spatial"``; None if not known."""
+        """Return the mean and covariance of the features ``name``, ``"pooled"`` or ``"spatial"``; None if they are not available."""
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
