@@ -176,7 +176,7 @@ class ClipCodec(FrozenVAE):
             return torch.cat([model.decode(latent[None].float() * deviation + mean).sample for latent in latents])
 
     def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the means and the standard deviations that normalize the C latent channels, ``[1, C, 1, 1, 1]`` float32 each."""
+        """Return the means and standard deviations that normalize the C latent channels, ``[1, C, 1, 1, 1]`` float32 each."""
         config = self._model.config
         mean, deviation = (torch.tensor(values, device=device) for values in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)

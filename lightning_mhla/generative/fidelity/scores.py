@@ -85,7 +85,11 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the mean and covariance of the features ``name``, ``"pooled"`` or ``"spatial"``; None if they are not available."""
+        """Return the mean and covariance of the ``"pooled"`` or ``"spatial"`` features; None if they are not available.
+
+        Args:
+            name: ``"pooled"`` for FID, or ``"spatial"`` for sFID.
+        """
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
