@@ -22,11 +22,12 @@ class FetchAhead:
     """Context manager that downloads remote shards in background threads before their samples are read.
 
     Shards are downloaded in the order of their first use, as far as the size limit of the cache allows. If several loaders
-    share a cache, such as those for training and validation, only the prefetcher of the loader that was used last is active.
+    share a cache, such as those for training and validation, shards are downloaded ahead only for the loader that was used
+    last.
 
     Args:
         cache: cache in which the shards are stored.
-        paths: local paths of all shards of the data set. Shards that are not in the cache are ignored.
+        paths: local paths of all shards of the data set. Shards that the cache does not manage are ignored.
         shards: index into ``paths`` of each sample's shard, in reading order, ``[n]`` int for n samples.
     """
 

@@ -279,7 +279,7 @@ class ShardCache:
             window: number of shards that are shuffled together; None for all.
 
         Raises:
-            ValueError: if the largest shards in this number, plus one, do not fit.
+            ValueError: if the ``window + 1`` largest shards do not fit in the cache.
         """
         sizes = sorted((self.sizes[path] for path in paths if path in self.sizes), reverse=True)
         shards = min(len(sizes), (len(sizes) if window is None else window) + 1)
@@ -384,7 +384,7 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle for a worker process, without the prefetcher and the times of last use."""
+        """Return the attributes to pickle for a worker process, without those that only concern this process."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 

@@ -32,7 +32,7 @@ MOST_CAPTIONS = 32
 
 
 class CaptionedFiles:
-    """Base class of readers that return files and their captions by sample index, for example images or video clips.
+    """Base class of readers that return captioned files, such as images or video clips, by sample index.
 
     A sample consists of a file and one or more captions, which may be stored in a separate file. Subclasses read samples from
     shards or from a folder.
@@ -186,7 +186,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """Return for each sample the files that it is read from, and its captions if they come from ``metadata.jsonl``."""
+        """Return for each sample an :class:`Origin` with its files, and with its captions if they are in ``metadata.jsonl``."""
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)

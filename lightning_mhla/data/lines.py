@@ -192,7 +192,7 @@ def read_text(source: Source) -> str:
 
 
 def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
-    r"""Iterate over all lines of a text file, including blank lines, while the file is being read.
+    r"""Iterate over all lines of a text file, including blank lines, without loading the complete file.
 
     Args:
         source: path or URL.
@@ -232,7 +232,7 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
 
 def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int, str]]:
-    """Iterate over the non-blank lines of a text file and their line numbers, while the file is being read.
+    """Iterate over the non-blank lines of a text file and their line numbers, without loading the complete file.
 
     Args:
         source: path or URL.
@@ -252,7 +252,9 @@ def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int
 
 
 def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the objects in a JSON Lines file and their line numbers, while the file is being read.
+    """Iterate over the objects in a JSON Lines file and their line numbers, without loading the complete file.
+
+    Blank lines are skipped.
 
     Args:
         source: path or URL.

@@ -47,8 +47,8 @@ def sample_groups(source: SampleSource) -> np.ndarray | None:
 class _SeededSamples(Dataset):
     """PyTorch data set that seeds the random generators before it reads a sample, and can replace broken samples.
 
-    A sample is requested with a :class:`Ticket` instead of an index. The entry ``skipped`` of a returned sample lists the
-    broken samples that it replaces, as pairs of index and error message.
+    A sample is requested with a :class:`Ticket`, which contains its index and the epoch. The entry ``skipped`` of a returned
+    sample lists the broken samples that it replaces, as pairs of index and error message.
 
     Args:
         source: data set to read.
@@ -91,13 +91,13 @@ class _SeededSamples(Dataset):
 
 
 def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stack the tensors of several samples into one batch, and concatenate their ``skipped`` lists."""
+    """Stack the tensors of several samples into one batch, and concatenate their lists of skipped samples."""
     skipped = [broken for sample in samples for broken in sample.pop("skipped")]
     return {**default_collate(samples), "skipped": skipped}
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """Batch sampler that returns the iterator ``pending``, which the loader sets before each pass over the data."""
+    """Batch sampler over the batches in the iterator ``pending``, which the loader sets before each pass over the data."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())

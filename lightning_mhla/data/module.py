@@ -25,12 +25,12 @@ from lightning_mhla.system.redaction import check_secrets
 
 
 class ShardSets:
-    """Locations of the training and validation data of a data module, which are searched or downloaded on demand.
+    """Locations of the training and validation data of a data module, with methods to find, download and read its shards.
 
     Args:
-        train: location of the training data, or a list of locations: folders, path patterns or URLs of tar shards, or a folder
-            with one subfolder per class.
-        val: location of the data for validation and tests, in the same form.
+        train: location of the training data: a folder, path pattern or URL of tar shards, a list of these, or a folder with one
+            subfolder per class.
+        val: location of the data for validation and tests, in one of these forms.
         options: options for reading shards and keeping downloads.
     """
 
@@ -66,7 +66,7 @@ class ShardSets:
     def find(self, stage: str) -> list[Path]:
         """Return the local paths of the shards for a stage.
 
-        Remote shards are downloaded first. If the option ``cache_bytes`` is set, each is downloaded only when it is read.
+        Remote shards are downloaded first. If the option ``cache_bytes`` is set, a shard is downloaded only when it is read.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.

@@ -124,8 +124,8 @@ def resume_order(
         For each sample in the recorded order, the index of its origin in ``origins``; None for an origin that no longer exists.
 
     Raises:
-        ValueError: if the options have changed, an origin was added, an origin of a complete shard was changed or removed, or
-            complete shards exist without a record.
+        ValueError: if complete shards exist, and they have no record, the options have changed, an origin was added, or an
+            origin of a complete shard was changed or removed.
     """
     options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)

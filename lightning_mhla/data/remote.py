@@ -404,7 +404,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the error behind a FileNotFoundError, because fsspec raises this type for any failure of a server."""
+    """Return the original error if fsspec has wrapped it in a FileNotFoundError, as it does for any failure of a server."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

@@ -94,7 +94,7 @@ def expand_braces(name: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names that a pattern with braces expands to, without expanding it. Letter ranges may be counted too high."""
+    """Count the names that a pattern with braces expands to, without expanding it. Ranges of letters may be counted too high."""
     sums, products, starts = (
         [0],
         [1],
@@ -205,7 +205,7 @@ class ShardReader:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def describe(self, index: int) -> str:
-        """Return the location of a sample, its shard and its key, as text for messages."""
+        """Describe where a sample is stored, by its shard and key, for messages."""
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
         location = self._urls.get(self.shards[shard], self.shards[shard])
@@ -259,7 +259,7 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Return the size in bytes of the file of a sample with the given extension."""
+        """Return the size in bytes of a sample's file with the given extension."""
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])

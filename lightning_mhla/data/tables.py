@@ -256,7 +256,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file exists and belongs to this user, as does its folder, so that the file can be trusted."""
+    """Return whether a file can be trusted: it exists, and this user owns the file and its folder."""
     try:
         check_own(file.parent, is_kind=S_ISDIR)
         check_own(file)

@@ -259,7 +259,7 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
         digits: number of digits in a shard's name.
 
     Returns:
-        List with the path of each shard, such as ``folder/prefix-00000.tar``, and the range of its sample numbers.
+        List of pairs: path of a shard, such as ``folder/prefix-00000.tar``, and range of its sample numbers.
     """
     starts = range(0, count, per_shard)
     return [

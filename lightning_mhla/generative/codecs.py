@@ -144,7 +144,7 @@ class ClipCodec(FrozenVAE):
         normalized with a mean and a standard deviation from the configuration of the VAE.
 
         Args:
-            clips: batch of clips ``[B, 3, F, H, W]`` with values from -1 to 1, with F frames of H x W pixels.
+            clips: batch of clips ``[B, 3, F, H, W]`` with values from -1 to 1. A clip has F frames of H x W pixels.
 
         Returns:
             Latents ``[B, C, f, h, w]`` float32, with C channels and f frames of h x w positions.
@@ -168,7 +168,7 @@ class ClipCodec(FrozenVAE):
             latents: batch of latents ``[B, C, f, h, w]``, with C channels and f frames of h x w positions.
 
         Returns:
-            Clips ``[B, 3, F, H, W]`` with values from about -1 to 1, with F frames of H x W pixels.
+            Clips ``[B, 3, F, H, W]`` with values from about -1 to 1. A clip has F frames of H x W pixels.
         """
         model = self.model(latents.device)
         mean, deviation = self._moments(latents.device)

@@ -96,7 +96,7 @@ class SampleGrid(PeriodicEvaluation):
         at_end: whether to generate a grid with the final weights.
         batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-        name: name of the pictures, which must differ from that of similar callbacks.
+        name: name of the pictures, which must be unique among the callbacks.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
         option: text that precedes the path in error messages, such as the name of the option that contains the path.
 
     Raises:
-        FileNotFoundError: if the path or name does not lead to such a model.
+        FileNotFoundError: if there is no such model at the path or on the hub.
     """
     config = Path(path) / "config.json"
     alone = config.is_file() and read_json(config).get("_class_name") == kind.__name__

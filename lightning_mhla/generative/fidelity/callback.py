@@ -48,25 +48,25 @@ class GenerationMetrics(SampleGrid):
     """Callback that generates images and computes FID and related metrics, with the weights that validation uses.
 
     It logs the metrics ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as the feature
-    network and the reference allow. If the feature network predicts the classes of the data, it also logs ``label_accuracy``.
-    The prefix of these names is the argument ``name`` and a slash. The file ``name`` with the suffix ``.jsonl`` in the log
-    folder has a line for each evaluation, with the metrics, the options that they depend on, and remarks. A grid of samples is
-    saved in the subfolder ``pictures`` and written to TensorBoard.
+    network and the reference images allow. If the feature network predicts the classes of the data, it also logs
+    ``label_accuracy``. These names are preceded by the argument ``name`` and a slash. The file ``name`` with the suffix
+    ``.jsonl`` in the log folder has a line for each evaluation, with the metrics, the options that they depend on, and remarks.
+    A grid of samples is saved in the subfolder ``pictures`` and written to TensorBoard.
 
     Sample i has condition i modulo the number of conditions, such as classes. Each sample has its own noise, so the samples do
     not depend on the number of processes.
 
     Args:
         samples: number of samples; published results use 50,000.
-        reference: real images to compare with: train or validate for that part of the data (at most 50,000 images, evenly
-            spaced), a folder of images, or an .npz of ADM's evaluator.
+        reference: real images to compare with. train and validate select at most 50,000 images, evenly spaced, from that part
+            of the data. Any other value is the path of a folder of images, or of an .npz file of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to evaluate the final weights.
         batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-        name: prefix of the metrics, which must differ from that of similar callbacks.
+        name: prefix of the metrics, which must be unique among the callbacks.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Moments(NamedTuple):
 
 
 def moments(features: Tensor) -> Moments:
-    """Compute the mean and covariance in float64 of the features of n images, ``[n, D]``."""
+    """Compute the mean and covariance of image features ``[n, D]`` in float64, for n images with D features each."""
     statistics = fid_features_to_statistics(features.double().cpu())
     return Moments(statistics["mu"], np.atleast_2d(statistics["sigma"]))
 
