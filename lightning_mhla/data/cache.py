@@ -384,7 +384,6 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle for a worker process, without those that only concern this process."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 

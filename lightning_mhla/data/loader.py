@@ -91,7 +91,6 @@ class _SeededSamples(Dataset):
 
 
 def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stack the tensors of several samples into one batch, and concatenate their lists of skipped samples."""
     skipped = [broken for sample in samples for broken in sample.pop("skipped")]
     return {**default_collate(samples), "skipped": skipped}
 

@@ -94,7 +94,10 @@ def expand_braces(name: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names that a pattern with braces expands to, without expanding it. Ranges of letters may be counted too high."""
+    """Count the names that a pattern with braces expands to, without expanding it.
+
+    The count may be too high for ranges of letters.
+    """
     sums, products, starts = (
         [0],
         [1],
@@ -361,5 +364,4 @@ class ShardReader:
         yield self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle for a worker process, without open files."""
         return {**self.__dict__, "_open": OrderedDict()}

@@ -162,7 +162,7 @@ def locked(file: Path, shared: bool) -> Iterator[None]:
 
     Args:
         file: path of the lock file, created if it does not exist.
-        shared: True for a shared lock, which all processes of one command hold together; False for an exclusive lock.
+        shared: True for a shared lock, which all processes of one command may hold at once; False for an exclusive lock.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with file.open("a") as stream:

@@ -203,13 +203,12 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def _rest(module: Any) -> None:
-    """Move the text encoders and VAEs of a module to the CPU, if it has any."""
     if hasattr(module, "rest"):
         module.rest()
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Gather the samples that all processes have generated in the same batch, and sort them by index.
+    """Gather the samples that all processes have generated in one batch, and sort them by index.
 
     Samples that only fill up the batch are left out. Every process must call this function, because it is a collective
     operation.

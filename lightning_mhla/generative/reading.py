@@ -22,6 +22,9 @@ def read_safely(path: str | Path) -> Iterator[None]:
 
     Args:
         path: path of the file, for the error message.
+
+    Raises:
+        ValueError: if reading fails. A FileNotFoundError is raised unchanged.
     """
     try:
         yield

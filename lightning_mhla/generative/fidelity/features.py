@@ -145,7 +145,7 @@ class InceptionFeatures(FeatureNetwork):
 
 
 class DigitNetwork(nn.Module):
-    """Small convolutional classifier of handwritten digits.
+    """Small convolutional classifier of handwritten digits, which also returns 64 features of each image.
 
     Args:
         side: height and width of the images in pixels, 8 or 28.
@@ -180,7 +180,7 @@ class DigitNetwork(nn.Module):
 
 
 class DigitFeatures(FeatureNetwork):
-    """Features of a small digit classifier that is trained on first use, on the 1,437 training digits (8 x 8) of scikit-learn.
+    """Feature network for 8 x 8 digits: a small classifier trained on first use, on the 1,437 training digits of scikit-learn.
 
     Training takes seconds on a CPU. The same seed gives the same weights.
 
@@ -212,7 +212,7 @@ class DigitFeatures(FeatureNetwork):
 
 
 class MnistFeatures(DigitFeatures):
-    """Features of a small digit classifier that is trained on first use, on 4,000 digits of MNIST (28 x 28 pixels).
+    """Feature network for 28 x 28 digits: a small classifier trained on first use, on 4,000 digits of MNIST.
 
     Training takes seconds on a CPU. The same seed gives the same weights.
 
@@ -229,7 +229,7 @@ class MnistFeatures(DigitFeatures):
 
 
 class RandomFeatures(FeatureNetwork):
-    """Features of a convolutional network with random weights, which needs no download and accepts images of any size.
+    """Convolutional feature network with random weights, which needs no download and accepts images of any size.
 
     The 512 features are the means and standard deviations of the last layer's channels. Distances between such features rank
     sets of images by quality and do not depend on training data (Naeem et al., arXiv 2002.09797, section 4). They cannot be
