@@ -87,7 +87,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the model on all processes, with the averaged weights if there are any, and log the scores on the first one."""
+        """Score the model on all processes, with the averaged weights if there are any. The first process logs the scores."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM
