@@ -128,8 +128,9 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
                 covers the columns of earlier calls.
             position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding. If
-                there is neither padding nor a state, a position that does not continue the previous one begins a new document,
-                as with ``cu_seqlens``. An exported graph ignores this, because it cannot depend on values.
+                there is neither padding nor a state, a token whose position is not above that of the previous token begins a
+                new document, as with ``cu_seqlens``. An exported graph, which cannot depend on values, ignores such document
+                starts.
             past_key_values: generation state to continue from, which is updated in place.
             inputs_embeds: embedded tokens, ``[B, N, dim]``, in place of ``input_ids``.
             labels: token indices, ``[B, N]`` int64, in the same columns as the tokens. The target of each token is the label in

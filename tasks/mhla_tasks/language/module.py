@@ -108,7 +108,7 @@ class LanguageModel(CausalLanguageModel):
         self.take(ours, context, generation)
 
     def configure_model(self) -> None:
-        """Load the weights of ``pretrained`` if it was given, then prepare the model for the training strategy."""
+        """Load the weights of ``pretrained`` if it was given, then compile and shard the model if requested."""
         if self._pretrained is not None:
             # Embedding and output layer depend on the vocabulary, which may differ from that of the weights.
             ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())
