@@ -56,7 +56,7 @@ class BackboneOptions(TypedDict, total=False):
     Attributes:
         cu_seq_lens_q: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
             transformers' ``DataCollatorWithFlattening`` uses this name for the argument ``cu_seqlens`` of the forward pass.
-        cu_seq_lens_k: the same values as ``cu_seq_lens_q``; required with it.
+        cu_seq_lens_k: the same values as ``cu_seq_lens_q``. Give both or neither.
         max_length_q: ignored. ``DataCollatorWithFlattening`` sets it to the length of the longest document.
         max_length_k: ignored, like ``max_length_q``.
         seq_idx: index of the packed document that each token belongs to, ``[B, N]``; an alternative to ``cu_seq_lens_q``.
@@ -167,11 +167,11 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     def extend(self, tokens: int) -> None:
         """Extend the model to longer sequences, without changing its results for shorter ones.
 
-        Dense mixing coefficients (one for each pair of blocks) are extrapolated to the additional blocks. The model is
-        unchanged if it already supports ``tokens`` tokens.
+        Dense mixing coefficients (one for each pair of blocks) are extrapolated to the additional blocks. A model that already
+        supports ``tokens`` tokens is unchanged.
 
         Args:
-            tokens: maximum length of a sequence, in tokens.
+            tokens: new maximum length of a sequence, in tokens.
         """
         self.backbone.extend(tokens)
         self.config.context = max(tokens, self.config.context)
@@ -370,7 +370,19 @@ class MHLAModel(EmbeddedBackbone):
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Compute the hidden states of a batch, ``[B, N, dim]``.
 
-        The arguments have the same meaning as in :meth:`MHLAForCausalLM.forward`.
+        Args:
+            input_ids: token indices, ``[B, N]`` int64.
+            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
+                covers the columns of earlier calls.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding.
+            past_key_values: generation state to continue from, which is updated in place.
+            inputs_embeds: embedded tokens, ``[B, N, dim]``, in place of ``input_ids``.
+            use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in
+                training, for packed documents, and in a compiled or exported graph.
+            output_hidden_states: whether to return the input of each layer; None follows the configuration.
+            return_dict: False returns a tuple.
+            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
+            kwargs: additional arguments; see :class:`BackboneOptions`.
 
         Returns:
             Output with the hidden states after the last norm, the generation state and the inputs of the layers. The last two

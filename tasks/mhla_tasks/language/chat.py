@@ -158,8 +158,8 @@ class Chat:
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Build the sampling arguments for transformers' ``generate``.
 
-    Options in ``requested`` take precedence over the model's generation settings, and these over the defaults of
-    :class:`GenerationOptions`.
+    Options that the user has set take precedence. Missing ones come from the model's generation settings, and then from the
+    defaults of :class:`GenerationOptions`.
 
     Args:
         model: causal language model.

@@ -49,9 +49,9 @@ class MHLAConfig(PreTrainedConfig):
         key_value_heads: number of heads of keys and values, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key in one head; None for ``dim / heads``.
         value_width: width of a value in one head; None for ``dim / heads``.
-        mlp_width: inner width of the SwiGLU.
-        context: number of tokens in a training sample. It is also the maximum sequence length if the attention has dense mixing
-            coefficients (one for each pair of blocks), which ``MHLAForCausalLM.extend`` can raise.
+        mlp_width: inner width of the SwiGLU MLP.
+        context: number of tokens in a training sample. With dense mixing coefficients (one for each pair of blocks), it is also
+            the maximum sequence length, until ``MHLAForCausalLM.extend`` raises it.
         attention: options of :class:`lightning_mhla.AttentionConfig` as a dict, or a list with one dict for each layer.
         tie_word_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
@@ -167,7 +167,8 @@ class MHLAConfig(PreTrainedConfig):
 def default_attention() -> AttentionConfig:
     """Return the attention options of the language model in the MHLA paper.
 
-    The kind is MHLA, with blocks of 64 tokens, rotary embeddings after the ReLU feature map, an output gate, and no normalizer.
+    The options are MHLA with blocks of 64 tokens, rotary embeddings after the ReLU feature map, an output gate, and no
+    normalizer.
     """
     return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
 

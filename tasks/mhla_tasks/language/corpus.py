@@ -32,11 +32,11 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Remarks:
-    """Counter of files, table rows and documents that are left out or changed while text is read, for one log line.
+    """Counter of files, table rows and documents that are left out or changed, with a summary in one log line.
 
     Args:
         at_once: whether the first input of each kind is also logged immediately. An endless stream needs this, because it never
-            reaches the point where the counts are logged.
+            reaches the point where the summary is logged.
     """
 
     def __init__(self, at_once: bool = False) -> None:

@@ -164,8 +164,8 @@ class HubText(TextData):
         tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub.
         path: name of the data set on the Hugging Face Hub; or, with data_files, the format of the files: json (JSON lines, or
             an array of objects), csv, parquet, or text (each line is a document).
-        name: configuration of the data set.
-        split: split of the data set.
+        name: name of the data set's configuration; null for the default.
+        split: name of the split to read.
         data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
         column: name of the column that holds the text.
@@ -327,7 +327,7 @@ class TokenShards(TextData):
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
-        val: shards to validate and test on, in the same forms.
+        val: shards to validate and test on, given in the same way as train.
         tokenizer: folder of the tokenizer, or name of a model on the Hugging Face Hub; null for the folder tokenizer/ beside
             the shards.
         batch_size: number of samples in a batch, over all processes together.

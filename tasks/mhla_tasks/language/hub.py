@@ -37,8 +37,8 @@ class StreamedDataSet:
 
             * ``path``: name on the Hugging Face Hub; or, with ``data_files``, the format ``json``, ``csv``, ``parquet`` or
               ``text``.
-            * ``name``: configuration of the data set.
-            * ``split``: split of the data set.
+            * ``name``: name of the data set's configuration.
+            * ``split``: name of the split to read.
             * ``data_files``: files, glob patterns or URLs.
         column: name of the column that holds the text.
 

@@ -32,7 +32,7 @@ class DecoderShape:
         key_value_heads: number of heads of keys and values, a divisor of heads; null for heads.
         key_width: width of a key in one head; null for dim / heads.
         value_width: width of a value in one head; null for dim / heads.
-        mlp_width: inner width of the SwiGLU.
+        mlp_width: inner width of the SwiGLU MLP.
         tie_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
     """

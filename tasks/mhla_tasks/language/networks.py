@@ -59,7 +59,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
 
 
 def known_options(kind: type[PreTrainedConfig]) -> set[str]:
-    """Return the names of all options of a configuration class."""
+    """Return the names of all options of a transformers configuration class."""
     return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
 
 

@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Group documents into lists that each hold at least ``characters`` characters; the last list may hold fewer."""
+    """Group documents into lists of at least ``characters`` characters in total; the last list may have fewer."""
     group: list[str] = []
     size = 0
     for document in documents:

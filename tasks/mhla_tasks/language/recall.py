@@ -92,13 +92,14 @@ class QuestionData(ResumableDataModule):
 
 
 class AssociativeRecall(QuestionData):
-    """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions about them.
+    """Data module for multi-query associative recall (MQAR): sequences of key-value pairs, then questions about them.
 
-    A sequence of N tokens begins with D keys, each followed by its value. Keys are drawn without replacement from the lower
-    half of the vocabulary, values from the upper half. The rest of the sequence consists of (N - 2D) / 2 slots of two tokens. D
-    of these slots begin with a key, after which the model has to predict its value. They are drawn without replacement, slot i
-    = 1, 2, ... with a probability proportional to ``i ** (power - 1)``. All other tokens after the pairs are random, or 0.
-    Accuracy is logged by number of pairs: ``val/accuracy_pairs4``.
+    The task follows Zoology (arXiv 2312.04927, section 4). A sequence of N tokens begins with D keys, each followed by its
+    value. Keys are drawn without replacement from the lower half of the vocabulary, values from the upper half. The rest of the
+    sequence consists of (N - 2D) / 2 slots of two tokens. D of these slots begin with a key, after which the model has to
+    predict its value. They are drawn without replacement, slot i = 1, 2, ... with a probability proportional to
+    ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged by number of pairs:
+    ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.
@@ -144,7 +145,7 @@ class AssociativeRecall(QuestionData):
 
 
 class _RecallSamples:
-    """Data set of associative recall sequences, each of which is drawn at random when it is read."""
+    """Data set of associative recall sequences, each of which is generated from the seed and its index when it is read."""
 
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
@@ -184,11 +185,13 @@ class _RecallSamples:
 
 
 class Needle(QuestionData):
-    """Needle in a haystack: a key and its value at a random position among random tokens, and the key again at the end.
+    """Data module for the needle-in-a-haystack test, in which the model has to recall a value among random tokens.
 
-    The model has to predict the value after the last key. Keys, values and the haystack come from different thirds of the
+    A sequence has a key and its value at a random position among random tokens, and the key again at the end. The model has to
+    predict the value after the last key. Keys, values and the haystack (the other tokens) come from different thirds of the
     vocabulary. Accuracy is logged by sequence length (``val/accuracy_tokens512``), and by length and depth
-    (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth is the index of the fifth of the haystack that holds the pair.
+    (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth tells in which fifth of the haystack the pair is, starting at
+    0.
 
     Args:
         tokens: number of tokens in a training sequence.
@@ -231,7 +234,7 @@ class Needle(QuestionData):
 
 
 class _NeedleSamples:
-    """Data set of needle-in-a-haystack sequences, each of which is drawn at random when it is read."""
+    """Data set of needle-in-a-haystack sequences, each of which is generated from the seed and its index when it is read."""
 
     def __init__(self, data: Needle, stage: str) -> None:
         self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3

@@ -37,8 +37,8 @@ class StdlibText:
 
     Attributes:
         tokenizer: tokenizer trained on the training files.
-        tokens: dict with the keys ``train`` and ``validate``. Each value holds the tokens of all files of that split, ``[n]``
-            uint16.
+        tokens: dict with the keys ``train`` and ``validate``. Each value holds the tokens of all training or validation files,
+            ``[n]`` uint16.
         starts: dict with the same keys. Each value holds the index of the first token of each file, ``[files]`` int64.
     """
 

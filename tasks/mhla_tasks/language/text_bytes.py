@@ -78,9 +78,10 @@ class MissingBytes:
 
 
 def spread(missing: int, count: int, position: int) -> int:
-    """Return how many of a document's missing bytes belong to its first ``position`` tokens, if spread evenly over all tokens.
+    """Return how many of a document's missing bytes belong to its first ``position`` tokens.
 
     Missing bytes are the difference between the length of the text in bytes and the number of bytes that its tokens stand for.
+    They are spread evenly over the tokens.
 
     Args:
         missing: number of missing bytes of the document; may be negative.
@@ -101,8 +102,8 @@ def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarr
         first: index of the first token in the range.
         stop: index after the last token in the range.
         starts: index of the first token of each document, ``[documents]``.
-        missing: difference between the length of the text in bytes and the number of bytes that its tokens stand for, of each
-            document, ``[documents]``.
+        missing: for each document, the length of its text in bytes minus the number of bytes that its tokens stand for,
+            ``[documents]``.
         length: number of tokens in all documents.
 
     Returns:

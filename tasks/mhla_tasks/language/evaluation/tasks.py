@@ -83,7 +83,7 @@ def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
     """Check that all requested tasks of lm-evaluation-harness exist.
 
     Args:
-        names: requested tasks: names, or paths of task files.
+        names: names of the requested tasks, or paths of task files.
         known: names of all tasks that the harness has.
 
     Raises:
