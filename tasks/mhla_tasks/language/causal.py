@@ -213,8 +213,8 @@ class CausalLanguageModel(TrainingModule):
         """Generate a continuation of each prompt in a batch.
 
         Returns:
-            A list of tuples: index of the prompt in the prompt file, prompt, and continuation. Rows that only fill up the batch
-                (``batch["valid"]`` is False) are omitted.
+            A list of tuples of the prompt's index in the prompt file, the prompt, and its continuation. Rows that only fill up
+            the batch, for which ``batch["valid"]`` is False, are omitted.
         """
         rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
         prompts = [batch["prompt"][row] for row in rows]

@@ -306,7 +306,7 @@ class HubText(TextData):
     def _documents(self) -> Iterator[str]:
         """Yield the training documents endlessly, in a different order in each epoch.
 
-        All calls yield the same sequence.
+        Every call of this method yields the same sequence.
         """
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():

@@ -123,7 +123,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     """List URL and format of each file of a data set on the Hugging Face Hub.
 
     Returns:
-        A list of tuples like that of :func:`local_files`; None if only the library ``datasets`` can read the data set.
+        A list of tuples of URL and format; None if only the library ``datasets`` can read the data set.
     """
     from datasets import load_dataset_builder
 

@@ -180,8 +180,12 @@ def source_network(pretrained: str) -> dict[str, Any]:
             Hub.
 
     Returns:
-        A dict with the entries ``class_path`` and ``init_args`` and, if needed, ``extra`` and ``generation_config``; see the
-        argument ``network`` of :func:`build_network`.
+        A dict with these entries:
+
+        * ``class_path``: name of the configuration class, such as ``transformers.LlamaConfig``.
+        * ``init_args``: options of the configuration.
+        * ``extra`` (optional): entries of ``config.json`` that the class does not know.
+        * ``generation_config`` (optional): generation settings.
 
     Raises:
         FileNotFoundError: if there is no such model.

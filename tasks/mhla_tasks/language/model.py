@@ -44,7 +44,7 @@ class LanguageModelOutput(ModelOutput):
 
 
 class ForwardOptions(BackboneOptions, total=False):
-    """Optional keyword arguments that only the forward pass of :class:`MHLAForCausalLM` accepts.
+    """Optional keyword arguments of the forward pass of :class:`MHLAForCausalLM`, in addition to the inherited ones.
 
     Attributes:
         shift_labels: target of each token, ``[B, N]`` int64, which is the token that follows it; an alternative to ``labels``.
@@ -140,13 +140,14 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
                 training, there is never a state.
             output_hidden_states: whether to return the input of each layer and of the output head; None follows the
                 configuration.
-            return_dict: False returns a tuple.
+            return_dict: whether to return a :class:`LanguageModelOutput` (None or True) or a tuple (False).
             logits_to_keep: number of columns at the end to compute logits for, or indices of the columns; 0 for all columns.
             cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
             kwargs: additional arguments; see :class:`ForwardOptions`.
 
         Returns:
-            The outputs; if ``return_dict`` is False, a tuple of those that are not None.
+            Loss, logits ``[B, columns, V]``, generation state and hidden states. Those that do not apply are None; the tuple
+            omits them.
 
         Raises:
             ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are

@@ -145,7 +145,7 @@ class AssociativeRecall(QuestionData):
 
 
 class _RecallSamples:
-    """Data set of associative recall sequences, each of which is generated from the seed and its index when it is read."""
+    """Data set of associative recall sequences, each of which is generated when it is read."""
 
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
@@ -234,7 +234,7 @@ class Needle(QuestionData):
 
 
 class _NeedleSamples:
-    """Data set of needle-in-a-haystack sequences, each of which is generated from the seed and its index when it is read."""
+    """Data set of needle-in-a-haystack sequences, each of which is generated when it is read."""
 
     def __init__(self, data: Needle, stage: str) -> None:
         self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3

@@ -38,10 +38,10 @@ class TokenRuns(Protocol):
         ...
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the length in bytes of the text of a token range, minus the number of bytes that the tokens stand for.
+        """Return how many more bytes the text of a token range has than its tokens stand for.
 
-        The difference is not 0 if the tokenizer changes a text before splitting it, for example by dropping spaces. It may be
-        negative.
+        The difference is not 0 if the tokenizer changes a text before splitting it, for example by dropping spaces. It is
+        negative if the tokens stand for more bytes than the text has.
 
         Args:
             run: index of the run.
@@ -51,7 +51,7 @@ class TokenRuns(Protocol):
         ...
 
     def describe(self, run: int) -> str:
-        """Return a text with the name and the location of a run, for messages."""
+        """Return the name and the location of a run as text for messages."""
         ...
 
 
@@ -87,7 +87,9 @@ class ArrayRuns:
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the length in bytes of the text of a token range, minus the number of bytes that the tokens stand for.
+        """Return how many more bytes the text of a token range has than its tokens stand for.
+
+        The difference is negative if the tokens stand for more bytes than the text has.
 
         Args:
             run: ignored, because there is a single run.

@@ -93,7 +93,7 @@ def spread(missing: int, count: int, position: int) -> int:
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return the length in bytes of the text of a token range, minus the number of bytes that the tokens stand for.
+    """Return how many more bytes the text of a token range has than its tokens stand for.
 
     The range may cover several documents, whose tokens are concatenated. The difference of each document is spread evenly over
     its tokens.
@@ -107,7 +107,7 @@ def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarr
         length: number of tokens in all documents.
 
     Returns:
-        The difference for the range; it may be negative.
+        The difference for the range; negative if the tokens stand for more bytes than the text has.
     """
     total = 0
     low = max(0, int(np.searchsorted(starts, first, side="right")) - 1)

@@ -91,10 +91,9 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Return whether the shard stores, for each document of a run, the missing bytes of its text.
+        """Return whether the shard stores, for each document of a run, a correction of its number of bytes.
 
-        Missing bytes are the difference between the length of the text in bytes and the number of bytes that its tokens stand
-        for.
+        The correction is the length of the text in bytes minus the number of bytes that the tokens stand for.
         """
         try:
             return self.reader.extension(run, (MISSING,)) == MISSING
@@ -102,7 +101,7 @@ class ShardRuns:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the length in bytes of the text of a token range, minus the number of bytes that the tokens stand for.
+        """Return how many more bytes the text of a token range has than its tokens stand for.
 
         Args:
             run: index of the run.
@@ -110,7 +109,8 @@ class ShardRuns:
             stop: index in the run after the last token of the range.
 
         Returns:
-            The difference, which may be negative; 0 if the shard does not store differences for the run.
+            The difference; negative if the tokens stand for more bytes than the text has, and 0 if the shard does not store
+            differences for the run.
 
         Raises:
             BrokenSampleError: if the stored differences cannot be read.
