@@ -170,8 +170,8 @@ class ScoringHost(LinearizedHost):
 
     distance_name = "train/teacher_divergence"
     loss_name: str
-    run: Callable[[Any, Tensor], Any]
-    scores: Callable[[Any, Tensor], Tensor]
+    run: Callable[..., Any]
+    scores: Callable[..., Tensor]
 
     @override
     def check(self, trainer: Trainer, network: nn.Module, trained: str) -> None:
@@ -231,6 +231,11 @@ class Linearization:
     def has_teacher(self) -> bool:
         """Whether a teacher has been loaded."""
         return self._teacher is not None
+
+    @property
+    def teacher(self) -> Any:
+        """Model before its attention was replaced; None until it is loaded."""
+        return self._teacher
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
         """Load the teacher, and check that replaced layers can be trained on their own.

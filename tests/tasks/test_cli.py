@@ -164,7 +164,7 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
         return
     if path.stem.startswith("linearize"):
         cli = parse(monkeypatch, "fit", "--config", str(path))
-        with pytest.raises(ValueError, match="is no checkpoint, no folder and no model on the hub"):
+        with pytest.raises(ValueError, match="is not a checkpoint, a folder or a model on the hub"):
             cli.parser.instantiate_classes(cli.config)
         return
     if "network:" in path.read_text():

@@ -1,4 +1,4 @@
-"""Export of a trained classifier to a folder: safetensors, ``config.json`` and ``classes.txt``."""
+"""Export of a trained classifier (weights, ``config.json``, ``classes.txt``) or image encoder to a folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_mhla.swap import save_swapped
 from lightning_mhla.swap.adapters import merge_adapters
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.training.encoders import LinearizedEncoder
 from mhla_tasks.classification.base import Classifier
 from mhla_tasks.classification.timm import TimmClassifier
 
@@ -37,7 +38,14 @@ model = load_swapped("FOLDER")"""
 """Python code that loads an exported timm model with replaced attention, where FOLDER is its path."""
 
 
-def loading(module: Classifier) -> str:
+LOADING_ENCODER = """\
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)"""
+"""Python code that loads an exported encoder of transformers, where FOLDER is its path."""
+
+
+def loading(module: Classifier | LinearizedEncoder) -> str:
     """Return the Python code that loads an exported model, for the model card.
 
     The code contains the placeholder FOLDER instead of the path of the export. Unless the model is a timm model, it contains
@@ -46,6 +54,8 @@ def loading(module: Classifier) -> str:
     Args:
         module: module that is exported.
     """
+    if isinstance(module, LinearizedEncoder):
+        return LOADING_ENCODER
     if not isinstance(module, TimmClassifier):
         return LOADING
     return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM
@@ -59,16 +69,20 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
     return {**crop, "mean": tuple(preprocessing["mean"]), "std": tuple(preprocessing["std"])}
 
 
-def write(module: Classifier, folder: Path) -> None:
+def write(module: Classifier | LinearizedEncoder, folder: Path) -> None:
     """Export the network of a classifier and its class names to a folder.
 
     The folder can be loaded with ``from_pretrained`` of the network's class. If the network is a timm model, it is loaded with
     ``timm.create_model`` instead, or with ``lightning_mhla.load_swapped`` if its attention was replaced.
 
     Args:
-        module: trained classifier.
+        module: trained classifier, or encoder with replaced attention.
         folder: path of the folder to write.
     """
+    if isinstance(module, LinearizedEncoder):
+        merge_adapters(module.network)
+        module.network.save_pretrained(folder)
+        return
     preprocessing = None if module.preprocessing is None else module.preprocessing.as_dict()
     if not isinstance(module, TimmClassifier):
         module.network.save_pretrained(folder)

@@ -3,6 +3,7 @@
 from mhla_tasks.language.base_model import MHLAModel
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.data import HubText, PythonSource, TokenShards
+from mhla_tasks.language.encoder import LinearizedTextEncoder
 from mhla_tasks.language.heads import (
     MHLAForQuestionAnswering,
     MHLAForSequenceClassification,
@@ -11,6 +12,7 @@ from mhla_tasks.language.heads import (
 from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import DecoderShape, LanguageModel
+from mhla_tasks.language.passages import TextPassages
 from mhla_tasks.language.recall import AssociativeRecall, Needle
 from mhla_tasks.language.registration import register
 
@@ -20,6 +22,7 @@ __all__ = [
     "HubText",
     "LanguageModel",
     "LinearizedModel",
+    "LinearizedTextEncoder",
     "MHLAConfig",
     "MHLAForCausalLM",
     "MHLAForQuestionAnswering",
@@ -28,6 +31,7 @@ __all__ = [
     "MHLAModel",
     "Needle",
     "PythonSource",
+    "TextPassages",
     "TokenShards",
 ]
 

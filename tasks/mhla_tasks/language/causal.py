@@ -17,11 +17,12 @@ from typing_extensions import override
 
 from lightning_mhla.attention.inputs import UNHANDLED
 from lightning_mhla.attention.sequence import SequenceShare
+from lightning_mhla.swap.networks import repeated_layers
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.language.callbacks import TextSamples
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
-from mhla_tasks.language.networks import examine, network_loss, repeated_layers, training_flops
+from mhla_tasks.language.networks import examine, network_loss, training_flops
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
 from mhla_tasks.language.sums import MOST, TextSums
 from mhla_tasks.language.tokenizer import (

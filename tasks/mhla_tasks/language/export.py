@@ -16,6 +16,7 @@ from lightning_mhla.swap import is_swapped, load_swapped
 from lightning_mhla.swap.adapters import merge_adapters
 from lightning_mhla.training.loading import accepts, load_module
 from mhla_tasks.language.causal import CausalLanguageModel
+from mhla_tasks.language.encoder import LinearizedTextEncoder
 from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
@@ -38,13 +39,9 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 """Python code that loads an export, where FOLDER is its path."""
 
 
-def loading(model: CausalLanguageModel) -> str:
-    """Return example Python code, to show to users, that loads an exported language model.
-
-    Args:
-        model: ignored; the code is the same for every model.
-    """
-    return LOADING
+def loading(model: CausalLanguageModel | LinearizedTextEncoder) -> str:
+    """Return Python code that loads an exported model, for the model card; it contains FOLDER instead of the path."""
+    return LOADING.replace("ForCausalLM", "") if isinstance(model, LinearizedTextEncoder) else LOADING
 
 
 def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel:
@@ -111,7 +108,8 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
     save_tokenizer(model.tokenizer, folder)
 
 
-def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
+def write(
+    model: CausalLanguageModel | LinearizedTextEncoder, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
     """Export a model, optionally with a different tokenizer or extended to a longer context.
 
     Args:
@@ -124,6 +122,9 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
         ValueError: if ``context`` is given for a model of transformers, which has no mixing coefficients to extend, or the
             model has no tokenizer.
     """
+    if isinstance(model, LinearizedTextEncoder):
+        _write_encoder(model, folder, tokenizer, context)
+        return
     if tokenizer:
         model.use_tokenizer(load_tokenizer(tokenizer))
     if context:
@@ -133,3 +134,14 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
             )
         model.network.extend(context)
     export(model, folder)
+
+
+def _write_encoder(encoder: LinearizedTextEncoder, folder: Path, tokenizer: str | None, context: int | None) -> None:
+    if context:
+        raise ValueError("--context extends mixing coefficients of language models, not those of encoders")
+    merge_adapters(encoder.network)
+    encoder.network.save_pretrained(folder)
+    text_tokenizer = load_tokenizer(tokenizer) if tokenizer else encoder.tokenizer
+    if text_tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer; set --tokenizer")
+    save_tokenizer(text_tokenizer, folder)

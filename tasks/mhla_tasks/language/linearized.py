@@ -6,41 +6,33 @@ transfer). Then the model is trained on text, in full or with low-rank adapters,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
-from lightning_mhla.checkpoints.pretrained import read_trained
-from lightning_mhla.swap import SAVED, is_swapped, load_swapped
+from lightning_mhla.swap import is_swapped, load_swapped
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
-from lightning_mhla.swap.loading import give_weights
-from lightning_mhla.swap.saved import restored
+from lightning_mhla.swap.networks import describe, load_source, read_configuration
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.system.untrusted import read_json, reason
+from lightning_mhla.system.untrusted import reason
 from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import IGNORED
-from mhla_tasks.language.networks import build_network, known_options
+from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
 
 WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
 """Default replacement of softmax attention."""
-
-OWN = (
-    "transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", SAVED
-)  # fmt: skip
-"""Entries of a saved configuration that describe how it was saved, as do entries that begin with an underscore."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that name special tokens."""
@@ -119,7 +111,7 @@ class LinearizedModel(CausalLanguageModel):
     @override
     def configure_model(self) -> None:
         if self._pretrained is not None:
-            load_source(self.network, self._pretrained)
+            load_source(self.network, self._pretrained, AutoModelForCausalLM)
             self._pretrained = None
         super().configure_model()
 
@@ -168,7 +160,7 @@ def read_source(path: str) -> PreTrainedModel:
         return swapped
     network = source_network(path)
     model = build_network(network, dict(network["init_args"])["vocab_size"])
-    load_source(model, path)
+    load_source(model, path, AutoModelForCausalLM)
     return model
 
 
@@ -194,52 +186,20 @@ def source_network(pretrained: str) -> dict[str, Any]:
     path = Path(pretrained)
     if path.exists() and not (path / "config.json").is_file():
         memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
-        found = memory.get("network")
-        if found is None:
+        network = memory.get("network")
+        if network is None:
             raise ValueError(
                 f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
                 "--model.attention.kind and pretrained of LanguageModel"
             )
-        options = {"vocab_size": memory.get("vocab_size"), **(found.get("init_args") or {})}
-        return {**found, "init_args": options}
+        options = {"vocab_size": memory.get("vocab_size"), **(network.get("init_args") or {})}
+        return {**network, "init_args": options}
     config = read_configuration(pretrained)
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise ValueError(
-            f"{pretrained} is quantised ({method}), and its attention cannot be trained; name the model it was made from"
-        )
-    saved, known = config.to_diff_dict(), known_options(type(config))
-    plain = {name: value for name, value in saved.items() if name not in OWN and not name.startswith("_")}
-    network: dict[str, Any] = {
-        "class_path": f"transformers.{type(config).__name__}",
-        "init_args": {
-            "vocab_size": config.vocab_size, **{name: value for name, value in plain.items() if name in known}
-        },
-    }  # fmt: skip
-    if extra := {name: value for name, value in plain.items() if name not in known}:
-        network["extra"] = extra
+    network = describe(config, pretrained)
+    network["init_args"] = {"vocab_size": config.vocab_size, **network["init_args"]}
     if generation := read_generation(pretrained):
         network["generation_config"] = generation
     return network
-
-
-def read_configuration(pretrained: str) -> PreTrainedConfig:
-    """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
-
-    Args:
-        pretrained: path of the folder, or name of a model on the Hugging Face Hub.
-
-    Raises:
-        FileNotFoundError: if there is no configuration.
-        ValueError: if transformers has no class for the configuration.
-    """
-    if is_swapped(pretrained):
-        options = restored(read_json(Path(pretrained) / "config.json"))
-        return AutoConfig.for_model(options.pop("model_type"), **options)
-    try:
-        return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
-    except OSError as error:
-        raise FileNotFoundError(f"{pretrained} is no checkpoint, no folder and no model on the hub") from error
 
 
 def read_generation(pretrained: str) -> dict[str, Any]:
@@ -271,31 +231,3 @@ def read_generation(pretrained: str) -> dict[str, Any]:
         raise ValueError(f"{file}: {reason(error)}; correct it, or remove the file") from error
     kept = settings.to_diff_dict()
     return {name: value for name, value in kept.items() if name != "transformers_version" and not name.startswith("_")}
-
-
-def load_source(network: PreTrainedModel, pretrained: str) -> None:
-    """Load pretrained weights into a model, some of whose attention layers may have been replaced.
-
-    Parameters that the replacement added keep their initial values if the weights lack them.
-
-    Args:
-        network: model to load the weights into.
-        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
-            Hub.
-
-    Raises:
-        FileNotFoundError: if there are no weights.
-        ValueError: if the weights are from a different model.
-    """
-    trained, local = read_trained(pretrained), Path(pretrained)
-    state: Mapping[str, Tensor]
-    if trained is not None:
-        state = trained.weights
-    elif is_swapped(local):
-        state = load_swapped(local, torch.float32).state_dict()
-    else:
-        state = AutoModelForCausalLM.from_pretrained(
-            pretrained, dtype=torch.float32, trust_remote_code=False
-        ).state_dict()
-    give_weights(network, state, pretrained, tuple(network.all_tied_weights_keys or ()))
-    network.tie_weights()

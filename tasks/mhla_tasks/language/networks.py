@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from lightning_mhla.swap.networks import build_configuration
 from lightning_mhla.system.sharding import is_sharded_module
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 from mhla_tasks.language.model import MHLAForCausalLM
@@ -30,50 +31,21 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
         ValueError: if transformers has no such class, the configuration has no such option, or the model is not a causal
             language model.
     """
-    import transformers
-
-    unknown = set(network) - {"class_path", "init_args", "extra", "generation_config"}
-    path = str(network.get("class_path", ""))
-    if unknown or not path:
-        raise ValueError(f"network takes class_path and init_args, not {dict(network)}")
-    module, _, name = path.rpartition(".")
-    kind = getattr(transformers, name, None) if module.split(".")[0] in ("", "transformers") else None
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedConfig)):
-        raise ValueError(f"network: {path} is not a configuration of transformers, such as transformers.LlamaConfig")
-    options = dict(network.get("init_args") or {})
-    if options.setdefault("vocab_size", vocab_size) != vocab_size:
-        raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
-    option_names = known_options(kind)
-    if wrong := sorted(set(options) - option_names):
-        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(option_names))}")
+    generation = network.get("generation_config")
+    description = {name: value for name, value in network.items() if name != "generation_config"}
+    name = str(network.get("class_path", "")).rpartition(".")[2]
     try:
-        config = kind(**{**(network.get("extra") or {}), **options})
+        config = build_configuration(description, {"vocab_size": vocab_size})
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
+        if str(error).startswith("network"):
+            raise
         raise ValueError(
             f"network: {name} does not build a causal language model ({str(error).splitlines()[0]})"
         ) from error
-    if network.get("generation_config"):
-        model.generation_config = GenerationConfig.from_dict(dict(network["generation_config"]))
+    if generation:
+        model.generation_config = GenerationConfig.from_dict(dict(generation))
     return model
-
-
-def known_options(kind: type[PreTrainedConfig]) -> set[str]:
-    """Return the names of all options of a transformers configuration class."""
-    return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
-
-
-def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a transformers model, from the first to the last.
-
-    Raises:
-        ValueError: if the model has no ``nn.ModuleList`` of length ``config.num_hidden_layers``.
-    """
-    depth = network.config.num_hidden_layers
-    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    if not lists:
-        raise ValueError(f"{type(network).__name__} has no list of its {depth} layers")
-    return list(lists[0])
 
 
 @torch.no_grad()

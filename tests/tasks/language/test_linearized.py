@@ -11,7 +11,7 @@ from grouped import grouped
 from lightning import LightningDataModule, Trainer
 from mhla_tasks.language import DecoderShape, LanguageModel, LinearizedModel
 from mhla_tasks.language.export import load_checkpoint
-from mhla_tasks.language.linearized import load_source, source_network
+from mhla_tasks.language.linearized import source_network
 from mhla_tasks.language.networks import build_network
 from processes import fork_server
 from torch.utils.data import DataLoader
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.swap import swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, merge_adapters
+from lightning_mhla.swap.networks import load_source
 from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.options import TrainingOptions
@@ -142,7 +143,7 @@ def test_two_processes_match_layers_as_one_does(source: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("train", ["new", "attention", "lora"])
 def test_only_what_is_asked_for_is_trained(train: Any, source: Path, tmp_path: Path) -> None:
     model = linearized(source, train=train, lora=LoraOptions(2, 2), distillation=TransferOptions(layer_steps=1))
-    load_source(model.network, str(source))
+    load_source(model.network, str(source), AutoModelForCausalLM)
     before = weights(model)
     path = fit(model, 4, tmp_path)
     changed = {name for name, tensor in weights(model).items() if not torch.equal(tensor, before[name])}
@@ -163,7 +164,7 @@ def test_recomputed_layers_are_matched_alike(train: Any, source: Path) -> None:
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = linearized(source, train=train, lora=LoraOptions(2, 2), checkpointing=checkpointing)
-        load_source(model.network, str(source))
+        load_source(model.network, str(source), AutoModelForCausalLM)
         network = model.network.train()
         transfer_loss(network, lambda network=network: network.base_model(tokens, use_cache=False)).backward()
         gradients.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
@@ -176,7 +177,7 @@ def test_recomputed_layers_are_matched_alike(train: Any, source: Path) -> None:
 def test_a_run_with_adapters_is_not_mistaken(source: Path, tmp_path: Path) -> None:
     path = fit(linearized(source, train="lora", lora=LoraOptions(2, 2)), 1, tmp_path)
     with pytest.raises(ValueError, match=r"contains LoRA adapters; .* lightning export .* FOLDER"):
-        load_source(linearized(path).network, str(path))
+        load_source(linearized(path).network, str(path), AutoModelForCausalLM)
     content = torch.load(path, weights_only=True)
     with pytest.raises(ValueError, match="was trained with LoRA adapters, this run is without"):
         linearized(source).on_load_checkpoint(content)
@@ -204,14 +205,14 @@ def test_weights_come_from_checkpoints_folders_and_swapped_models(source: Path, 
     )
     checkpoint = fit(plain, 2, tmp_path)
     model = linearized(checkpoint)
-    load_source(model.network, str(checkpoint))
+    load_source(model.network, str(checkpoint), AutoModelForCausalLM)
     assert all(
         torch.equal(tensor, model.network.state_dict()[name]) for name, tensor in plain.network.state_dict().items()
     )
     (tmp_path / "stage").mkdir()
     stage = fit(linearized(source, distillation=TransferOptions(layer_steps=2)), 2, tmp_path / "stage")
     second = linearized(stage)
-    load_source(second.network, str(stage))
+    load_source(second.network, str(stage), AutoModelForCausalLM)
     saved = torch.load(stage, weights_only=True)["state_dict"]
     assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in second.network.state_dict().items())
     swapped = AutoModelForCausalLM.from_pretrained(source)
@@ -219,7 +220,7 @@ def test_weights_come_from_checkpoints_folders_and_swapped_models(source: Path, 
         torch.nn.init.normal_(layer.far.weight)
     swapped.save_pretrained(tmp_path / "swapped")
     third = linearized(tmp_path / "swapped")
-    load_source(third.network, str(tmp_path / "swapped"))
+    load_source(third.network, str(tmp_path / "swapped"), AutoModelForCausalLM)
     for mine, theirs in zip(swapped_layers(third.network).values(), swapped_layers(swapped).values(), strict=True):
         assert torch.equal(mine.far.weight, theirs.far.weight)
 
@@ -232,7 +233,7 @@ def test_hybrids_keep_their_layers(source: Path) -> None:
 def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"name the model to linearize: --model.pretrained=FOLDER_OR_NAME"):
         LinearizedModel()
-    with pytest.raises(FileNotFoundError, match="nowhere/at/all is no checkpoint, no folder and no model on the hub"):
+    with pytest.raises(FileNotFoundError, match="nowhere/at/all is not a checkpoint, a folder or a model on the hub"):
         linearized(Path("nowhere/at/all"))
     ours = LanguageModel(vocab_size=40, context=48, shape=DecoderShape(dim=16, depth=1, heads=2, mlp_width=16))
     with pytest.raises(
@@ -244,7 +245,7 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
     other = build_network({**NETWORK, "init_args": {**NETWORK["init_args"], "hidden_size": 64}}, 40)
     other.save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match="wide does not match the model or its attention: "):
-        load_source(linearized(source).network, str(tmp_path / "wide"))
+        load_source(linearized(source).network, str(tmp_path / "wide"), AutoModelForCausalLM)
     linear = AttentionConfig(kind="linear")
     idle = LinearizedModel(str(source), linear, context=48, distillation=TransferOptions(layer_steps=2))
     with pytest.raises(

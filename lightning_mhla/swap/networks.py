@@ -1,0 +1,175 @@
+"""Models of transformers described by plain data, from which a checkpoint rebuilds its model without the original folder.
+
+A description is a dict with these entries:
+
+* ``class_path``: name of the configuration class, such as ``transformers.LlamaConfig``.
+* ``init_args`` (optional): options of the configuration.
+* ``extra`` (optional): entries of a published ``config.json`` that the class does not know; kept unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
+from lightning_mhla.checkpoints.pretrained import read_trained
+from lightning_mhla.swap.host import SAVED
+from lightning_mhla.swap.loading import give_weights
+from lightning_mhla.swap.saved import restored
+from lightning_mhla.swap.swapping import is_swapped, load_swapped
+from lightning_mhla.system.untrusted import read_json
+
+HOW_SAVED = (
+    "transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", SAVED
+)  # fmt: skip
+"""Entries of a saved configuration that describe how it was saved, as do entries that begin with an underscore."""
+
+
+def read_configuration(pretrained: str) -> PreTrainedConfig:
+    """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
+
+    Args:
+        pretrained: path of the folder, or name of a model on the Hugging Face Hub.
+
+    Raises:
+        FileNotFoundError: if there is no configuration.
+        ValueError: if transformers has no class for the configuration.
+    """
+    if is_swapped(pretrained):
+        options = restored(read_json(Path(pretrained) / "config.json"))
+        return AutoConfig.for_model(options.pop("model_type"), **options)
+    try:
+        return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
+    except OSError as error:
+        raise FileNotFoundError(f"{pretrained} is not a checkpoint, a folder or a model on the hub") from error
+
+
+def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
+    """Return the description of a model as plain data, see the top of this module.
+
+    Args:
+        config: configuration of the model.
+        pretrained: path or name of the model, for the error message.
+
+    Raises:
+        ValueError: if the model is quantized.
+    """
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ValueError(
+            f"{pretrained} is quantised ({method}), and its attention cannot be trained; name the model it was made from"
+        )
+    names = known_options(type(config))
+    options = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in HOW_SAVED and not name.startswith("_")
+    }
+    network: dict[str, Any] = {
+        "class_path": f"transformers.{type(config).__name__}",
+        "init_args": {name: value for name, value in options.items() if name in names},
+    }
+    if extra := {name: value for name, value in options.items() if name not in names}:
+        network["extra"] = extra
+    return network
+
+
+def read_description(pretrained: str) -> dict[str, Any]:
+    """Read the description of a model as plain data, see the top of this module.
+
+    Args:
+        pretrained: path of a checkpoint, of a run's folder or of a folder of transformers, or name on the Hugging Face Hub.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+        ValueError: if the checkpoint holds a model that is not from transformers, or the model is quantized.
+    """
+    path = Path(pretrained)
+    if not path.exists() or (path / "config.json").is_file():
+        return describe(read_configuration(pretrained), pretrained)
+    memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
+    network: dict[str, Any] | None = memory.get("network")
+    if network is None:
+        raise ValueError(f"{pretrained} does not contain a model of transformers")
+    return network
+
+
+def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Build a configuration of transformers from its description.
+
+    Args:
+        network: description, see the top of this module.
+        required: values that options must have, by name; used if the description does not set them.
+
+    Raises:
+        ValueError: if transformers has no such class, the class has no such option, or an option has a different value than
+            the required one.
+    """
+    import transformers
+
+    path = str(network.get("class_path", ""))
+    if set(network) - {"class_path", "init_args", "extra"} or not path:
+        raise ValueError(f"network takes class_path and init_args, not {dict(network)}")
+    module, _, name = path.rpartition(".")
+    kind = getattr(transformers, name, None) if module.split(".")[0] in ("", "transformers") else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedConfig)):
+        raise ValueError(f"network: {path} is not a configuration of transformers, such as transformers.LlamaConfig")
+    options = dict(network.get("init_args") or {})
+    for option, value in (required or {}).items():
+        if options.setdefault(option, value) != value:
+            raise ValueError(f"network: {option}={options[option]} and the model's {option}={value} differ")
+    names = known_options(kind)
+    if wrong := sorted(set(options) - names):
+        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(names))}")
+    return kind(**{**(network.get("extra") or {}), **options})
+
+
+def known_options(kind: type[PreTrainedConfig]) -> set[str]:
+    """Return the names of all options of a transformers configuration class."""
+    return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
+
+
+def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> None:
+    """Load pretrained weights into a model, some of whose attention layers may have been replaced.
+
+    Parameters that the replacement added keep their initial values if the weights lack them.
+
+    Args:
+        network: model to load the weights into.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
+            Hub.
+        auto_class: class of transformers that loads such models, such as ``transformers.AutoModel``.
+
+    Raises:
+        FileNotFoundError: if there are no weights.
+        ValueError: if the weights are from a different model.
+    """
+    trained, local = read_trained(pretrained), Path(pretrained)
+    weights: Mapping[str, Tensor]
+    if trained is not None:
+        weights = trained.weights
+    elif is_swapped(local):
+        weights = load_swapped(local, torch.float32).state_dict()
+    else:
+        weights = auto_class.from_pretrained(pretrained, dtype=torch.float32, trust_remote_code=False).state_dict()
+    give_weights(network, weights, pretrained, tuple(network.all_tied_weights_keys or ()))
+    network.tie_weights()
+
+
+def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a transformers model, from the first to the last.
+
+    Raises:
+        ValueError: if the model has no ``nn.ModuleList`` of length ``config.num_hidden_layers``.
+    """
+    depth = network.config.num_hidden_layers
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    if not lists:
+        raise ValueError(f"{type(network).__name__} has no list of its {depth} layers")
+    return list(lists[0])

@@ -1,0 +1,365 @@
+"""Training of encoders whose attention was replaced, to compute the token vectors and embeddings of the original model.
+
+An encoder computes one vector for each token of a text or each patch of an image. Its embedding of a sample is the mean of
+these vectors or the first of them. There are no labels: the model before its attention was replaced, the teacher, supplies the
+targets. The first ``distillation.layer_steps`` steps train each replaced layer on its own (attention transfer, LoLCATs,
+arXiv 2410.10254, section 3.2); the others train the complete model.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.utilities.data import dim_zero_cat
+from transformers import AutoModel, PreTrainedModel
+from typing_extensions import override
+
+from lightning_mhla import AttentionConfig, swap_attention
+from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.swap.networks import build_configuration, load_source, read_description, repeated_layers
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.lightning_private import saved_hyperparameters
+from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.linearize import Linearization, ScoringHost
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.options import TrainingOptions
+
+Pooling = Literal["mean", "first"]
+
+NEIGHBORS = 10
+"""Number of nearest neighbors that the recall counts."""
+
+
+@dataclass(frozen=True)
+class EncoderDistillation:
+    """Options for training an encoder whose attention was replaced to match the model before the replacement.
+
+    Args:
+        layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
+            output of its original attention for the same input. They train only the parameters of the new attention.
+        teacher: path or name of the model before its attention was replaced, in a form that the option pretrained accepts.
+        tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's.
+        embedding_weight: weight of one minus the cosine similarity of the embeddings.
+        similarity_weight: weight of the mean squared difference of the cosine similarities between all samples of a batch.
+
+    Raises:
+        ValueError: if ``layer_steps`` or a weight is negative, or all weights are zero.
+    """
+
+    layer_steps: int = 0
+    teacher: str | None = None
+    tokens_weight: float = 1.0
+    embedding_weight: float = 1.0
+    similarity_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        weights = ("tokens_weight", "embedding_weight", "similarity_weight")
+        for name in ("layer_steps", *weights):
+            if getattr(self, name) < 0:
+                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
+        if not any(getattr(self, name) for name in weights):
+            raise ValueError(f"one of distillation.{', distillation.'.join(weights)} must be positive")
+
+    def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
+        """Return ``distance``; encoders have no loss on labels that it could be added to."""
+        return distance
+
+
+class EmbeddingPairs(Metric):
+    """Metric of embeddings that a model and its teacher compute for the same samples: how alike their neighborhoods are.
+
+    The result is a dict of two shares, from 0 to 1, of each sample's ten nearest neighbors in the teacher's embeddings (by
+    cosine similarity, fewer for small sets) that are also neighbors:
+
+    * ``recall_at_10``: among the model's embeddings.
+    * ``mixed_recall_at_10``: if a sample's embedding by the model is searched for among the embeddings of the teacher, as in an
+      index that the teacher built.
+
+    Both are NaN for fewer than two samples.
+    """
+
+    full_state_update = False
+    model: list[Tensor]
+    teacher: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("model", "teacher"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    @override
+    def update(self, model: Tensor, teacher: Tensor) -> None:
+        """Add the embeddings of a batch.
+
+        Args:
+            model: embeddings that the model computed, ``[B, dim]``.
+            teacher: embeddings of the same samples that the teacher computed, ``[B, dim]``.
+        """
+        self.model.append(F.normalize(model.float(), dim=-1))
+        self.teacher.append(F.normalize(teacher.float(), dim=-1))
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return the two shares of common neighbors."""
+        model, teacher = dim_zero_cat(self.model), dim_zero_cat(self.teacher)
+        wanted = _neighbors(teacher, teacher)
+        return {
+            "recall_at_10": _share_of(wanted, _neighbors(model, model)),
+            "mixed_recall_at_10": _share_of(wanted, _neighbors(model, teacher)),
+        }
+
+
+def _neighbors(queries: Tensor, index: Tensor) -> Tensor:
+    """Return the indices of the nearest other samples, ``[n, k]`` int64, for normalized embeddings ``[n, dim]``."""
+    similarity = queries @ index.T
+    similarity.fill_diagonal_(-torch.inf)
+    return similarity.topk(min(NEIGHBORS, len(index) - 1), dim=-1).indices
+
+
+def _share_of(wanted: Tensor, neighbors: Tensor) -> Tensor:
+    return (wanted[:, :, None] == neighbors[:, None, :]).any(-1).float().mean()
+
+
+class LinearizedEncoder(TrainingModule):
+    """Base class of modules that train an encoder of transformers, with replaced attention, to match the original encoder.
+
+    The constructor of a subclass calls ``save_hyperparameters(ignore=["pretrained"])`` and then :meth:`assemble`.
+
+    Args:
+        distillation: teacher, and weights of the distances from it.
+        pooling: which vector is the embedding of a sample: ``"mean"``, the mean of its token vectors without padding, or
+            ``"first"``, the vector of its first token.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+    """
+
+    network: Any
+
+    def __init__(self, distillation: EncoderDistillation, pooling: Pooling, training: TrainingOptions) -> None:
+        super().__init__(training)
+        if pooling not in ("mean", "first"):
+            raise ValueError(f"pooling={pooling!r} is neither 'mean' nor 'first'")
+        self.distillation, self.pooling = as_dataclass(EncoderDistillation, distillation), pooling
+        encode: Callable[..., Any] = self.encode
+        self.linearization = Linearization(self.distillation, ScoringHost("train/loss", encode, encode))
+
+    def assemble(
+        self,
+        pretrained: str | None,
+        attention: AttentionConfig,
+        layer_kinds: list[str] | None,
+        train: TrainedPart,
+        lora: LoraOptions,
+        network: dict[str, Any] | None,
+    ) -> None:
+        """Build the encoder with replaced attention, choose what is trained, and create empty metrics.
+
+        Parameters that do not contribute to the token vectors, such as those of a pooling head, are frozen.
+
+        Args:
+            pretrained: path or name of the encoder to start from. Its weights are loaded before training.
+            attention: options of the new attention.
+            layer_kinds: ``keep`` or ``replace`` for each layer, repeated to the depth; None to replace all layers.
+            train: part of the parameters that is trained after the first ``distillation.layer_steps`` steps.
+            lora: rank and alpha of the adapters for ``train="lora"``.
+            network: description of the encoder, see :mod:`lightning_mhla.swap.networks`; None to read it from ``pretrained``.
+
+        Raises:
+            ValueError: if the encoder is not named, transformers has no such encoder, or its attention cannot be replaced.
+        """
+        if network is None:
+            if pretrained is None:
+                raise ValueError("name the encoder to linearize: --model.pretrained=FOLDER_OR_NAME")
+            network = read_description(pretrained)
+        for saved in saved_hyperparameters(self):
+            saved["network"] = network
+        keep_plain(self)
+        self._pretrained = pretrained
+        self.network = _build(network)
+        swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
+        choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
+        for name, parameter in self.network.named_parameters():
+            if name.startswith("pooler.") or name.endswith("mask_token"):
+                parameter.requires_grad_(False)
+        if self.training_options.checkpointing:
+            self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        stages = ("val", "test")
+        self.pairs = nn.ModuleDict({stage: EmbeddingPairs() for stage in stages})
+        self.means = nn.ModuleDict(
+            {
+                stage: nn.ModuleDict({name: MeanMetric() for name in ("loss", "cosine", "token_cosine")})
+                for stage in stages
+            }
+        )
+
+    @override
+    def layers(self) -> list[nn.Module]:
+        return repeated_layers(self.network)
+
+    @override
+    def configure_model(self) -> None:
+        if self._pretrained is not None:
+            load_source(self.network, self._pretrained, AutoModel)
+            self._pretrained = None
+        super().configure_model()
+
+    @abstractmethod
+    def encode(self, network: Any, *inputs: Tensor) -> Tensor:
+        """Compute the token vectors ``[B, N, dim]`` of a batch, where ``inputs`` is the result of :meth:`read_inputs`."""
+
+    @abstractmethod
+    def read_inputs(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Return the tensors of a batch that the network needs, each ``[B, ...]``."""
+
+    @abstractmethod
+    def real_tokens(self, *inputs: Tensor) -> Tensor | None:
+        """Return the mask of non-padding tokens, ``[B, N]`` bool, of a batch; None if no token is padding."""
+
+    def read_teacher(self, path: str) -> nn.Module:
+        """Load the encoder with its original attention from the path or name ``path``."""
+        teacher = _build(read_description(path))
+        load_source(teacher, path, AutoModel)
+        return teacher
+
+    def embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute the embeddings of samples, ``[B, dim]``, from their token vectors.
+
+        Args:
+            vectors: token vectors, ``[B, N, dim]``.
+            mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        """
+        if self.pooling == "first":
+            return vectors[:, 0]
+        if mask is None:
+            return vectors.mean(1)
+        weights = mask[..., None].to(vectors.dtype)
+        return (vectors * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """Compute the normalized embeddings of a batch, ``[B, dim]``."""
+        inputs = self.read_inputs(batch)
+        return F.normalize(self.embed(self.encode(self.network, *inputs), self.real_tokens(*inputs)), dim=-1)
+
+    def on_fit_start(self) -> None:
+        """Check that the replaced layers can be trained on their own, and load the teacher."""
+        self._start()
+
+    def on_validation_start(self) -> None:
+        """Load the teacher, if it is not loaded yet."""
+        self._start()
+
+    def on_test_start(self) -> None:
+        """Load the teacher, if it is not loaded yet."""
+        self._start()
+
+    def _start(self) -> None:
+        if self.distillation.teacher is None:
+            raise ValueError(
+                "an encoder is trained and measured against the model before its attention was replaced: name it by "
+                "--model.distillation.teacher"
+            )
+        if not self.linearization.has_teacher:
+            self.linearization.start(self, self.read_teacher)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Compute and log the loss of a batch for the current stage, as a scalar.
+
+        The first stage compares the output of each replaced layer with that of the original layer. Later, the loss is the
+        weighted sum of the distances from the teacher that :class:`EncoderDistillation` lists.
+        """
+        inputs = self.read_inputs(batch)
+        if self.linearization.matches_layers(self):
+            return self.linearization.layer_loss(self, *inputs)
+        mask = self.real_tokens(*inputs)
+        distances = self.distances(self.encode(self.network, *inputs), self._wanted(*inputs), mask)
+        for name, value in distances.items():
+            self.log(f"train/{name}_distance", value.detach(), batch_size=len(inputs[0]))
+        return self.log_loss(self._weighted(distances), len(inputs[0]))
+
+    @torch.no_grad()
+    def _wanted(self, *inputs: Tensor) -> Tensor:
+        return self.encode(self.linearization.teacher, *inputs)
+
+    def distances(self, vectors: Tensor, wanted: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+        """Compute the distances of a model from its teacher: ``tokens``, ``embedding`` and ``similarity``, each a scalar.
+
+        Args:
+            vectors: token vectors of the model, ``[B, N, dim]``.
+            wanted: token vectors of the teacher, ``[B, N, dim]``.
+            mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        """
+        vectors, wanted = vectors.float(), wanted.float()
+        real = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
+        embedding, target = (F.normalize(self.embed(x, mask), dim=-1) for x in (vectors, wanted))
+        return {
+            "tokens": (vectors - wanted)[real].square().mean() / wanted[real].var().clamp(min=1e-12),
+            "embedding": (1 - (embedding * target).sum(-1)).mean(),
+            "similarity": (embedding @ embedding.T - target @ target.T).square().mean(),
+        }
+
+    def _weighted(self, distances: dict[str, Tensor]) -> Tensor:
+        weights: dict[str, float] = {name: getattr(self.distillation, f"{name}_weight") for name in distances}
+        return torch.stack([weight * distances[name] for name, weight in weights.items() if weight]).sum()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Update the validation metrics with one batch."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Update the test metrics with one batch."""
+        self._evaluate(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the agreement of neighborhoods on the validation data."""
+        self._log_pairs("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the agreement of neighborhoods on the test data."""
+        self._log_pairs("test")
+
+    def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
+        valid = batch["valid"]
+        inputs = tuple(values[valid] for values in self.read_inputs(batch))
+        if not len(inputs[0]):
+            return
+        mask = self.real_tokens(*inputs)
+        vectors, wanted = self.encode(self.network, *inputs).float(), self._wanted(*inputs).float()
+        embedding, target = self.embed(vectors, mask), self.embed(wanted, mask)
+        cosine = F.cosine_similarity(vectors, wanted, dim=-1)
+        means: Any = self.means[stage]
+        means["loss"].update(self._weighted(self.distances(vectors, wanted, mask)), len(inputs[0]))
+        means["cosine"].update(F.cosine_similarity(embedding, target, dim=-1))
+        means["token_cosine"].update(cosine if mask is None else cosine[mask])
+        pairs: Any = self.pairs[stage]
+        pairs.update(embedding, target)
+        for name, metric in means.items():
+            self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "cosine", batch_size=len(inputs[0]))
+
+    def _log_pairs(self, stage: str) -> None:
+        pairs: Any = self.pairs[stage]
+        if pairs.update_count:
+            self.log_dict({f"{stage}/{name}": value.to(self.device) for name, value in pairs.compute().items()})
+        pairs.reset()
+
+
+def _build(network: dict[str, Any]) -> PreTrainedModel:
+    """Build an encoder with random weights from its description, without dropout, which would blur the targets.
+
+    Raises:
+        ValueError: if transformers has no encoder for the configuration.
+    """
+    config = build_configuration(network)
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "dropout_prob")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    try:
+        model: PreTrainedModel = AutoModel.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(f"transformers has no encoder for {type(config).__name__}") from error
+    return model

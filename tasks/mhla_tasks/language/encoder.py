@@ -1,0 +1,107 @@
+"""Text encoders of transformers whose attention is replaced, then trained to compute the original embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
+from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
+from lightning_mhla.training.options import TrainingOptions
+from mhla_tasks.language.tokenizer import PackedFiles, pack_tokenizer, unpack_tokenizer
+
+BIDIRECTIONAL = AttentionConfig(kind="mhla", block_size=16, mixing="exponential", feature_map="learned")
+"""Default replacement of softmax attention: exponential coefficients serve texts of any length."""
+
+
+class LinearizedTextEncoder(LinearizedEncoder):
+    """Text encoder of transformers whose attention layers are replaced, then trained to match the original encoder.
+
+    Args:
+        pretrained: encoder to start from: a folder of transformers, a name on the Hugging Face Hub, or a checkpoint or run
+            folder of this class. Its weights are not read if --ckpt_path supplies them.
+        attention: options of the new attention.
+        layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
+            the kind attention.kind. null replaces all layers.
+        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them; attention,
+            those of the replaced attention layers with their projections; new, only those that the replacement added; lora, the
+            added ones and LoRA adapters of the projections.
+        lora: rank and alpha of the adapters.
+        distillation: teacher, and weights of the distances from it.
+        pooling: vector that is the embedding of a text. mean is the mean of its token vectors, first the vector of its first
+            token.
+        network: configuration of the encoder, which is read from pretrained; do not set it.
+        training: optimizer, moving average of the weights, checkpointing and compilation.
+    """
+
+    train_batch = ("tokens", "mask")
+    evaluation_batch = ("tokens", "mask")
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        attention: AttentionConfig = BIDIRECTIONAL,
+        layer_kinds: list[str] | None = None,
+        train: TrainedPart = "all",
+        lora: LoraOptions = LoraOptions(),
+        distillation: EncoderDistillation = EncoderDistillation(),
+        pooling: Pooling = "mean",
+        network: dict[str, Any] | None = None,
+        training: TrainingOptions = TrainingOptions(),
+    ) -> None:
+        super().__init__(distillation, pooling, training)
+        self.save_hyperparameters(ignore=["pretrained"])
+        self.tokenizer: Any = None
+        self._tokenizer_files: PackedFiles = {}
+        self.assemble(pretrained, attention, layer_kinds, train, lora, network)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take the tokenizer from the data, so that checkpoints and exports include it.
+
+        Raises:
+            ValueError: if the tokenizer has more tokens than the encoder, or texts are longer than the encoder allows.
+        """
+        super().setup(stage)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        tokenizer, length = getattr(data, "tokenizer", None), getattr(data, "length", 0)
+        config = self.network.config
+        if tokenizer is not None and len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, the encoder vocab_size={config.vocab_size}; use the encoder's own "
+                "tokenizer (--data.tokenizer)"
+            )
+        if length > (limit := getattr(config, "max_position_embeddings", length)):
+            raise ValueError(f"data.length={length} is above the {limit} tokens that the encoder allows")
+        if tokenizer is not None:
+            self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
+
+    @override
+    def encode(self, network: Any, *inputs: Tensor) -> Tensor:
+        tokens, mask = inputs
+        vectors: Tensor = network(input_ids=tokens, attention_mask=mask).last_hidden_state
+        return vectors
+
+    @override
+    def read_inputs(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        return batch["tokens"], batch["mask"]
+
+    @override
+    def real_tokens(self, *inputs: Tensor) -> Tensor | None:
+        return inputs[1].bool()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the files of the tokenizer to a checkpoint."""
+        super().on_save_checkpoint(checkpoint)
+        if self._tokenizer_files:
+            checkpoint["tokenizer"] = self._tokenizer_files
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the tokenizer from a checkpoint, and all other state as :class:`TrainingModule` does."""
+        super().on_load_checkpoint(checkpoint)
+        if "tokenizer" in checkpoint:
+            self.tokenizer, self._tokenizer_files = unpack_tokenizer(checkpoint["tokenizer"]), checkpoint["tokenizer"]

@@ -1,0 +1,129 @@
+"""Data module of short texts, for encoders: one sample is a passage with the special tokens that the tokenizer adds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_mhla.data import ResumableDataModule, SampleSource
+from mhla_tasks.language.corpus import read_documents
+from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
+
+STEP = 16
+"""Passages are padded to a multiple of this number of tokens, so that the passages of a batch are about equally long."""
+
+TEXTS_AT_ONCE = 1024
+"""Number of texts that are encoded together."""
+
+Unit = Literal["paragraph", "document"]
+
+
+class Passages:
+    """Source of encoded passages, grouped by their length after padding.
+
+    A sample has ``tokens`` and ``mask``, each ``[N]`` int64. N is the number of tokens rounded up to a multiple of 16, but at
+    most ``length``. The mask is 0 for padding.
+
+    Args:
+        texts: passages as text; those without tokens are left out.
+        tokenizer: tokenizer, whose special tokens are added.
+        length: maximum number of tokens in a passage; longer ones are cut.
+    """
+
+    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        self.length, self.padding = length, pad_token(tokenizer)
+        rows: list[np.ndarray] = []
+        texts = iter(texts)
+        while batch := list(islice(texts, TEXTS_AT_ONCE)):
+            # A control token that is spelled out in a text remains text.
+            encoded = tokenizer(batch, truncation=True, max_length=length, split_special_tokens=True)["input_ids"]
+            rows += [np.asarray(row, dtype=np.int32) for row in encoded if row]
+        self.rows = rows
+        self.groups = np.array([-(-len(row) // STEP) for row in rows], dtype=np.int64)
+        self.shard_sizes: Sequence[int] = [len(rows)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the tokens and the mask of a passage."""
+        row = self.rows[index]
+        width = min(self.length, int(self.groups[index]) * STEP)
+        tokens = torch.full((width,), self.padding, dtype=torch.int64)
+        tokens[: len(row)] = torch.from_numpy(row.astype(np.int64))
+        return {"tokens": tokens, "mask": (torch.arange(width) < len(row)).long()}
+
+
+class TextPassages(ResumableDataModule):
+    """Data module for passages of text, which train an encoder of texts.
+
+    The texts are tokenized in memory when a run begins. A batch contains passages of about the same length.
+
+    Args:
+        train: files, folders or data sets (hub:NAME) of the training texts: text files, or tables (.jsonl, .csv, ...).
+        val: those of the held-out texts, for validation and tests.
+        tokenizer: folder of the tokenizer, usually that of the pretrained encoder, or name of a model on the hub.
+        length: maximum number of tokens in a passage; longer passages are cut.
+        batch_size: number of passages in a batch, over all processes together.
+        unit: what a passage is. paragraph splits documents at blank lines; document takes the beginning of each document.
+        min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
+        column: column of a table that holds the text.
+        num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
+        seed: seed of the order of the passages; null for the value of seed_everything.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        tokenizer: str,
+        length: int = 128,
+        batch_size: int = 32,
+        unit: Unit = "paragraph",
+        min_characters: int = 40,
+        column: str = "text",
+        num_workers: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.save_hyperparameters()
+        if length < STEP:
+            raise ValueError(f"length={length} must be at least {STEP} tokens")
+        self.sources = {"train": train, "validate": val, "test": val}
+        self.tokenizer_name, self.length, self.unit, self.column = tokenizer, length, unit, column
+        self.min_characters = min_characters
+        self._passages: dict[str, Passages] = {}
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the texts."""
+        return load_tokenizer(self.tokenizer_name)
+
+    @override
+    def source(self, stage: str) -> SampleSource:
+        if stage == "predict":
+            raise ValueError("an encoder has no predict; export it, and compute embeddings with the exported model")
+        stage = "validate" if stage == "test" else stage
+        if stage not in self._passages:
+            location = self.sources[stage]
+            documents = read_documents([location] if isinstance(location, str) else location, self.column)
+            texts = (text for text in self._split(documents) if len(text) >= self.min_characters)
+            self._passages[stage] = Passages(texts, self.tokenizer, self.length)
+            if not len(self._passages[stage]):
+                raise ValueError(
+                    f"{location}: no {self.unit} of at least {self.min_characters} characters; lower min_characters"
+                )
+        return self._passages[stage]
+
+    def _split(self, documents: Iterable[str]) -> Iterator[str]:
+        for document in documents:
+            parts = re.split(r"\n\s*\n", document) if self.unit == "paragraph" else [document]
+            yield from (" ".join(part.split()) for part in parts)
