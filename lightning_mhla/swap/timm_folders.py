@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Implementation of attention replacement for timm models that can also save and load the changed models."""
+    """Implementation of attention replacement for timm models, including saving and loading."""
 
     options = ("cache_dir",)
 
