@@ -388,7 +388,7 @@ class ShardCache:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List all files in the subfolders of a cache folder that contain downloaded shards."""
+    """List all files in those subfolders of a cache folder that are meant for downloaded shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 

@@ -405,7 +405,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the original error if fsspec has wrapped it in a FileNotFoundError, as it does for any failure of a server."""
+    """Return the error that fsspec has wrapped in a FileNotFoundError, as for any server failure; otherwise ``error``."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
