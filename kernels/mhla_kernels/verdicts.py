@@ -363,10 +363,10 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored result of comparing a Triton kernel with PyTorch; None if no result is stored.
+    """Return the stored result of comparing a Triton kernel with PyTorch, or None.
 
-    If no result is stored but at least two comparisons crashed their processes, the function returns a result against the
-    kernel.
+    If no result is stored, the function returns None, unless at least two comparisons crashed their processes. It then returns
+    a result that rejects the kernel.
     """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):

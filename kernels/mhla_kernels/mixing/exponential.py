@@ -285,7 +285,7 @@ class ExponentialMixing(Mixing):
         """Estimate the number of summaries that are added up to mix one block.
 
         Args:
-            blocks: number of blocks, which is the result where a matrix is applied.
+            blocks: number of blocks M. The result is M if the coefficients are applied as a matrix.
             causal: whether the attention is causal.
             fused: whether the fused Triton kernels do the mixing.
         """
