@@ -51,12 +51,12 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the M chunks of C tokens of ``q``, ``[B, H, M, C, ...]``."""
+        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into M chunks of C tokens like ``q``: ``[B, H, M, C, ...]``."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join the M chunks of C tokens of an output, ``[B, H, M, C, V]``, to ``[B, N, H, V]``, in the output dtype."""
+        """Join an output's M chunks of C tokens, ``[B, H, M, C, V]``, to ``[B, N, H, V]``, in the output dtype."""
         return self.partition.merge(out).to(self.dtype)
 
 
