@@ -51,7 +51,7 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
     """Resize an image until its shorter side is ``size``, as ADM's preprocessing does.
 
     A box filter halves the image as long as it is at least twice as large as required. Bicubic interpolation then resizes it to
-    the exact size.
+    the required size.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
