@@ -197,7 +197,7 @@ def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | N
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return the text value of an option from the last source that sets it to a text; None if no source does."""
+    """Return the value of an option from the last source that sets it to a string; None if no source does."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 

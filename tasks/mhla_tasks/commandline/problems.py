@@ -232,7 +232,7 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """Shorten an error message of jsonargparse to one line with the origin of the value, its key, and the problem.
+    """Shorten an error message of jsonargparse to one line with the file or option that sets the value, its key, and the problem.
 
     Args:
         message: error message of jsonargparse, which usually has many lines.

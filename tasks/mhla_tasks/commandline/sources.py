@@ -68,7 +68,7 @@ def read_sources(line: CommandLine) -> list[Source]:
 
     A file may refer to further files. The key ``config`` names a base file, whose options the referring file overrides. Files
     under all other keys override the referring file. Without ``--config``, the first file is the ``config.yaml`` in the folder
-    ``--run_dir``, with which the run was started.
+    ``--run_dir``; it holds the options that the run was started with.
 
     Args:
         line: the parsed command line.
