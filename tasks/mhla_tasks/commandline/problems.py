@@ -65,7 +65,7 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
 
 
 def _line_named_by(problem: str, source: Source) -> str:
-    """Return the line number of the key in an error message, as text to append to the message.
+    """Find the line that sets the key named in an error message; return its number as text to append to the message.
 
     Args:
         problem: error message such as ``run.yaml: model.dept is not an option of LanguageModel``.
@@ -232,7 +232,7 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """Shorten an error message of jsonargparse to one line with the file or option that sets the value, its key, and the problem.
+    """Shorten an error message of jsonargparse to one line with the problem, the key, and the file or option that sets it.
 
     Args:
         message: error message of jsonargparse, which usually has many lines.

@@ -146,7 +146,7 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Loader of packed batches that reports an error of its worker process in one line, with the file and the row."""
+    """Loader of batches packed with documents. It reports a worker process's error in one line, with the file and the row."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the batches of the current epoch that training has not used yet."""

@@ -28,7 +28,7 @@ KEPT = 64
 
 
 class RowPosition(NamedTuple):
-    """Position in a stream of documents that one row of the global batch has reached.
+    """Position that one row of the global batch (the rows of all processes) has reached in a stream of documents.
 
     Attributes:
         document: index of the next document.
@@ -214,7 +214,7 @@ class _Pack:
 
 
 class StreamLoader:
-    """Loader of packed batches that can resume from the stream positions in a checkpoint.
+    """Loader of batches packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
     Args:
         make: function that takes the positions of all rows of the global batch, and returns the stream of batches that follow.
@@ -259,7 +259,7 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each row of the global batch in the stream of documents after the last training batch.
+        """Return the stream position of each row of the global batch, as of the last batch used for training.
 
         This is a collective operation, so call it on every process.
 
