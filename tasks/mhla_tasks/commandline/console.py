@@ -75,7 +75,7 @@ def _is_raw(sign: str) -> bool:
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """Create a log record without secrets or control characters in its message; the record factory of ``logging``."""
+    """Create a log record for ``logging``, and remove secrets and control characters from its message."""
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()

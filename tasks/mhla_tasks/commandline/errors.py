@@ -74,7 +74,7 @@ class CommandFailed(SystemExit):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Context manager for running a command, which prints a short message for an error that the user can fix.
+    """Context manager in which a command runs; it prints a short message for an error that the user can fix.
 
     The message has one or two lines, and the command ends with exit status 1. Other errors are raised unchanged. If the user
     presses Ctrl+C, or if the program that reads the output ends (``| head``), the command ends without a message. The context

@@ -169,7 +169,8 @@ def _check_class(
         path: full name of the option with this value, for messages.
         value: class path, mapping with ``class_path`` and ``init_args``, or mapping with only the options of a class that a
             source of lower priority names.
-        classes: classes that sources of lower priority name, by the full name of the option; updated in place.
+        classes: mapping from the full name of an option to the class that sources of lower priority choose for it; updated in
+            place.
         module: module that class names without a module refer to; None to leave such names to the parser.
 
     Returns:
