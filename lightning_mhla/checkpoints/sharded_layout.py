@@ -53,7 +53,7 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert a dict that :func:`pack_layout` returned back to torch's metadata, with checks, because its file is untrusted.
+    """Convert the result of :func:`pack_layout` to torch's metadata after checks, because it comes from an untrusted file.
 
     Args:
         listed: result of :func:`pack_layout`, read from a file.
