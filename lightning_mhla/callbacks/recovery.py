@@ -161,7 +161,7 @@ class Recovery(Checkpoint):
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store in the checkpoint the metrics that would otherwise be lost on a resume."""
+        """Flush the loggers, and store in the checkpoint the metrics that would otherwise be lost when the run resumes."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         checkpoint[MONITORED] = monitored_metrics(trainer)

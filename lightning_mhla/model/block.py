@@ -164,7 +164,7 @@ class Block(nn.Module):
         return x + _keep(kept, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch.
+        """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch, otherwise above 1.
 
         Args:
             x: tokens, ``[B, N, dim]``.
