@@ -61,10 +61,10 @@ def mhla_attention(
             head serves ``H / Hkv`` neighboring query heads.
         v: values, ``[B, N, Hkv, Dv]``.
         mixing: coefficients m of M blocks, ``[M, M]`` for all heads or ``[H, M, M]``. Row i holds the weights that query block
-            i gives to the key blocks. Causal attention uses the top left corner of a larger matrix; bidirectional attention
-            needs a matrix of exactly this size. An :class:`ExponentialMixing` covers any number of blocks, at a cost that is
-            linear in this number. (Bidirectional attention on Triton is an exception: it computes the matrix.) Other subclasses
-            of :class:`mhla_kernels.mixing.Mixing` are accepted too.
+            i gives to the key blocks. Causal attention accepts a matrix for more blocks, and uses its top left corner.
+            Bidirectional attention does not. An :class:`ExponentialMixing` covers any number of blocks (unless it is made for a
+            grid of blocks), at a cost that is linear in this number. (Bidirectional attention on Triton is an exception: it
+            computes the matrix.) Other subclasses of :class:`mhla_kernels.mixing.Mixing` are accepted too.
         block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers for blocks of uneven size: the index of the first token of each block, followed by N. For
             bidirectional attention only. Prefer a tuple: reading a tensor on an accelerator waits for the device.
@@ -75,11 +75,12 @@ def mhla_attention(
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool, False for masked tokens. No token attends to a masked token. Masked tokens keep their
             position and block. Their outputs are zero, and no gradient passes through them. The output of a token that attends
-            to no key is zero, too.
+            to no key is zero, too. None masks no token.
         cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
             followed by N. Blocks are counted from the first token of each sequence. Packing requires one of: causal attention,
             exactly M blocks in every non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are
-            checked at once; values on an accelerator are checked by the device itself, without waiting for it.
+            checked at once; values on an accelerator are checked by the device itself, without waiting for it. None if each row
+            is one sequence.
         form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
             several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
             ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. If N is symbolic under
@@ -157,6 +158,7 @@ def attention_matrix(
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool, False for masked tokens, whose rows and columns are zero; None masks no token.
         cu_seqlens: for S packed sequences, ``[S + 1]`` integers: the index of the first token of each sequence, followed by N.
+            None if each row is one sequence.
 
     Returns:
         Weights, ``[B, H, N, N]``, in float32 (float64 for float64 inputs).

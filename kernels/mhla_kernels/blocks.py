@@ -173,7 +173,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Largest number of blocks in a single sequence of the row; the mixing coefficients must cover this number."""
+        """Largest number of blocks in any one sequence; the mixing coefficients must cover this number."""
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
     @property

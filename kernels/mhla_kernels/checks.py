@@ -225,7 +225,7 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
 def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Tensor) -> None:
     """Raise ValueError unless the mixing coefficients cover all blocks.
 
-    Bidirectional attention needs coefficients for exactly this number of blocks.
+    Causal attention accepts coefficients for more blocks than there are; bidirectional attention does not.
     """
     size = mixing.blocks
     if size is None:

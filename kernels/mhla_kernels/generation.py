@@ -148,10 +148,10 @@ def mhla_step(
         v: value, ``[B, Hkv, V]``.
         mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover the block of the
             new token.
-        state: state from the last call. It is not changed unless it is donated.
+        state: state from the last call. It is not changed unless ``donate_state`` is on.
         block_size: tokens in a block.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Without it, the
-            sums of the current block are copied at every token, and those of all finished blocks whenever a block begins.
+        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards. By default,
+            the sums of the current block are copied at every token, and those of all finished blocks whenever a block begins.
         normalize: whether each row of attention weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``K ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
@@ -161,7 +161,8 @@ def mhla_step(
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: for arguments that :func:`mhla_attention` rejects, or if ``state`` does not fit the call or was donated.
+        ValueError: for arguments that :func:`mhla_attention` rejects, or if ``state`` does not fit the call, or was passed to
+            an earlier call with ``donate_state``.
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_one_token(q, k, v)
@@ -302,7 +303,7 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
         state: state from the last call, which does not change.
         counts: number of new tokens of each row.
         mixing: mixing coefficients between blocks.
-        writes: whether tensors that the new state owns may be written to in place.
+        writes: whether tensors that are created for the new state may be written to in place.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
     # a row without new tokens keeps its block open even if it is full; its outputs are masked later

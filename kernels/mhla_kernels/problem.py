@@ -20,7 +20,7 @@ class Weighting(NamedTuple):
 
     Attributes:
         causal: whether token t attends to tokens ``j <= t`` only.
-        scale: factor on the outputs; None divides each row of weights by its sum + ``eps`` instead.
+        scale: factor on the outputs; None if each row of weights is divided by its sum + ``eps`` instead.
         eps: number that is added to the sum of a row.
     """
 

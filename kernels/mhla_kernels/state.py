@@ -88,9 +88,10 @@ class BlockState:
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
     States share memory where that is safe. The class attribute ``own_names`` names the tensors that may be written to in place.
-    Only the state that owns such a tensor writes to it, and only if a caller donates this state. ``finished`` may be shared,
-    but the owner only appends blocks after those that the other states read. The remaining tensors are never written to. A
-    state that is built from the leaves of another state owns nothing: its tensors are copied even if it is donated.
+    Each of them has at most one owner, a state. It is written to only if a caller donates the owner, that is, passes it to a
+    function for a single token with ``donate_state=True``. ``finished`` may be shared, but blocks are only appended after those
+    that the other states read. The remaining tensors are never written to. A state that is built from the leaves of another
+    state owns nothing: its tensors are copied even if it is donated.
 
     Attributes:
         lengths: number of tokens so far in each row, as Python integers, so that no step waits for the device.
@@ -100,8 +101,8 @@ class BlockState:
         open: summary of the open block, which contains the last token of a row, ``[B, H, W]``.
         mixture: mixed summaries of the finished blocks, as the open block reads them, ``[B, H, W]``.
         kind: properties that every call with the state must share.
-        spent: whether a step has taken over the memory of the state, so that it can no longer be used.
-        owned: names of the tensors that a step may write to if the state is donated.
+        spent: whether the state was donated, so that it can no longer be used.
+        owned: names of the tensors that the state owns.
     """
 
     tensor_names: ClassVar[tuple[str, ...]] = ("finished", "open", "mixture")
@@ -141,7 +142,8 @@ class BlockState:
             rows: integer indices of rows; an index may be repeated.
 
         Raises:
-            ValueError: if an index is not an integer or is out of range, or if a step has taken over the memory of this state.
+            ValueError: if an index is not an integer or is out of range, or if this state was passed to a call with
+                ``donate_state=True``, which may have overwritten it.
         """
         self.check_unspent()
         chosen = _indices(rows, len(self.lengths))
@@ -156,7 +158,7 @@ class BlockState:
         Args:
             tensors: new tensors by name.
             lengths: number of tokens so far in each row.
-            owned: names of the tensors that the new state owns, and so may write to.
+            owned: names of the tensors that the new state owns: they may be written to in place later.
         """
         changes: dict[str, Any] = {**tensors, "lengths": lengths}
         state = replace(self, **changes)
@@ -164,14 +166,14 @@ class BlockState:
         return state
 
     def spend(self) -> None:
-        """Mark the state as donated: a step has taken over its memory, and it can no longer be used."""
+        """Mark the state as unusable, because a call with ``donate_state=True`` may have overwritten its tensors."""
         object.__setattr__(self, "spent", True)
 
     def check_unspent(self) -> None:
-        """Check that no step has taken over the memory of the state.
+        """Check that the state was not passed to a call with ``donate_state=True``, which may have overwritten its tensors.
 
         Raises:
-            ValueError: if a step has taken it over; the message says how to continue.
+            ValueError: if it was; the message says how to continue.
         """
         if self.spent:
             raise ValueError(
@@ -189,8 +191,8 @@ class BlockState:
             accumulate: dtype in which the call computes sums.
 
         Raises:
-            ValueError: if a property, size or dtype differs between the state and the call, or if an earlier step has taken
-                over the memory of the state. The message names the difference.
+            ValueError: if a property, size or dtype differs between the state and the call; the message names the difference.
+                Also if the state was passed to an earlier call with ``donate_state=True``.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -209,10 +211,9 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the state after a step owns.
+        """Return the names of the tensors that the state after one more token owns: they may be written to in place later.
 
-        The step has made new tensors for everything except perhaps ``finished``. The new state owns ``finished`` only if the
-        previous state did.
+        These are all tensors in ``own_names``, but ``finished`` only if the previous state owned it.
 
         Args:
             owned: names of the tensors that the previous state owned.
@@ -278,14 +279,16 @@ class BlockState:
 
 
 class Draft:
-    """Generation state under construction. Tensors are copied before they are written to, unless they are new or donated.
+    """Generation state under construction, which copies the tensors of another state before it writes to them.
+
+    New tensors are written to without a copy, and so are tensors that the other state gives up.
 
     Args:
         state: generation state to start from.
         mixing: mixing coefficients between blocks.
         finished: number of finished blocks to make room for.
         writes: whether any tensor may be written to in place.
-        donated: whether tensors that ``state`` owns may be written to in place.
+        donated: whether tensors that ``state`` owns may be written to in place, because ``state`` is not used afterwards.
     """
 
     def __init__(self, state: BlockState, mixing: Mixing, finished: int, writes: bool, donated: bool = False) -> None:
@@ -454,7 +457,7 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
             the block held before.
         counts: number of new tokens in each row.
         mixing: mixing coefficients between blocks.
-        writes: whether tensors that the new state owns may be written to in place.
+        writes: whether tensors that are created for the new state may be written to in place.
     """
     size = start.kind.block_size
     lengths = tuple(old_length + count for old_length, count in zip(start.lengths, counts, strict=True))

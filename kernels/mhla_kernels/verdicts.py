@@ -128,8 +128,8 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
     """Return whether a Triton kernel agrees with PyTorch on a device, so that it may be used.
 
     If no earlier result is stored, the kernel is compared with PyTorch now. During the capture of a CUDA graph this is not
-    possible, and the result is False. It is also False for a kernel that this process has stopped using before its first
-    comparison.
+    possible, and the result is False. It is also False if this process stopped using the kernel without comparing it, for
+    example because another process had stopped (see :func:`agree_on_kernels`).
 
     Args:
         kind: name of the kernel, which is used in file names.
@@ -363,10 +363,10 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored result of comparing a Triton kernel with PyTorch; None if no result is stored.
+    """Return the stored result of comparing a Triton kernel with PyTorch, or None.
 
-    If no result is stored but at least two comparisons crashed their processes, the function returns a result against the
-    kernel.
+    If no result is stored, the function returns None, unless at least two comparisons crashed their processes. It then returns
+    a result that rejects the kernel.
     """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):

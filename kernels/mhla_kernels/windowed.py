@@ -109,7 +109,8 @@ def mhla_window_attention(
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
     """Return zero outputs ``[B, N, H, V]`` for windowed attention without batch rows, tokens, heads or features.
 
-    Autograd gives all input tensors gradients of zeros.
+    Windowed attention has softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors
+    gradients of zeros.
 
     Args:
         problem: checked arguments of the call.
@@ -122,6 +123,8 @@ def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> T
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
     """Expand the logarithm of a factor on the weights of far tokens to one number for each query and head.
+
+    Far tokens are those outside the window of softmax attention.
 
     Args:
         far: tensor broadcastable to ``[B, N, H]``; None for zeros.

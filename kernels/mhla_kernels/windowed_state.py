@@ -192,11 +192,11 @@ def mhla_window_step(
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
         mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
-        state: state from the last call. It is not changed unless it is donated.
+        state: state from the last call. It is not changed unless ``donate_state`` is on.
         block_size: tokens in a block.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards.
+        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
@@ -321,7 +321,7 @@ def _close(
         counts: number of new tokens in each row.
         firsts: index of the call's first block in each row.
         mixing: mixing coefficients between blocks.
-        writes: whether tensors that the new state owns may be written to in place.
+        writes: whether tensors that are created for the new state may be written to in place.
     """
     size = start.kind.block_size
     lengths = tuple(previous + count for previous, count in zip(start.lengths, counts, strict=True))

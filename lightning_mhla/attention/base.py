@@ -33,9 +33,9 @@ class Attention(AttentionKind):
     values (``lepe``), multiplies by a gate, and projects the result. Norm, ``lepe`` and gate are optional.
 
     To add a kind, derive a class from this one, for example ``class Mine(Attention, kind="mine")``, and implement
-    :meth:`attend`. If the kind can generate, also implement :meth:`continue_from`. Declare the options of the kind in a nested
-    dataclass named ``Options``. YAML sets these options as ``attention: {kind: mine, options: {...}}``, and the layer stores
-    them in ``self.options``.
+    :meth:`attend`. If the kind supports generation token by token, also implement :meth:`continue_from`. Declare the options of
+    the kind in a nested dataclass named ``Options``. YAML sets these options as ``attention: {kind: mine, options: {...}}``,
+    and the layer stores them in ``self.options``.
 
     Args:
         dim: width of the tokens.
@@ -54,8 +54,8 @@ class Attention(AttentionKind):
         gate: whether the output has a gate; None for the value of ``config.gate``.
 
     Raises:
-        ValueError: if the configuration is for a different kind, widths and numbers of heads do not fit together, or the kind
-            or the layout does not support causal attention or rotary positions.
+        ValueError: if the configuration names a kind other than that of the class, widths and numbers of heads do not fit
+            together, or the kind or the layout does not support causal attention or rotary positions.
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = KINDS
@@ -200,7 +200,7 @@ class Attention(AttentionKind):
 
         Args:
             x: tokens ``[B, N, dim]``. Rows with fewer than N tokens are padded on the right.
-            state: state that the call for the previous tokens returned; None for the first tokens. The call modifies it in
+            state: state after the previous tokens, as this method returned it; None for the first tokens. It is modified in
                 place.
             counts: number of tokens in each row, without padding.
             rotary: rotary angles of these tokens; None to continue counting positions from the previous tokens.
@@ -210,7 +210,7 @@ class Attention(AttentionKind):
             Outputs ``[B, N, dim]``, and the state after these tokens.
 
         Raises:
-            ValueError: if the kind of attention cannot generate, or the layer is not causal.
+            ValueError: if the kind of attention does not support generation token by token, or the layer is not causal.
         """
         self.require("state")
         if not self.causal:
@@ -261,7 +261,7 @@ class Attention(AttentionKind):
         return weights.index_select(2, placement.inverse).index_select(3, placement.inverse)
 
     def open_gate(self) -> None:
-        """Initialize the gate and ``lepe`` so that they leave the output unchanged.
+        """Initialize the gate and ``lepe`` (a convolution of the values) so that they leave the output unchanged.
 
         The layer can then start from weights that were trained without a gate and without ``lepe``.
 

@@ -25,7 +25,7 @@ class LearnedFeatures(nn.Module):
     Gradients ignore the clamp, so that training can reduce exponents above it.
 
     W starts as ``Dk ** -0.25`` times the identity matrix, where Dk is the width of a key. The attention weight of a query q and
-    a key k is then the sum of ``exp(s_i) + exp(-s_i)`` over their features i, with ``s_i = Dk ** -0.25 * (q_i + k_i)``.
+    a key k is then the sum of ``exp(s_i) + exp(-s_i)`` over their components i, with ``s_i = Dk ** -0.25 * (q_i + k_i)``.
 
     Args:
         heads: number of query heads.
@@ -40,7 +40,7 @@ class LearnedFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the query and key matrices of every head to ``Dk ** -0.25`` times the identity."""
+        """Set the query and key matrices of every head to ``Dk ** -0.25`` times the identity, for keys of width Dk."""
         width = self.query.shape[-1]
         for weight in (self.query, self.key):
             weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)

@@ -85,7 +85,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
     def weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the convolution weights as an attention matrix ``[B, H, N, N]``.
 
-        The weights are averaged over the features of each head. They do not include the gate.
+        The weights are averaged over the features of each head. They do not include the queries, which act as a gate.
         """
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)

@@ -30,8 +30,8 @@ class AttentionKind(nn.Module):
     """Interface of a kind of attention, such as softmax or mhla.
 
     The class of a kind does not derive from this class directly, but from the complete layer,
-    :class:`lightning_mhla.attention.Attention`. It implements :meth:`attend`. If the kind can generate, the class also
-    implements :meth:`continue_from`. It overrides the following members if their defaults are not suitable:
+    :class:`lightning_mhla.attention.Attention`. It implements :meth:`attend`. If the kind supports generation token by token,
+    the class also implements :meth:`continue_from`. It overrides the following members if their defaults are not suitable:
 
     - ``Order``, the class that puts the tokens into the order that :meth:`attend` needs;
     - :meth:`projected_heads`, which returns the numbers of heads that the input projection computes;
@@ -79,8 +79,8 @@ class AttentionKind(nn.Module):
             causal: whether the layer is causal.
 
         Raises:
-            ValueError: if the configuration is for a different kind, the kind is causal only but the layer is not causal, or a
-                causal layer has ``lepe``, prefix tokens or a grid with more than one axis.
+            ValueError: if the configuration names a different kind, the kind supports only causal attention but the layer is
+                not causal, or a causal layer has ``lepe``, prefix tokens or a grid with more than one axis.
         """
         if self.kind not in (None, config.kind):
             raise ValueError(

@@ -31,8 +31,8 @@ class Mamba2Options(ConvolvedOptions):
             alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
         backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
         conv: width in tokens of the causal convolution of queries, keys and values; 0 for no convolution.
-        groups: number of key heads (B) and query heads (C), a divisor of the number of heads. None for the layer's number of
-            key and value heads if it is smaller than the number of heads, otherwise for 1.
+        groups: number of key heads (B) and query heads (C), a divisor of the number of heads. None means the layer's
+            ``key_value_heads`` if it is smaller than the number of heads, otherwise 1.
     """
 
     groups: int | None = None

@@ -18,9 +18,9 @@ from lightning_mhla.attention.summaries import SummaryAttention
 class MHLA(SummaryAttention, kind="mhla"):
     """Self-attention layer with multi-head linear attention over blocks of tokens (MHLA, arXiv 2601.07832).
 
-    Each block of tokens has a key-value summary. The queries of a block read a sum of all summaries, weighted by learned mixing
-    coefficients. Tokens are in raster order, unless ``block_ordered`` is True. For example, this layer divides 16 x 16 tokens
-    into 4 x 4 blocks:
+    Each block has a key-value summary, the sum of ``k v^T`` over its tokens. The queries of a block read a sum of all
+    summaries, weighted by learned mixing coefficients. Tokens are in raster order, unless ``block_ordered`` is True. For
+    example, this layer divides 16 x 16 tokens into 4 x 4 blocks:
 
         layout = BlockLayout((16, 16), blocks=(4, 4))
         attention = MHLA(dim=384, heads=6, layout=layout)

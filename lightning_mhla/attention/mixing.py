@@ -1,6 +1,6 @@
 """Modules for mixing coefficients of MHLA: initial values, bounds, and resizing to a different number of blocks.
 
-Longer than other modules: both parametrizations, dense and exponential, are here, because their bounds and resizing correspond.
+This module contains both parametrizations, dense and exponential, because their bounds and resizing correspond.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def bring_inside_(self) -> None:
-        """Replace parameters outside the allowed range, in place, by the reflected values that the model computes with.
+        """Reflect parameters outside the allowed range back into it, in place.
 
-        The outputs of the model do not change. Programs that read the parameters directly then see the same values as the
-        model.
+        The outputs of the model do not change, because each forward pass computes with the reflected values. Programs that
+        read the parameters directly then see these values too.
         """
         raise NotImplementedError
 
@@ -412,7 +412,7 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def extend(self, blocks: int) -> None:
-        """Extend causal coefficients to ``blocks`` blocks. The parameters fit any number of blocks and do not change."""
+        """Set the number of blocks of causal coefficients. The parameters fit any number and do not change."""
         self.blocks = blocks
 
 

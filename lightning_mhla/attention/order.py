@@ -56,7 +56,10 @@ class TokenOrder(LayoutTables):
 
 
 class BlockOrder(TokenOrder):
-    """Block order, in which the tokens of each block are consecutive; also for attention that works in any token order."""
+    """Module that puts tokens into block order, in which the tokens of each block are contiguous.
+
+    Attention that works in any token order also uses it.
+    """
 
     @override
     def tables(self) -> dict[str, Tensor]:
@@ -75,7 +78,7 @@ class BlockOrder(TokenOrder):
 
 
 class RasterOrder(TokenOrder):
-    """Raster order, for attention that reads the tokens one after the other."""
+    """Module that puts tokens into raster order (row by row), for attention that reads them one after the other."""
 
     @override
     def tables(self) -> dict[str, Tensor]:

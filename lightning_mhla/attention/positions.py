@@ -199,7 +199,7 @@ class GridRotary(LayoutTables):
 
         Args:
             x: tokens; the angles are moved to their device.
-            *others: ignored. :meth:`SequenceRotary.of_tokens` takes these arguments, and this method has the same signature.
+            *others: ignored. :meth:`SequenceRotary.of_tokens` needs them, and callers call both methods in the same way.
         """
         cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
         return Rotary(cos, sin, interleaved=True)

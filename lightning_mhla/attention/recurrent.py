@@ -185,7 +185,7 @@ class RecurrentAttention(Attention):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention matrix ``[B, H, N, N]`` that multiplies the values after the short convolution."""
+        """Return the attention matrix ``[B, H, N, N]`` that maps the values, after their short convolution, to the outputs."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
@@ -275,10 +275,10 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize gate, ``lepe``, convolution and decays, for weights of a model that has none of them.
+        """Initialize gate, ``lepe``, short convolution and decays, so that the layer can start from weights without them.
 
-        Gate, ``lepe`` and convolution are set so that they leave the output unchanged. The parameters of the decays are drawn
-        from a fixed seed, so that they are the same on all machines.
+        Gate, ``lepe`` (a convolution of the values) and short convolution leave the output unchanged. The parameters of the
+        decays are drawn from a fixed seed, so that they are the same on all machines.
 
         Raises:
             ValueError: if the gate has no bias.

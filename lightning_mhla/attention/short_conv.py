@@ -26,7 +26,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw uniform weights in the same range as PyTorch's convolutions do; set the bias to 0."""
+        """Draw the weights uniformly from the range that PyTorch's convolutions use, and set the bias to 0."""
         nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -111,7 +111,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         """Compute the outputs of this process's tokens in causal sequences that are distributed over processes.
 
         Keys and values are gathered from all processes, and their gradients are summed in float32. If PyTorch has no fused
-        kernel for these inputs, it builds a mask over all pairs of a local query and a gathered key.
+        kernel for these inputs, PyTorch builds a mask over all pairs of a local query and a gathered key.
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))

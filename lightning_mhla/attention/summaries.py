@@ -27,8 +27,9 @@ EPS, SANA_EPS = 1e-6, 1e-15
 class SummaryAttention(Attention):
     """Base class of linear attention in which the queries of a block read mixed key-value summaries of blocks.
 
-    Derived classes implement :meth:`coefficients`, which returns the mixing coefficients. :func:`mhla_kernels.mhla_attention`
-    computes the attention. The constructor takes the arguments of :class:`Attention`.
+    The summary of a block is the sum of ``k v^T`` over its tokens. A mixed summary is a weighted sum of summaries. Derived
+    classes implement :meth:`coefficients`, which returns the mixing coefficients. :func:`mhla_kernels.mhla_attention` computes
+    the attention. The constructor takes the arguments of :class:`Attention`.
     """
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
@@ -134,5 +135,5 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """Return the small constant that keeps the sum of a query's attention weights, the divisor, away from zero."""
+        """Return the small constant that is added to the sum of a query's attention weights before dividing by it."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS

@@ -48,8 +48,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     :func:`mhla_kernels.mhla_window_attention` computes the attention. The feature map is applied after rotary embedding.
     ``feature_map`` may be:
 
-    - ``relu`` or ``sana``, which are both ``relu(x)`` here. Nothing is added, since near tokens keep the sum of weights above
-      zero;
+    - ``relu`` or ``sana``, which are both ``relu(x)`` here. Unlike in MHLA, no small constant is added to them, since near
+      tokens keep the sum of weights above zero;
     - ``elu``, ``softplus`` or ``learned``.
 
     ``identity`` is not supported, because weights must not be negative.
@@ -79,9 +79,10 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         return inputs  # near tokens are read with fewer key heads than query heads
 
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Compute the keyword arguments of the windowed attention: queries, keys, values, features and far weights.
+        """Compute the keyword arguments of the windowed attention.
 
-        The far weights ``[B, N, H]`` are the logarithms of the factors that multiply the attention weights of far tokens.
+        They are the queries, keys and values, the features of queries and keys for far tokens (those before the softmax
+        window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
         """
         q, k = inputs.turned
         every = k.repeat_interleave(self.heads // k.shape[2], 2)

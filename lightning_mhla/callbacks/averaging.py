@@ -34,7 +34,7 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the moving average that an earlier fit with this callback left."""
+        """Discard the moving average that an earlier fit with this callback left behind."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,7 +127,7 @@ class ExponentialMovingAverage(Callback):
             foreach_copy_(weights, previous_averages)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the weights in the same order. Of sharded tensors, return only this process's shards."""
+        """Return the averages and the weights in the same order. For sharded tensors, return only this process's shards."""
         _reshard(pl_module)
         weights = dict(pl_module.named_parameters())
         averages = [_local(tensor) for tensor in self._average.values()]

@@ -72,7 +72,7 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Return whether a callback's monitored metric comes from a validation of earlier weights.
+        """Return whether a callback's monitored metric comes from a validation of earlier weights than the current ones.
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
@@ -84,15 +84,15 @@ class BestCheckpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether any ModelCheckpoint has requested to save the current state."""
+        """Whether any ModelCheckpoint has requested a save of the current state."""
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
         """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
 
         The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. If a ModelCheckpoint has
-        ``save_last`` and its folder differs from the folder of ``last``, the method requests a link to the checkpoint in that
-        folder, and sets ``last_model_path`` to the link.
+        ``save_last`` and its folder differs from the folder of ``last``, the method requests a link to ``last`` in the folder
+        of the ModelCheckpoint, and sets ``last_model_path`` to the link.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.
@@ -107,9 +107,9 @@ class BestCheckpoints:
                 self._want(callback, last_in_folder)
 
     def plan(self, folder: Path) -> dict[str, list[str]]:
-        """Return which links to the next checkpoint to create, and which files to remove afterwards.
+        """Return the hard links to create once the next checkpoint is written, and the files to remove afterwards.
 
-        The result is stored in that checkpoint.
+        The links lead to this checkpoint, which also stores the result.
 
         Args:
             folder: folder of the run's checkpoints.
@@ -205,9 +205,9 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
     """Adapt the saved state of a ModelCheckpoint to its current folder, and drop best checkpoints that cannot be used.
 
     Lightning ignores a saved state whose folder differs from the current one. The folder differs if it was a relative path, if
-    the run was moved, or if the logger has a new version number. Best checkpoints that are missing are dropped. Best
-    checkpoints outside the callback's folder are also dropped, because a ModelCheckpoint deletes files that are no longer among
-    its best.
+    the run was moved, or if the logger has a new version number. Best checkpoints listed in ``gone`` are dropped.
+    Best checkpoints outside the callback's folder are also dropped, because a ModelCheckpoint deletes files that are no longer
+    among its best.
 
     Args:
         state: state of the callback from a checkpoint.

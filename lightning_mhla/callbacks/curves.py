@@ -35,7 +35,7 @@ class LearningCurves(Callback):
             self.points.clear()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the path of the picture. Every process must call this method."""
+        """Set the path of ``learning_curves.png``. Every process must call this method."""
         self._path = checkpoint_folder(trainer) / CURVES
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

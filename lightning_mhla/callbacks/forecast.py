@@ -47,11 +47,11 @@ class Forecast(Callback):
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the timer during validation."""
+        """Pause the measurement of the training speed during validation."""
         self._stopped = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the timer after validation."""
+        """Resume the measurement of the training speed after validation."""
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 

@@ -50,7 +50,8 @@ class PeriodicEvaluation(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the final weights if ``at_end`` is true and they have not been evaluated yet.
 
-        This happens if a run was interrupted during its final evaluation, and then resumes from the end of its training.
+        They have not been evaluated if the run was interrupted during its final evaluation, and then resumed from the end of
+        its training.
         """
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)

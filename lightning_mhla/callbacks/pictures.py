@@ -31,7 +31,7 @@ def attention_rank(weights_HNN: Tensor) -> float:
 
 
 def attention_entropy(weights_HNN: Tensor) -> float:
-    """Compute the entropy of attention weights in nats, averaged over heads and queries.
+    """Compute the entropy of attention weights, averaged over heads and queries, in nats.
 
     Args:
         weights_HNN: attention matrices ``[H, N, N]`` of H heads and N tokens. The weights may be negative. The absolute values
@@ -49,7 +49,8 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
     with which this block combines all blocks, with the coefficient of block (k, l) in row k and column l.
 
     Args:
-        mixing: coefficients of the M blocks of the grid, ``[M, M]``. The block of prefix tokens is not included.
+        mixing: coefficients of the M blocks of the grid, ``[M, M]``. The block of prefix tokens, such as class tokens,
+            is not included.
         layout: arrangement of the blocks in a grid.
 
     Returns:
@@ -64,7 +65,7 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
-    """Return the attention layers of a model, keyed by the numbers in their module names.
+    """Return the attention layers of a model, keyed by the numeric parts of their module names.
 
     The layer ``blocks.5.attn1`` has the key ``"5"``, even if other layers of the model, such as softmax attention of diffusers,
     are not returned. The layer ``stages.1.blocks.0`` has the key ``"1.0"``. If a name has no number, or if two layers have the
@@ -84,7 +85,8 @@ class AttentionPictures(Callback):
     logged to every logger, where ``i`` is the number in the module name of the layer.
 
     Args:
-        every_n_epochs: number of epochs between pictures, which are drawn during the next validation.
+        every_n_epochs: number ``n`` of epochs between pictures. They are drawn at the first validation in every n-th epoch
+            or, if that epoch has no validation, at the next one.
         sample: index of the sample in the first validation batch.
         max_tokens: maximum number of tokens of a layer. Layers with more tokens are skipped, because an attention matrix has an
             entry for each pair of tokens.
@@ -111,7 +113,7 @@ class AttentionPictures(Callback):
         return {"period": self._period}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the index of the latest period with pictures, so that a resumed run does not draw them again."""
+        """Restore the index of the latest period (``every_n_epochs`` epochs) for which pictures were drawn."""
         self._period = int(state_dict["period"])
 
     def on_validation_batch_start(
@@ -162,7 +164,10 @@ class AttentionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Remove the hooks, log the rank and entropy of each layer, and draw the pictures on the first process."""
+        """Remove the hooks from the attention layers, log rank and entropy, and draw the pictures.
+
+        Only the first process draws.
+        """
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -246,8 +251,8 @@ def draw_attention(
     """Draw the attention maps of some queries (columns) in every layer (rows), averaged over heads, beside the image.
 
     Args:
-        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. Prefix tokens come first, followed
-            by the other tokens in raster order.
+        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. Prefix tokens, such as class
+            tokens, come first, followed by the other tokens in raster order.
         layouts: arrangement of the tokens in a 2-D grid, by layer number.
         image: image to show in the first column, ``[channels, height, width]`` with values in any range. If it does not have
             three channels, the mean of its channels is shown. None to omit the column.
@@ -294,7 +299,7 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
 
     Args:
         weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. They are averaged over heads. Prefix
-            tokens come first, followed by the other tokens in raster order.
+            tokens, such as class tokens, come first, followed by the other tokens in raster order.
         layout: arrangement of the tokens in a grid of frames, rows and columns.
         clip: clip to show above the maps, ``[channels, frames, height, width]``. It may have more frames than the grid. None to
             show only the maps.

@@ -127,7 +127,11 @@ class Recovery(Checkpoint):
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the save timer. In a resumed run, restore metrics and move checkpoints of later steps to a new folder."""
+        """Start the timer for saves, and move checkpoints of steps after the current one to a new folder.
+
+        In a resumed run, also log metrics of the checkpoint's step that a logger lacks, and restore the values that
+        ModelCheckpoints monitor.
+        """
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -157,7 +161,7 @@ class Recovery(Checkpoint):
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store in the checkpoint the metrics that would otherwise be lost on a resume."""
+        """Flush the loggers, and store in the checkpoint the metrics that would otherwise be lost when the run resumes."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         checkpoint[MONITORED] = monitored_metrics(trainer)
@@ -240,7 +244,7 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
-        """Save the state together with all processes, create the requested links to it, and remove older states."""
+        """Save the state together with all processes, create links to it for ModelCheckpoints, and remove older states."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
             self._stops.append(trainer.global_step)
         self._due = False

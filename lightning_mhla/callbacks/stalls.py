@@ -156,8 +156,8 @@ class StallWatch(Callback):
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
         """Return a sort key for the progress of a process, by which the slowest process comes first.
 
-        Silent processes come first, then processes that do not wait for others in a collective operation, then those with the
-        fewest batches.
+        Processes that have sent no message for half of ``seconds`` come first, then processes that do not wait for others in a
+        collective operation, then those with the fewest batches.
 
         Args:
             state: progress of a process, from :meth:`_exchange`.

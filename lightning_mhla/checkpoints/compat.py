@@ -56,7 +56,7 @@ def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Ma
 
     Args:
         part: prefix of the options in the log: ``"model"`` for options of the model, ``"data"`` for options of the data module.
-        memory: options stored in the checkpoint, by current names; None if the checkpoint stores none.
+        memory: options stored in the checkpoint, with former names replaced by current ones; None if it stores none.
         options: options of this run.
     """
     # checkpoints hold redacted secrets, so both sides are compared redacted

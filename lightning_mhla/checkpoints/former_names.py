@@ -142,7 +142,7 @@ class TakesFormerNames(LightningModule):
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *arguments: Any, **options: Any) -> Self:  # noqa: N805  a classmethod
-        """Load a module as Lightning does, also from local checkpoints that store options under former names.
+        """Load a module as Lightning does, and accept local checkpoints that store options under former names.
 
         Args:
             checkpoint_path: path, URL or open file of the checkpoint.

@@ -53,7 +53,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
         Args:
             checkpoint: entries of the checkpoint. Secrets in its options are redacted in place.
-            path: path or URL of the file. Lightning's own writer writes to URLs, and not atomically.
+            path: path or URL of the file. For a URL, Lightning's own writer is used, which is not atomic.
             storage_options: options for Lightning's own writer, which is used if they are given; None for the atomic write.
 
         Raises:

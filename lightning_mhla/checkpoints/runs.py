@@ -208,7 +208,7 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """Yield each path below a folder that is not an output of a run, a shell or a job scheduler. Run folders are skipped."""
+    """Yield the paths below a folder that are not outputs of a run, a shell or a job scheduler. Run folders are skipped."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)

@@ -28,8 +28,8 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
     Returns:
         Dict with three entries:
 
-        - ``entries``: dict from each stored name to the dtype, size and chunks (offsets, sizes) of its tensor, or to None if
-          the value is not a tensor.
+        - ``entries``: dict from each stored name to the dtype and size of its tensor and the offsets and sizes of its stored
+          parts (``chunks``), or to None if the value is not a tensor.
         - ``paths``: dict from each stored name to the list of keys that lead to its value in nested dicts and lists.
         - ``places``: list of the stored pieces. Each piece is a list of the name, the offsets in the tensor (None for values
           that are not tensors), the file, the offset in the file in bytes, and the length in bytes.
@@ -53,7 +53,7 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert a dict that :func:`pack_layout` returned back to torch's metadata, with checks, because its file is untrusted.
+    """Convert the result of :func:`pack_layout` to torch's metadata after checks, because it comes from an untrusted file.
 
     Args:
         listed: result of :func:`pack_layout`, read from a file.

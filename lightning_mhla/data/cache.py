@@ -9,7 +9,7 @@ The cache counts and removes files only in subfolders whose names are 16 hexadec
 :func:`lightning_mhla.data.remote.kept_at`. Everything else in the folder is left alone. Other users may be able to write to the
 folder, so symbolic links are not followed and files of other users are not used.
 
-Longer than other modules: every change of the folder depends on the same locks.
+This module is longer than others because every change of the folder depends on the same locks.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ShardCache:
         return table
 
     def _keep(self, file: Path, content: bytes) -> None:
-        """Write a small file to the cache atomically, after removing old shards if space is needed."""
+        """Write a small file to the cache atomically, after removing unused shards if space is needed."""
         with self._room_for(len(content), None):
             self._folder(file.parent)
             with written_whole(file) as aside:
@@ -388,7 +388,7 @@ class ShardCache:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List all files in the subfolders of a cache folder that contain downloaded shards."""
+    """List all files in those subfolders of a cache folder that are meant for downloaded shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 

@@ -186,7 +186,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """Return for each sample an :class:`Origin` with its files, and with its captions if they are in ``metadata.jsonl``."""
+        """Return the files of each sample, with captions from ``metadata.jsonl``, to record what shards are made from."""
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -197,7 +197,7 @@ class FolderFiles(CaptionedFiles):
         return result
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn about captions that belong to no file, and about ``.txt`` captions that ``metadata.jsonl`` overrides."""
+        """Warn about captions whose file is missing, and about ``.txt`` captions that ``metadata.jsonl`` overrides."""
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))

@@ -66,7 +66,7 @@ def write_classes(file: Path, names: Sequence[str]) -> None:
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the class names that a folder of shards already lists for a different prefix.
+    """Read the class names that a folder lists for shards whose prefix is not ``prefix``.
 
     The shards ``PREFIX-0000.tar`` and so on may have a list of class names in ``PREFIX-classes.txt``. The lists of all prefixes
     in a folder should agree.

@@ -1,6 +1,6 @@
 """Image data sets: labeled images in shards or class folders, and unlabeled images in a folder.
 
-Longer than other modules: it decodes image files, and reads them from shards, class folders and plain folders.
+This module is longer than others because it decodes image files, and reads them from shards, class folders and plain folders.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class LabelledFolder(LabelledImages):
         return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """Return for each image an :class:`Origin` with the path of the image file and the name of its class."""
+        """Return the image file and the class name of each sample, to record what shards are made from."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]

@@ -145,7 +145,7 @@ WORKER_SECONDS = 120
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Install signal handlers with which a worker process continues for 120 seconds after a stop signal.
+    """Install signal handlers that let a worker process continue for 120 seconds after a stop signal.
 
     Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If worker processes ended at once,
     training would fail before it could save a checkpoint.
@@ -319,7 +319,9 @@ class ResumableLoader:
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that a checkpoint was saved with the same sample order, unless this run has not trained on any batch yet.
+        """Check that a checkpoint was saved with the same sample order.
+
+        The check is skipped if training resumes at its very first batch, where a different order does no harm.
 
         Args:
             state: state of the loader in the checkpoint, as returned by :meth:`state_dict`.

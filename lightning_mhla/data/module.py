@@ -66,7 +66,7 @@ class ShardSets:
     def find(self, stage: str) -> list[Path]:
         """Return the local paths of the shards for a stage.
 
-        Remote shards are downloaded first. If the option ``cache_bytes`` is set, a shard is downloaded only when it is read.
+        Remote shards are downloaded first or, if the option ``cache_bytes`` is set, when they are read.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -217,7 +217,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         With the trainer option ``overfit_batches``, the epoch is always 0, so that every epoch has the same order.
 
         Raises:
-            ValueError: if the epochs of the checkpoint had a different number of batches.
+            ValueError: if the checkpoint to resume from was saved with a different number of batches in an epoch.
         """
         assert self.trainer is not None
         steps = int(self.trainer.num_training_batches)

@@ -3,7 +3,7 @@
 For shards ``PREFIX-0000.tar`` and so on, ``PREFIX-origins.jsonl.gz`` contains the options of the command, then a line for each
 sample or source file. ``PREFIX-manifest.json`` contains only the options, for people to read. A file counts as unchanged if its
 size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the change time back.
-The digest recognizes copies, and files that were rewritten with the same content.
+With the digest, copies and files that were rewritten with the same content also count as unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Origin:
     """Files and other inputs from which one or more samples of a shard are made.
 
     Attributes:
-        name: name of the origin, such as the relative path of a file. Each origin of a command has a different name.
+        name: name of the origin, such as the relative path of a file. The name is unique within a set of shards.
         files: files that the samples are read from.
         note: any other input of the samples as text, such as a label or a caption.
     """
@@ -51,7 +51,7 @@ class Origin:
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
-    """Return one origin for each existing shard, for a command that makes new shards from them.
+    """Return one :class:`Origin` for each existing shard, to record that new shards are made from the samples in it.
 
     The name of an origin is the file name of its shard, so that the shards may be moved. If two shards have the same file name,
     the complete paths are used instead.
@@ -108,7 +108,7 @@ class ShardSet:
 def resume_order(
     shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
 ) -> list[int | None]:
-    """Record the inputs of new shards, or check that an interrupted command may write the shards that are missing.
+    """Record in a file what new shards are made from, or check that an interrupted command may write the missing shards.
 
     Complete shards are not written again, so the origins of their samples must not have changed. The origins of all other
     samples may have been repaired or removed.
@@ -121,7 +121,7 @@ def resume_order(
             origins. With None, no origin may change once a shard is complete.
 
     Returns:
-        For each sample in the recorded order, the index of its origin in ``origins``; None for an origin that no longer exists.
+        For each sample in the order of the file, the index of its origin in ``origins``; None if the origin no longer exists.
 
     Raises:
         ValueError: if complete shards exist, and they have no record, the options have changed, an origin was added, or an
@@ -163,7 +163,7 @@ def resume_order(
 
 
 def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard: int | None) -> None:
-    """Check that no source file of a set of complete shards has changed while the shards were written.
+    """Check that no source file of a set of complete shards changed while the shards were being written.
 
     Args:
         shards: set of complete shards.
@@ -171,7 +171,7 @@ def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard:
         per_shard: number of samples in a shard if each sample has one origin; otherwise None.
 
     Raises:
-        ValueError: if a source file differs from its record.
+        ValueError: if a source file has changed since :func:`resume_order` recorded it.
     """
     written = _read(shards)
     if written is None:
@@ -191,13 +191,13 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Sample that an earlier call recorded, with the current state of its origin.
+    """Sample in the record of a set of shards, and the current state of its origin: the files that it is made from.
 
     Attributes:
         name: name of the sample's origin.
         place: ``"open"`` if the sample's shard is not written yet, ``"used"`` if the shard contains the sample, or
             ``"skipped"`` if the shard was written without it.
-        origin: index of the sample's origin among those of the current call; None if the origin no longer exists.
+        origin: index of the sample's origin among the current origins; None if the origin no longer exists.
         changed: whether the origin has changed since it was recorded.
     """
 
@@ -236,12 +236,12 @@ def sample_key(number: int) -> str:
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe how the options and origins of a call differ from the recorded ones; an empty string means no difference.
+    """Describe how the current inputs of shards differ from the recorded ones; an empty string means no difference.
 
     Args:
-        begun_with: recorded options.
-        options: options of this call.
-        changes: names of the origins that differ, under the keys ``"changed"``, ``"added"`` and ``"removed"``.
+        begun_with: recorded options of the command that writes the shards.
+        options: its current options.
+        changes: names of origins, such as file paths, under the keys ``"changed"``, ``"added"`` and ``"removed"``.
     """
     parts = [
         f"{name} was {begun_with.get(name)!r} and is {value!r}"
@@ -288,7 +288,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the options and origins of shards to a file that later calls read, and the options to a readable file."""
+    """Write the options and origins of shards to the file that is read on resume, and the options to a readable JSON file."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
@@ -297,9 +297,11 @@ def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping
 
 
 def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Read the recorded options of shards, and a dict with ``name``, ``note`` and ``files`` for each recorded origin.
+    """Read the file that records what shards were made from.
 
-    The result is None if the record is missing or not valid.
+    Returns:
+        Options of the command, and a dict with ``name``, ``note`` and ``files`` for each :class:`Origin`. None if the file is
+        missing or not valid.
     """
     try:
         _check_unpacked(shards.origins)
@@ -313,7 +315,7 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that a compressed record of origins does not expand to an excessive size.
+    """Check that the compressed record of what shards were made from does not expand to an excessive size.
 
     Raises:
         ValueError: if it expands to more than 1 MiB, and to more than 64 times its compressed size.
@@ -328,7 +330,7 @@ def _check_unpacked(path: Path) -> None:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Return whether a file is a shard manifest that this package has written."""
+    """Return whether a file is a manifest: a JSON file in which this package has saved the options of shards."""
     try:
         return isinstance(read_json(file).get("samples"), int)
     except (OSError, ValueError):
@@ -338,12 +340,12 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Return whether an earlier call recorded the same options and the same origin names as this call.
+    """Return whether the record of a set of shards agrees with the current options and names of origins.
 
     Args:
-        written: options and origins that the earlier call recorded; None if there is no record.
-        options: options of this call.
-        origins: origins of this call.
+        written: recorded options and origins; None if there is no record.
+        options: current options of the command that writes the shards.
+        origins: files and other inputs that the shards are now made from.
     """
     if written is None:
         return False

@@ -1,6 +1,6 @@
 """Downloads of remote files that resume after failures, with rules for permitted URLs and local paths.
 
-Longer than other modules: it handles the failures of several network libraries.
+This module is longer than others because it handles the failures of several network libraries.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def url_scheme(name: str) -> str | None:
     """Return the scheme of a URL, such as ``"https"``; None for a local path.
 
     Raises:
-        ValueError: if the scheme is not http, https, s3, gs or hf, or if ``***`` replaces a secret in the URL.
+        ValueError: if the scheme is not http, https, s3, gs or hf, or if the URL has ``***`` in place of a secret, as in
+            saved options.
     """
     match = re.match(r"^([A-Za-z][A-Za-z0-9+.-]+):", name)
     if match is None:
@@ -263,7 +264,7 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Read from HTTP response headers the version of a file, and the position in the file at which the response starts.
+    """Read the version of a file, and the position in the file at which a response starts, from HTTP response headers.
 
     Args:
         answer: response of aiohttp.
@@ -404,7 +405,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the original error if fsspec has wrapped it in a FileNotFoundError, as it does for any failure of a server."""
+    """Return the error that fsspec has wrapped in a FileNotFoundError, as for any server failure; otherwise ``error``."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

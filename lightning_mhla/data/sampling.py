@@ -126,7 +126,7 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
     """Yield this process's part of each evaluation batch, so that all processes together read every sample once.
 
     All processes get the same number of batches, and the same number of samples in each. If there are too few samples for this,
-    the last sample is read again to fill up, and its ticket is not ``valid``.
+    the last sample is read again to fill the batch, and its ticket has ``valid=False``.
 
     Args:
         samples: number of samples in the data set.

@@ -3,7 +3,7 @@
 A shard is an uncompressed tar file. The files of one sample are stored one after the other, and their names are equal up to the
 first dot, such as ``0007.jpg`` and ``0007.cls``.
 
-Longer than other modules: it finds shards in all supported locations, downloads them, and reads them.
+This module is longer than others because it finds shards in all supported locations, downloads them, and reads them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_shards(
 
 
 def expand_braces(name: str) -> list[str]:
-    """Expand a path or URL with braces, such as ``train-{0000..1023}.tar``, into the list of all its names.
+    """Expand a path or URL with braces, such as ``train-{0000..1023}.tar``, into the list of names that it stands for.
 
     Raises:
         ValueError: if the braces are not balanced, or the result would have more than 1,048,576 names.

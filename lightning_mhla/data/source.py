@@ -14,7 +14,7 @@ class BrokenSampleError(ValueError):
 
 
 class ShardUnavailableError(OSError):
-    """Raised for a shard that cannot be downloaded or that has changed.
+    """Raised for a shard that cannot be downloaded, or that has changed since the list of its files was read.
 
     The error ends the run, so that no samples are skipped. The run can be resumed later.
     """

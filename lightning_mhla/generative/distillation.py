@@ -25,8 +25,9 @@ class DistillationConfig:
         teacher: weights of the teacher, in any form that the option pretrained accepts; null for plain fine-tuning.
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to reproduce
             the output of the teacher's layer for the same input.
-        velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after these steps.
-        flow_weight: weight of the flow-matching loss on the data, after these steps.
+        velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after the first
+            layer_steps steps.
+        flow_weight: weight of the flow-matching loss on the data, after the first layer_steps steps.
     """
 
     teacher: str | None = None
@@ -54,9 +55,10 @@ class DistillationConfig:
 class VelocityHost(LinearizedHost):
     """Two-stage distillation of diffusers transformers that predict a velocity and whose attention layers were replaced.
 
-    The teacher is the transformer before the replacement. In the first stage, each replaced layer is trained to reproduce the
-    output of the teacher's layer for the same input, which is taken from the teacher. Errors of earlier layers therefore have
-    no effect. In the second stage, the complete transformer is trained to predict the teacher's velocity.
+    The velocity is the noise minus the clean data. The teacher is the transformer before the replacement. In the first stage,
+    each replaced layer is trained to reproduce the output of the teacher's layer for the same input, which is taken from the
+    teacher. Errors of earlier layers therefore have no effect. In the second stage, the complete transformer is trained to
+    predict the teacher's velocity.
 
     Args:
         velocity: function that takes a transformer, noisy samples, timesteps and embedded captions, and returns the predicted

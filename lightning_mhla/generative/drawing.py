@@ -48,7 +48,7 @@ class ImageGenerator(Protocol):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a generated image. With a VAE, the height and width may be placeholders."""
+        """Channels, height and width of a generated image. With a VAE, the size may be a placeholder for the actual one."""
 
     def check_drawable(self, sampling: Any = None) -> None:
         """Check that images can be generated with the given sampler options.
@@ -83,11 +83,11 @@ class ImageGenerator(Protocol):
 
 
 class SampleGrid(PeriodicEvaluation):
-    """Callback that generates sample images and shows them in a grid, with the weights that validation uses.
+    """Callback that generates sample images during training and shows them in a grid.
 
-    The grid is saved as a picture in the subfolder ``pictures`` of the log folder, and is written to TensorBoard. Sample i has
-    condition i modulo the number of conditions, such as classes. Each sample has its own noise, so the samples do not depend on
-    the number of processes.
+    The images are generated with the weights that validation uses, such as averaged weights. The grid is saved as a picture in
+    the subfolder ``pictures`` of the log folder, and is written to TensorBoard. Sample i has condition i modulo the number of
+    conditions, such as classes. Each sample has its own noise, so the samples do not depend on the number of processes.
 
     Args:
         samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.

@@ -39,7 +39,7 @@ class SampleWriter(Callback):
     With ``"png"``, each image is written to a file such as ``samples/000017-class3.png``. With ``"npz"``, all images are
     written to ``samples.npz``, in the order of their indices: images ``arr_0``, ``[N, S, S, 3]`` uint8, and labels ``arr_1``,
     ``[N]`` int64. Each process writes its own images. With ``"npz"``, all processes must have access to the same folder. Images
-    of an earlier call are recognized by their names and removed first. Other files are left alone.
+    of an earlier prediction are recognized by their names and removed first. Other files are left alone.
 
     Args:
         output: output format, ``"png"`` or ``"npz"``.
@@ -52,7 +52,7 @@ class SampleWriter(Callback):
         self._folder, self._count = Path(), 0
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the output folder on every process, and remove images of an earlier call on the first process."""
+        """Set the output folder on every process, and remove images of an earlier prediction on the first process."""
         self._folder = run_folder(trainer)
         loaders: Any = trainer.predict_dataloaders
         self._count = len(loaders.source)
@@ -126,7 +126,7 @@ def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
 
     Args:
         path: path of the file.
-        indices: index in the file's array of each row.
+        indices: index of each row in the array of the file.
         rows: n rows to write, ``[n, ...]``.
     """
     with path.open("r+b") as stream:

@@ -1,4 +1,4 @@
-"""Resolution of model sizes, given by a published name or number by number, and of image sizes with one or two sides."""
+"""Resolution of size options: a model's published name or its width, depth and heads; an image's one or two sides."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 def chunk_tokens(width: int) -> int:
     """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
-    Longer chunks need larger matrices of weights, and shorter chunks need more states. In measurements of forward and backward
-    passes on a CPU, chunks of 32 tokens were the fastest for up to 32 features, and chunks of 64 tokens for more.
+    A chunk is a group of consecutive tokens that a recurrence processes together, with matrix products. Longer chunks need
+    larger matrices of weights, and shorter chunks need more states. In measurements of forward and backward passes on a CPU,
+    chunks of 32 tokens were the fastest for up to 32 features, and chunks of 64 tokens for more.
     """
     return 32 if width <= 32 else 64
 
@@ -50,12 +51,12 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the same chunks as q, k and v, ``[B, H, M, C, ...]``."""
+        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into M chunks of C tokens like ``q``: ``[B, H, M, C, ...]``."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join the chunks of an output, ``[B, H, M, C, V]``, to ``[B, N, H, V]``, and convert it to the output dtype."""
+        """Join an output's M chunks of C tokens, ``[B, H, M, C, V]``, to ``[B, N, H, V]``, in the output dtype."""
         return self.partition.merge(out).to(self.dtype)
 
 

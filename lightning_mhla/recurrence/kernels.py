@@ -1,4 +1,4 @@
-"""Calls of the GPU kernels of flash-linear-attention (package ``fla-core``)."""
+"""Calls to the GPU kernels of flash-linear-attention (package ``fla-core``)."""
 
 from __future__ import annotations
 

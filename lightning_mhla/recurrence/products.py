@@ -127,11 +127,11 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
 
 
 def _part(x: Tensor, half: int, side: int) -> Tensor:
-    """Divide a chunk into pairs of halves, and return a view of the first or the second half of each pair.
+    """Divide a chunk into sections of ``2 * half`` tokens, and return a view of the first or the second half of each.
 
     Args:
         x: values at C tokens, ``[..., C, D]``.
-        half: number of tokens in a half.
+        half: number of tokens in half a section.
         side: 0 for the first halves, 1 for the second halves.
 
     Returns:
@@ -141,22 +141,22 @@ def _part(x: Tensor, half: int, side: int) -> Tensor:
 
 
 def _below(products: Tensor, half: int) -> Tensor:
-    """Divide a chunk into pairs of halves, and return a view of the products between the two halves of each pair.
+    """Divide a chunk into sections of ``2 * half`` tokens, and return a view of the products between the halves of each.
 
     Args:
         products: products of all pairs of tokens, ``[..., C, C]``.
-        half: number of tokens in a half.
+        half: number of tokens in half a section.
 
     Returns:
         ``[..., half, half, C / (2 half)]``. The last three axes are tokens of the second half, tokens of the first half, and
-        pairs of halves.
+        sections.
     """
     by_halves = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
     return by_halves.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Iterate over the divisions of a chunk into pairs of halves, with 1, 2, 4, ... tokens in a half.
+    """Iterate over the divisions of a chunk into sections that consist of two halves of 1, 2, 4, ... tokens each.
 
     Args:
         log_decay: logarithm of the decay of each feature at each of C tokens, ``[..., C, D]``.

@@ -156,7 +156,7 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the subclass with replaced attention of the diffusers class called ``name``, so that it can be imported.
+    """Return the subclass of the diffusers model class ``name`` for models with replaced attention, so that it can be imported.
 
     Raises:
         AttributeError: if diffusers does not have a model class of this name.
@@ -174,7 +174,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DiffusersFolders(DiffusersHost):
-    """Implementation of attention replacement for diffusers models that can also save and load the changed models."""
+    """Implementation of attention replacement for diffusers models, including saving and loading."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

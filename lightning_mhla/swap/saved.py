@@ -116,7 +116,7 @@ def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str,
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a saved configuration with its original values, before :func:`guarded` replaced some of them.
+    """Return a copy of a saved configuration in which values that :func:`guarded` replaced have their original value again.
 
     A configuration without replaced values is copied unchanged.
     """

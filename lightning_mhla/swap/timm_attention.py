@@ -97,7 +97,7 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
 
     Args:
         module: timm attention module.
-        x: tokens, ``[B, N, C]``.
+        x: tokens, ``[B, N, C]`` for B images of N tokens of width C.
         rope: sines and cosines of the patch positions, in the layout that timm passes to attention modules; None without a
             rotary embedding.
 

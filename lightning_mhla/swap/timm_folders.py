@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Implementation of attention replacement for timm models that can also save and load the changed models."""
+    """Implementation of attention replacement for timm models, including saving and loading."""
 
     options = ("cache_dir",)
 
@@ -134,7 +134,7 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Register ``mhla_swapped``, the architecture name in saved models with replaced attention, with timm.
+    """Register the architecture ``mhla_swapped`` with timm, so that timm can build saved models with replaced attention.
 
     Nothing changes if the name is registered already.
     """

@@ -214,8 +214,8 @@ def _hand_on_mask(
         options: keyword arguments of the call.
 
     Returns:
-        The positional arguments, unchanged, and the keyword arguments with ``given_mask``. This is a one-item tuple that holds
-        the mask, or None if the call has no mask.
+        The positional arguments, unchanged, and the keyword arguments with ``given_mask``: a one-item tuple with the mask,
+        or with None if the call has no mask.
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 

@@ -230,7 +230,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the model or configuration class with replaced attention called ``name``, so that it can be imported.
+    """Return the model or configuration class ``name`` for models with replaced attention, so that it can be imported.
 
     Raises:
         AttributeError: if transformers does not have a corresponding class.
@@ -256,7 +256,7 @@ def _publish(name: str) -> str:
 
     Args:
         name: name of the original class, such as ``LlamaForCausalLM``. If transformers does not have a model class of this
-            name, it is returned unchanged.
+            name, ``name`` is returned unchanged.
     """
     import transformers
 
@@ -277,7 +277,7 @@ def _rejects(host: Any, name: str) -> bool:
 
 
 class TransformersFolders(TransformersHost):
-    """Implementation of attention replacement for transformers models that can also save and load the changed models."""
+    """Implementation of attention replacement for transformers models, including saving and loading."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -55,6 +55,6 @@ class LoggedApart(HyperparametersMixin):
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers, with prefixed names and ``***`` in place of secrets, and without private names."""
+        """Hyperparameters for loggers: prefixed names, ``***`` in place of secrets, and no names that start with ``_``."""
         options = redacted(dict(super().hparams_initial))
         return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

@@ -78,7 +78,7 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
     """Correct the training progress in a checkpoint that was saved after training stopped inside an epoch.
 
     Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. After the correction, a
-    resumed run continues after the last batch.
+    resumed run continues after the last batch that was processed.
 
     Args:
         loops: entry ``loops`` of the checkpoint, changed in place.

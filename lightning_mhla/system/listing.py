@@ -29,15 +29,15 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a name has no leading dot and is not one that systems leave behind, such as ``Thumbs.db``."""
+    """Return whether a name has no leading dot and is not a leftover of Python or a system, such as ``Thumbs.db``."""
     return not name.startswith(".") and name not in NOISE
 
 
 def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
     """List all visible files below a folder, sorted.
 
-    Names with a leading dot, and names that systems leave behind, such as ``Thumbs.db``, are hidden. Links are followed, except
-    a link to a folder that contains the link.
+    Names with a leading dot, and leftovers of operating systems or Python, such as ``Thumbs.db``, are hidden. Links are
+    followed, except a link to a folder that contains the link.
 
     Args:
         folder: folder to search.

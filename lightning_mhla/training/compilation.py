@@ -74,7 +74,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the number of graphs compiled later, for example for batches of a different size, and the compile time."""
+        """Log the number of graphs compiled after the first step, such as for batches of a new size, and the compile time."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (now - first for now, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

@@ -40,7 +40,7 @@ class TwoStageOptions(Protocol):
 
     @property
     def teacher(self) -> str | None:
-        """Path of the weights of the teacher, the model before its attention was replaced; None for no teacher."""
+        """Path or name of the weights of the teacher, the model before its attention was replaced; None for no teacher."""
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
@@ -58,8 +58,8 @@ class TransferOptions:
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
             output of its original attention for the same input. These steps train only the parameters of the new attention.
-        teacher: weights of the model before its attention was replaced, given in the same way as the option pretrained. Later
-            steps match the predictions of this model; null for no teacher.
+        teacher: source of the weights of the model before its attention was replaced, of any kind that the model's option
+            pretrained accepts, such as a path. Later steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
         loss_weight: weight of the loss on the data.
 
@@ -164,7 +164,8 @@ class ScoringHost(LinearizedHost):
 
     Args:
         loss_name: name under which the loss on the data is logged if there is a teacher.
-        run: function that takes a model and inputs ``[B, ...]``, and runs the model without its head. B is the batch size.
+        run: function that takes a model and inputs ``[B, ...]``, and runs the model without its head. B is the batch size. The
+            result is not used.
         scores: function that takes a model and inputs ``[B, ...]``, and returns scores ``[B, ..., classes]``.
     """
 
@@ -197,7 +198,7 @@ class ScoringHost(LinearizedHost):
 
     @override
     def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over the other axes.
+        """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over all axes but the last.
 
         Args:
             predicted: scores of the model, ``[B, ..., classes]``.
@@ -244,7 +245,7 @@ class Linearization:
 
         Args:
             module: training module, at the start of a fit.
-            read_teacher: function that takes a path of weights and returns the model with its original attention.
+            read_teacher: function that takes the path or name of weights and returns the model with its original attention.
 
         Raises:
             ValueError: if replaced layers cannot be trained one by one, for example because the strategy shards weights.

@@ -60,7 +60,9 @@ log = logging.getLogger(__name__)
 
 
 class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
-    """Base class of the LightningModules that train a network. Subclasses set ``self.network`` and implement the steps.
+    """Base class of the LightningModules that train a network.
+
+    Subclasses set ``self.network`` and define methods such as ``training_step``.
 
     Args:
         training: options of the training, such as the optimizer.
@@ -134,7 +136,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks that the current call of the trainer needs, depending on whether it fits or predicts.
+        """Return the callbacks that the trainer needs for its current task: fit, validation, test or prediction.
 
         A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints, and :class:`FiniteWatch`,
         :class:`StallWatch` and :class:`Forecast` unless the trainer already has them. Prediction gets the callbacks that write

@@ -26,9 +26,9 @@ from lightning_mhla.system.sharding import SEQUENCE
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """FSDP2 over all processes, based on Lightning's ModelParallelStrategy, with optional sequence parallelism.
+    """Strategy that shards weights over all processes with FSDP2, with optional sequence parallelism.
 
-    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
+    The strategy works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
     any number of processes. Weights are sharded over all processes, including those that share a sequence.
 
     Args:
@@ -36,8 +36,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             one file.
         gather_dtype: dtype in which the weights of a block are gathered and used. Gradients are reduced in float32, and the
             weights that the optimizer updates stay in float32. Mixing coefficients are always gathered in float32.
-        sequence_parallel_size: number of neighboring processes that share each sequence and exchange block summaries, for
-            sequences that do not fit on one device; a divisor of the number of processes. Language models only.
+        sequence_parallel_size: number of neighboring processes that split each sequence among them, for sequences that do not
+            fit on one device; a divisor of the number of processes. Language models only.
 
     Raises:
         ValueError: from :meth:`setup_environment`, if ``sequence_parallel_size`` does not divide the number of processes.

@@ -51,8 +51,8 @@ class StageConfig:
         dims: width of each stage; only without size.
         depths: number of transformer blocks in each stage; only without size.
         heads: number of attention heads in each stage; only without size.
-        layer_scale: initial factor of the residual branches in each stage; null for the published values of size, or for 1
-            without size.
+        layer_scale: initial factor of the residual branches in each stage; null for the published values of size, or
+            1 everywhere if size is not given.
         linear_stages: number of stages, counted from the first, that use the configured kind of attention; later stages use
             softmax attention.
         block_grids: number of attention blocks along height and width in each linear stage, for kinds of attention that use
@@ -150,8 +150,8 @@ class StageConfig:
             stage: index of the stage, counted from 0.
 
         Raises:
-            ValueError: if the kind of attention uses blocks in this stage, and ``config`` sets ``block_grid`` or
-                ``block_size``, or ``block_grids`` has no entry for each linear stage.
+            ValueError: if the kind of attention uses blocks in this stage, and either ``config`` sets ``block_grid`` or
+                ``block_size``, or ``block_grids`` has fewer entries than there are linear stages.
         """
         if stage >= self.linear_stages:
             return replace(config.with_kind("softmax"), block_grid=None, block_size=None)

@@ -166,7 +166,9 @@ class Mixing(ABC):
     # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
 
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number of running sums that connect chunks of several blocks in the spanning form of attention.
+        """Return the number of running sums that the spanning form of attention carries from chunk to chunk.
+
+        This algorithm processes groups of consecutive blocks, called chunks, that are connected by running sums.
 
         Args:
             causal: whether the attention is causal.
@@ -178,9 +180,10 @@ class Mixing(ABC):
         return None
 
     def span(self, blocks: int, causal: bool) -> Span:
-        """Return the coefficients within and between chunks of several blocks, for the spanning form of attention.
+        """Return the coefficients within and between chunks, for the spanning form of attention.
 
-        Only classes whose :meth:`span_terms` is not None implement this method.
+        This algorithm processes groups of consecutive blocks, called chunks, that are connected by running sums. Only classes
+        whose :meth:`span_terms` is not None implement this method.
 
         Args:
             blocks: number of blocks in a chunk.

@@ -162,10 +162,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number of running sums that connect chunks of blocks: one per exponential term if causal, otherwise two.
+        """Return the number of running sums that connect groups of blocks: one per exponential term if causal, otherwise two.
 
-        The result is None if the blocks form a grid. Consecutive blocks then need not be neighbors, so their chunks have no
-        running sums.
+        A group, called a chunk, consists of consecutive blocks. The result is None if the blocks form a grid, since consecutive
+        blocks are then not always neighbors, so running sums cannot connect the groups.
         """
         if self.grid is not None:
             return None
@@ -285,7 +285,7 @@ class ExponentialMixing(Mixing):
         """Estimate the number of summaries that are added up to mix one block.
 
         Args:
-            blocks: number of blocks, which is the result where a matrix is applied.
+            blocks: number of blocks M. The result is M if the coefficients are applied as a matrix.
             causal: whether the attention is causal.
             fused: whether the fused Triton kernels do the mixing.
         """

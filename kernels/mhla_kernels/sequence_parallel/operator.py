@@ -197,8 +197,8 @@ class _SharedMixer(Mixer):
 
     Attributes:
         plan: assignment of blocks to processes.
-        every: summaries of all M blocks, ``[B, H, M, ...]``, if this process already has them; None to exchange them in the
-            call.
+        every: summaries of all M blocks, ``[B, H, M, ...]``, if this process already has them; None to exchange them
+            whenever the object is called.
     """
 
     plan: SequencePlan | None = None

@@ -55,7 +55,7 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
     Args:
         tokens: number of tokens N.
-        block_size: tokens in a block of equal blocks; None if ``block_offsets`` is given.
+        block_size: tokens in a block, if all blocks are of equal size; None if ``block_offsets`` is given.
         block_offsets: index of the first token of each uneven block, followed by N, which is returned as a tuple; None if
             ``block_size`` is given.
 
@@ -115,7 +115,7 @@ def traffic(
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         blocks: number of blocks M.
-        processes: number of processes P, with equal shares.
+        processes: number of processes P, among which the sequence is divided equally.
         terms: number of terms of exponential mixing over a sequence, for which the processes exchange running sums; None for
             dense mixing and for exponential mixing over a grid.
         causal: whether the attention is causal.

@@ -72,8 +72,9 @@ def _through_summary(
     """Add the products of a tile of tokens x with one block summary to the accumulators of the tile.
 
     The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
-    well: mode OUT adds ``x z`` to ``normalizer``, mode DQ adds ``z`` to ``keys``, and mode DK adds ``z`` to ``total``. ``x`` is
-    loaded in slices of ``SLICE`` features.
+    well: it adds ``x z`` to ``normalizer`` when the kernel computes the outputs (``MODE`` is ``OUT``), ``z`` to ``keys`` for
+    the gradient of q (``DQ``), and ``z`` to ``total`` for the gradient of k (``DK``). ``x`` is loaded in slices of ``SLICE``
+    features.
 
     Returns:
         ``total`` ``[ROWS, OUTPUTS]``, ``normalizer`` ``[ROWS]`` and ``keys`` ``[ROWS, OUTPUTS]``.

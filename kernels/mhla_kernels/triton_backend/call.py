@@ -153,7 +153,7 @@ class Call:
     def pieces(self) -> tuple[int, int]:
         """Number of pieces into which the kernels divide a block, and number of tokens in a piece.
 
-        In the spanning form, each chunk of blocks is a single piece.
+        The spanning form of attention processes chunks of several blocks. There, each chunk is a single piece.
         """
         largest = self.tables.layout.largest
         if self.terms:
@@ -170,7 +170,8 @@ class Call:
     def span(self, tile: int) -> int:
         """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
 
-        The first tile begins at the first token of a sequence (in the spanning form, of a chunk), and tiles follow each other.
+        The first tile begins at the first token of a sequence, and each further tile begins where the previous one ends. The
+        spanning form of attention processes chunks of several blocks; its tiles are counted from the first token of a chunk.
         """
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
@@ -178,7 +179,8 @@ class Call:
         """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            A table with a column for each tile, and the number of tiles. Kernels read the table only if sequences are packed.
+            A table like ``table`` of :class:`BlockTables` with a column for each tile, and the number of tiles. Kernels read
+            the table only if sequences are packed.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)

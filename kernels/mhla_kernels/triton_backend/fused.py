@@ -82,9 +82,9 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 
 
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
-    """Describe the kernels that an attention call needs, with the exact block size of the call.
+    """Describe the kernels that an attention call needs, with the call's own block size.
 
-    The size is rounded later, so that several sizes share a trial of the kernels.
+    The size is rounded later, so that the kernels are compared with PyTorch only once for several sizes.
     """
     layout = problem.layout
     return Kind(
@@ -119,7 +119,7 @@ def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> s
     Args:
         device_type: type of the device, such as ``"cuda"``.
         device_index: index of the device; None for the current one.
-        fields: fields of the :class:`Kind` that describes the call, in order, with the exact block size.
+        fields: fields of the :class:`Kind` that describes the call, in order. The block size is not rounded yet.
     """
     kind = Kind(*fields)
     kind = kind._replace(block_size=size_class(kind.block_size, kind.form))

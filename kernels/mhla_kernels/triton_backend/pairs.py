@@ -72,11 +72,12 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Sum ``pairs`` over the tokens of each key block and query block, add the sums to ``total``, and store ``total``.
+    """Sum ``pairs`` over the tokens of each key block and query block, and add the sums to ``total``.
 
-    The rows of ``pairs`` are keys, and its columns are queries. ``gradient`` is ``[size, SPAN]``, query block by key block, and
-    key blocks are counted from the first one of the row tile. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query
-    block i uses the slot i modulo ``SPAN``, and ``held[s]`` is the block that slot s currently holds.
+    ``total`` is also written to memory, at the address ``gradient``. The rows of ``pairs`` are keys, and its columns are
+    queries. ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks are counted from the first one of the tile
+    of keys. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses the column (slot) i modulo ``SPAN`` of
+    ``total``, and ``held[s]`` is the query block that slot s currently holds.
 
     Returns:
         The new ``total`` and the new ``held``.

@@ -1,4 +1,4 @@
-"""Forward and backward pass of attention with Triton in the spanning form: chunks of blocks, connected by running sums.
+"""Forward and backward pass of attention with Triton in the spanning form: chunks of several blocks, connected by running sums.
 
 This form is for exponential coefficients. A chunk of several blocks has one summary for each running sum, while the chunked
 form has one for each block. Pairs of tokens in one chunk are scored, and weighted by the matrix between its blocks. The
@@ -42,7 +42,7 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace the summaries of each chunk of blocks by running sums over the earlier or later chunks of its sequence.
+    """Replace the summaries of each chunk of several blocks by running sums over the earlier or later chunks of its sequence.
 
     Each chunk has ``TERMS`` summaries. Those with an index below ``EARLIER`` are summed over the earlier chunks, the others
     over the later ones. ``REVERSE`` exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
@@ -73,6 +73,9 @@ def carry_kernel(
 def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
     """Replace the summaries of chunks by running sums over earlier or later chunks, in place.
 
+    A chunk is a group of consecutive blocks. Causal attention sums over earlier chunks only. Otherwise, the first half of the
+    summaries of each chunk is summed over earlier chunks, and the second half over later ones.
+
     Args:
         call: arguments of the attention operator, which include the decays.
         sums: T summaries for each of M chunks, with W numbers each, ``[B * H * T, M, W]`` float32; changed in place.
@@ -96,6 +99,8 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
 def forward(call: Call) -> Tensor:
     """Run the forward pass of attention in the spanning form with Triton kernels.
 
+    The spanning form processes chunks of several blocks, which are connected by running sums.
+
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
 
@@ -108,6 +113,8 @@ def forward(call: Call) -> Tensor:
 
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
     """Run the backward pass of attention in the spanning form with Triton kernels.
+
+    The spanning form processes chunks of several blocks, which are connected by running sums.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
@@ -149,6 +156,8 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list
 
 def _by_block(call: Call, by_token: Tensor) -> Tensor:
     """Sum per-token gradients over all tokens whose blocks have the same position in their chunks.
+
+    A chunk is a group of consecutive blocks.
 
     Args:
         call: arguments of the attention operator, which include the position of each token's block in its chunk.

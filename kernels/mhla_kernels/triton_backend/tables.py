@@ -28,7 +28,8 @@ class BlockTables:
     """Lookup tables that tell the Triton kernels which tokens belong to each block and which blocks to each sequence.
 
     Attributes:
-        layout: partition of the tokens into blocks. In the spanning form, chunks of blocks take the place of blocks.
+        layout: partition of the tokens into blocks. In the spanning form of attention, chunks of several blocks take the
+            place of blocks.
         table: ``[7, M]`` int32 with a column for each block. Its rows are: first token of the block, token after its last one,
             row of the block in the mixing matrix, first block of its sequence, block after the last one of its sequence, first
             token of its sequence, token after the last one of its sequence.

@@ -37,7 +37,8 @@ class Kind(NamedTuple):
         relu: whether the feature map is ``"relu"``.
         masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
-        block_size: tokens in the largest block. For a trial, it is rounded up by :func:`size_class`.
+        block_size: tokens in the largest block. It is rounded by :func:`size_class` before the kernels are compared with
+            PyTorch.
         many: whether the form is chunked and there are more than 32 blocks, for which the kernels use larger tiles.
         terms: number of exponential terms, or of running sums in the spanning form; 0 if the coefficients are a matrix.
     """
@@ -64,7 +65,7 @@ class Kind(NamedTuple):
 
 
 def size_class(block_size: int, form: str) -> int:
-    """Round a block size up to the next size for which Triton kernels are compared with PyTorch.
+    """Round a block size to one of the sizes for which Triton kernels are compared with PyTorch.
 
     Sizes are rounded up to a power of two from 16 to 4096, and larger sizes down to 4096. In the parallel and the spanning
     form, kernels are compiled for the number of blocks that a tile of tokens overlaps, so sizes up to 4 are rounded to 1, 2 or
@@ -82,7 +83,8 @@ def size_class(block_size: int, form: str) -> int:
 def make_problem(kind: Kind, device: torch.device) -> Arguments:
     """Create the arguments of a small attention call with random tokens in two heads, for the trial of its Triton kernels.
 
-    There are 3 blocks, or 34 if ``kind.many``. In the spanning form, the blocks fill two chunks and a part of a third.
+    There are 3 blocks, or 34 if ``kind.many``. In the spanning form, which processes chunks of several blocks, the
+    blocks fill two chunks and a part of a third.
 
     Args:
         kind: properties of the call.

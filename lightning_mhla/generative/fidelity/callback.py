@@ -45,13 +45,14 @@ class HasRealImages(Protocol):
 
 
 class GenerationMetrics(SampleGrid):
-    """Callback that generates images and computes FID and related metrics, with the weights that validation uses.
+    """Callback that generates images during training and computes FID and related metrics.
 
-    It logs the metrics ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as the feature
-    network and the reference images allow. If the feature network predicts the classes of the data, it also logs
-    ``label_accuracy``. These names are preceded by the argument ``name`` and a slash. The file ``name`` with the suffix
-    ``.jsonl`` in the log folder has a line for each evaluation, with the metrics, the options that they depend on, and remarks.
-    A grid of samples is saved in the subfolder ``pictures`` and written to TensorBoard.
+    The images are generated with the weights that validation uses, such as averaged weights. The callback logs the metrics
+    ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as the feature network and the
+    reference images allow. If the feature network predicts the classes of the data, it also logs ``label_accuracy``. These
+    names are preceded by the argument ``name`` and a slash. The file ``name`` with the suffix ``.jsonl`` in the log folder has
+    a line for each evaluation, with the metrics, the options that they depend on, and remarks. A grid of samples is saved in
+    the subfolder ``pictures`` and written to TensorBoard.
 
     Sample i has condition i modulo the number of conditions, such as classes. Each sample has its own noise, so the samples do
     not depend on the number of processes.
@@ -179,7 +180,7 @@ class GenerationMetrics(SampleGrid):
 
         Args:
             reference: features or statistics of the reference images.
-            module: module that generates the images, whose size is used to call the feature network.
+            module: module that generates the images. A black image of their size is used to count the features.
         """
         statistics = reference.moments("pooled")
         if statistics is None or reference.pooled is not None:

@@ -198,7 +198,7 @@ class DigitFeatures(FeatureNetwork):
 
     @override
     def network(self) -> nn.Module:
-        """Return the digit classifier, which each process trains at its first call."""
+        """Return the digit classifier. The first call in each process trains it."""
         return _train_on_digits(self.digits, self.side, self.seed, self.epochs)
 
     @override

@@ -67,8 +67,8 @@ class ImageSet:
     Attributes:
         origin: description of the set for messages, such as its path.
         digest: hash of the images or the statistics.
-        count: number of images from which the moments are computed; None if the moments were read from a file, which does not
-            state it.
+        count: number of images from which the statistics are computed; None if the statistics were read from a file, which does
+            not state the number.
         pooled: features ``[n, D]`` for FID, KID, precision and recall; None if only statistics are known.
         logits: class scores ``[n, K]``; None if the feature network does not compute them or only statistics are known.
         spatial: features ``[n, S]`` for sFID; None if the feature network does not compute them or only statistics are known.

@@ -30,7 +30,7 @@ class DrawnSamples(PeriodicEvaluation):
     :meth:`keep`, which writes or scores the samples.
 
     Args:
-        prompts: prompts to draw a sample for.
+        prompts: prompts; one sample is drawn for each.
         every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
         at_end: whether to draw samples at the end of training.
         at_start: whether to draw samples before the first optimizer step, too.

@@ -186,8 +186,8 @@ class EncodedSource:
             All samples of a group have the same size.
         key: name of the entry with the pixels: ``image`` or ``video``.
         files: reader of the captions, by sample index.
-        origins: record of the source files, with which a later call detects that they have changed. It has an entry for each
-            sample or for each shard.
+        origins: record of the source files, with which a later call of :func:`encode_samples` detects that they have changed.
+            It has an entry for each sample or for each shard.
         per_sample: whether ``origins`` has an entry for each sample; false if it has an entry for each shard.
     """
 
@@ -255,7 +255,7 @@ def encode_samples(
         device: device on which pixels and captions are encoded.
         max_skipped: number of samples that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
-        force: whether to delete the shards of an earlier call first.
+        force: whether to first delete shards that an earlier call of this function wrote.
 
     Returns:
         Paths of the shards of all processes, and the number of samples that this process skipped.

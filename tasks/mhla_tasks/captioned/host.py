@@ -37,11 +37,10 @@ class Host:
         pipeline: class of the diffusers pipeline that draws samples with the transformer.
         name: name of the transformer in error messages, with an article, such as ``a Wan transformer``.
         first_block: prefix of the names of the first block's weights, such as ``blocks.0.``.
-        is_published: function that takes weights by name, and returns whether their names are those of the original
-            publication.
-        published_names: function that converts weights from the published names to diffusers' names.
-        schedulers: function for each sampler name that builds a diffusers scheduler. Its argument is the timestep shift of
-            training.
+        is_published: function that takes weights by name, and returns whether the names are those of the model's original
+            release instead of diffusers'.
+        published_names: function that converts weights from the names of the original release to diffusers' names.
+        schedulers: for each sampler name, a function that builds a diffusers scheduler from the timestep shift of training.
         pipeline_options: keyword arguments for every call of the pipeline, such as height and width. The pipeline only
             validates these sizes; the shape of the initial latents determines the size of a sample.
     """
@@ -68,8 +67,8 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
         host: description of the transformer class.
         shape: dataclass instance with the options of the transformer.
         attention: options of the new attention.
-        layer_kinds: attention kinds that repeat over all layers, as for :func:`lightning_mhla.swap_attention`; None to replace
-            the attention of all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers, as for :func:`lightning_mhla.swap_attention`; None
+            to replace the attention of all layers.
 
     Returns:
         Transformer with the new attention and random weights.
@@ -107,7 +106,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
         path: source of the weights, one of these:
 
             * training checkpoint; its averaged weights are read if it has them;
-            * ``.pt``, ``.pth`` or ``.safetensors`` file with diffusers' names or the published names;
+            * ``.pt``, ``.pth`` or ``.safetensors`` file with the names of diffusers or of the original release;
             * folder that ``save_pretrained`` of a transformer or a pipeline wrote;
             * name on the Hugging Face Hub.
         host: description of the transformer class.
@@ -143,9 +142,10 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Load pretrained weights into a transformer, and resize MHLA's mixing coefficients if the block grids differ.
+    """Load pretrained weights into a transformer.
 
-    Parameters that only the new attention has keep their initial values.
+    If the weights were trained with a different grid of MHLA blocks, the mixing coefficients are resized. Parameters that only
+    the new attention has keep their initial values.
 
     Args:
         model: transformer, changed in place.
@@ -198,7 +198,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
-    """Return the name that a weight has in ``state``, which contains ``.base_layer`` if LoRA wraps the layer of the weight."""
+    """Return the key of a weight in ``state``: its name, with ``.base_layer`` inserted if LoRA wraps the weight's layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in state else name

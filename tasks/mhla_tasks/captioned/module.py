@@ -43,8 +43,8 @@ class CaptionedDiffusion(GenerativeModule):
     Args:
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
-        layer_kinds: attention kinds that repeat over all layers. "keep" leaves the attention of a layer unchanged, and
-            "replace" uses attention.kind. null replaces the attention of all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. null replaces the attention of all layers.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
         text: options of the caption encoder.
         vae: folder or Hugging Face Hub name of the autoencoder, or of a pipeline that contains it, if the transformer works on
@@ -264,7 +264,8 @@ class CaptionedDiffusion(GenerativeModule):
         """Check that the captions in the data were embedded in the same way as the model embeds prompts.
 
         Raises:
-            ValueError: if the number of tokens or the instruction differs, or the model does not have a text encoder.
+            ValueError: if the number of tokens or the instruction inserted before captions differs, or the model does not have
+                a text encoder.
         """
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
@@ -412,7 +413,7 @@ class CaptionedDiffusion(GenerativeModule):
 
         Args:
             batch: batch with samples or latents, and captions.
-            generators: random generators, one for each sample, that draw its timestep and its noise.
+            generators: a random generator for each sample, which draws its timestep and its noise.
 
         Returns:
             Losses ``[B]``.

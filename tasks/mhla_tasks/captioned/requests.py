@@ -109,7 +109,7 @@ class RequestedSamples:
 
 
 class SampleFolder(Callback):
-    """Base class of callbacks that write samples to files as soon as each process has drawn them.
+    """Base class of callbacks with which each process writes samples to files as soon as it has drawn them.
 
     A subclass sets the class attribute :attr:`kind`, which names the output folder. If it is ``images``, the samples for the
     prompt ``a red three`` are written to ``images/a red three-0.png``, ``images/a red three-1.png`` and so on. The folder
@@ -164,7 +164,7 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
 
     def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that existing samples were drawn with the current weights and options, and record these for later calls.
+        """Check that existing samples were drawn with the current weights and options, and store these for the next check.
 
         Raises:
             ValueError: if they differ, because the folder would mix samples of two models.
@@ -202,7 +202,7 @@ class SampleFolder(Callback):
             Positions in ``rows`` of the missing samples.
 
         Raises:
-            ValueError: if the recorded prompt, index or seed of a sample differs from the requested one.
+            ValueError: if the JSON Lines file of the samples states a different prompt, index or seed for a file.
         """
         recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:

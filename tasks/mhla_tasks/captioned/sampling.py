@@ -119,7 +119,7 @@ def check_patches(size: Sequence[int], patch: int | Sequence[int], what: str) ->
 
     Args:
         size: size of the sample: rows and columns, preceded by the number of frames for a clip.
-        patch: size of a patch along all axes, or along each axis.
+        patch: size of a patch: one number for all axes, or one number for each axis.
         what: plural noun for the samples in the error message, such as ``latents``.
 
     Raises:

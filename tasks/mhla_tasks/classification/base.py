@@ -46,8 +46,8 @@ class Classifier(NamesClasses):
 
     Args:
         num_classes: number of classes.
-        class_names: class names to show in predictions, in the order of the labels. None uses the names in the data or, if it
-            has none, the label numbers.
+        class_names: class names to show in predictions, in the order of the labels. None uses the names in the data or, if
+            there are none, the label numbers.
         label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
         mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
@@ -99,7 +99,7 @@ class Classifier(NamesClasses):
     def class_names(self) -> list[str]:
         """Class names to show in predictions, in the order of the labels.
 
-        They are the option ``class_names`` if it is set, otherwise the names in the training data. If there are neither, they
+        They are the option ``class_names`` if it is set, otherwise the names in the training data. If neither exists, they
         are the label numbers.
         """
         return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]

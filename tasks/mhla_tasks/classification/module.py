@@ -58,8 +58,8 @@ class ImageClassifier(Classifier):
         drop_path: stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
         label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
         mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
-        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if it
-            has none, the label numbers.
+        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
+            there are none, the label numbers.
         pretrained: path of the initial weights: a run folder, a checkpoint or an exported folder, whose resolution and classes
             may differ. A VLT also accepts the weights file (.pth) that the authors of RAVLT published. The option is ignored if
             --ckpt_path supplies the weights.

@@ -40,8 +40,8 @@ class TimmClassifier(Classifier):
         channels: number of channels of the image.
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
         attention: options of the attention that replaces the original attention; null to keep the original attention.
-        layer_kinds: attention kinds that repeat over all layers. "keep" leaves the attention of a layer unchanged, and
-            "replace" uses attention.kind. null replaces the attention of all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. null replaces the attention of all layers.
         train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the replaced attention
             layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
             parameters and low-rank adapters of the projections.
@@ -49,8 +49,8 @@ class TimmClassifier(Classifier):
         distillation: options for training the new attention to match the original attention.
         label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
         mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
-        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if it
-            has none, the label numbers.
+        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
+            there are none, the label numbers.
         pretrained: initial weights. The value "timm" selects the weights that timm publishes. Otherwise, it is the path of a
             checkpoint or a run of this class, or of a folder that timm or lightning export wrote. The option is ignored if
             --ckpt_path supplies the weights.

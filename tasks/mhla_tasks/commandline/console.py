@@ -70,12 +70,12 @@ def harmless(text: str) -> str:
 
 
 def _is_raw(sign: str) -> bool:
-    """Return whether a character is a surrogate, which represents a byte that is not UTF-8. The stream escapes it later."""
+    """Return whether a character is a surrogate, which represents a byte that is not UTF-8. The output stream escapes it."""
     return "\ud800" <= sign <= "\udfff"
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """Create a log record without secrets or control characters in its message, as a factory for ``logging``."""
+    """Create a log record for ``logging``, and remove secrets and control characters from its message."""
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()
@@ -97,7 +97,7 @@ def _format_warning(
 
 
 def ignore_noise() -> None:
-    """Suppress library warnings that do not help the user."""
+    """Suppress a fixed list of library warnings that do not help the user."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
 

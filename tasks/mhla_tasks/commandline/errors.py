@@ -74,11 +74,11 @@ class CommandFailed(SystemExit):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Context manager that prints the errors of the code in its ``with`` block, which runs a command.
+    """Context manager in which a command runs; it prints a short message for an error that the user can fix.
 
-    An error that the user can fix is printed in one or two lines and ends the command with exit status 1. Other errors are
-    raised unchanged. If the user presses Ctrl+C, or if the program that reads the output ends (``| head``), the command ends
-    without a message. Such blocks may be nested.
+    The message has one or two lines, and the command ends with exit status 1. Other errors are raised unchanged. If the user
+    presses Ctrl+C, or if the program that reads the output ends (``| head``), the command ends without a message. The context
+    manager may be nested.
     """
     hook, threading.excepthook = threading.excepthook, _report_thread
     try:

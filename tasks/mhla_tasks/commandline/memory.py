@@ -31,8 +31,8 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         ``checkpoint`` is a keyword of Lightning, a URL or a folder without checkpoints.
 
     Raises:
-        ValueError: if ``checkpoint`` does not exist or cannot be read, or if configurations may not name the class of its model
-            or data module.
+        ValueError: if ``checkpoint`` does not exist or cannot be read, or if it names a class of model or data
+            module that configurations must not name.
     """
     path = Path(checkpoint)
     if not path.exists():

@@ -35,8 +35,8 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     """Merge options from several sources into one nested mapping, in which values of higher priority override others.
 
     Args:
-        sources: configuration files and command-line options, from lowest to highest priority. The classes in them must have
-            been imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
+        sources: configuration files and command-line options, from lowest to highest priority. The classes that they name
+            must have been imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
     for source in sources:

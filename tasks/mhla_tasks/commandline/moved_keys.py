@@ -1,4 +1,4 @@
-"""Replacement of former option names, which configuration files and the command line may use for one more release."""
+"""Replacement of former option names, which configuration files and the command line may use until the next release."""
 
 from __future__ import annotations
 

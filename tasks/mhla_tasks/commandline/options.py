@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def use_run_folder(options: Any) -> RunFolder:
-    """Make ``fit`` write logs and checkpoints to the folder in ``--run_dir``, and lock this folder.
+    """Make ``fit`` write logs and checkpoints to the folder that ``--run_dir`` names, and lock this folder.
 
     Args:
         options: parsed options of the command, changed in place.
@@ -47,7 +47,7 @@ def use_run_folder(options: Any) -> RunFolder:
 
 
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
-    """Make ``validate`` and ``test`` write to the run folder that contains the checkpoint, and ``predict`` to a new subfolder.
+    """Make ``validate`` and ``test`` write to the checkpoint's run folder, and ``predict`` to a new subfolder of it.
 
     Nothing changes if no checkpoint is given, or if a source sets ``trainer.logger`` or ``trainer.default_root_dir``.
 

@@ -86,7 +86,7 @@ class ShortErrorParser(LightningArgumentParser):
     Attributes:
         sources: configuration files and command-line options, for error messages. This is a class attribute, so that the
             additional parsers that jsonargparse creates for the options of classes have it too.
-        program: name of the command, such as ``lightning fit``, for the line that refers to its help.
+        program: name of the command, such as ``lightning fit``, for the hint to call it with ``--help``.
     """
 
     sources: ClassVar[Sequence[Source]] = ()
@@ -279,7 +279,7 @@ class EpochBar(RichProgressBar):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``fit``, ``validate``, ``test`` or ``predict``, and print errors that the user can fix in one or two lines.
+    """Run ``fit``, ``validate``, ``test`` or ``predict``, and print a short message for each error that the user can fix.
 
     Args:
         args: command-line arguments without the name of the program; None to use ``sys.argv``.

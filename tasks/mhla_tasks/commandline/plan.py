@@ -197,15 +197,16 @@ def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | N
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return the text value of an option from the last source that sets it to a text; None if no source does."""
+    """Return the value of an option from the last source that sets it to a string; None if no source does."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Bring the strategy and the loggers in a configuration into the form that Lightning requires, in place, and return it.
+    """Convert strategy and loggers in a configuration to the form that Lightning requires; return the configuration.
 
-    The class name of a strategy is replaced by ``{"class_path": NAME}``. Loggers that write files get a default folder.
+    The configuration is changed in place. The class name of a strategy is replaced by ``{"class_path": NAME}``. Loggers that
+    write files get a default folder.
     """
     trainer = mapping(configuration.get("trainer"))
     strategy, loggers = trainer.get("strategy"), trainer.get("logger")

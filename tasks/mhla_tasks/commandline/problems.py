@@ -65,7 +65,7 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
 
 
 def _line_named_by(problem: str, source: Source) -> str:
-    """Return the line number of the key in an error message, as text to append to the message.
+    """Find the line that sets the key named in an error message; return its number as text to append to the message.
 
     Args:
         problem: error message such as ``run.yaml: model.dept is not an option of LanguageModel``.
@@ -169,7 +169,8 @@ def _check_class(
         path: full name of the option with this value, for messages.
         value: class path, mapping with ``class_path`` and ``init_args``, or mapping with only the options of a class that a
             source of lower priority names.
-        classes: classes that sources of lower priority name, by the full name of the option; updated in place.
+        classes: mapping from the full name of an option to the class that sources of lower priority choose for it; updated in
+            place.
         module: module that class names without a module refer to; None to leave such names to the parser.
 
     Returns:
@@ -232,7 +233,7 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """Shorten an error message of jsonargparse to one line with the origin of the value, its key, and the problem.
+    """Shorten an error message of jsonargparse to one line with the problem, the key, and the file or option that sets it.
 
     Args:
         message: error message of jsonargparse, which usually has many lines.

@@ -67,8 +67,8 @@ def read_sources(line: CommandLine) -> list[Source]:
     """Read the options of a command from its configuration files and its command line.
 
     A file may refer to further files. The key ``config`` names a base file, whose options the referring file overrides. Files
-    under all other keys override the referring file. Without ``--config``, the first file is the ``config.yaml`` in the folder
-    ``--run_dir``, with which the run was started.
+    under all other keys override the referring file. Without ``--config``, the first file is the saved configuration of the
+    run, ``config.yaml`` in the folder that ``--run_dir`` names.
 
     Args:
         line: the parsed command line.

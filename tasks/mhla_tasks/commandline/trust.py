@@ -324,7 +324,7 @@ def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 def _paths(kind: type) -> Iterator[str]:
     """Yield the import paths of a class: first the module that defines it, then enclosing packages that export it.
 
-    The parser uses the shortest path, so all of them have to be permitted.
+    The parser may replace the path in a configuration with a shorter one, so all of them have to be permitted.
     """
     module = kind.__module__
     while module:

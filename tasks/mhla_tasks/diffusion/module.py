@@ -57,8 +57,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         sample_size: side of the square samples, or their height and width, in pixels for images or in latent pixels for
             latents.
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
-        layer_kinds: attention kinds that repeat over all layers. With [mhla, mhla, softmax], every third layer has softmax
-            attention. null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers. With [mhla, mhla, softmax], every third layer has
+            softmax attention. null uses attention.kind in all layers.
         size: S, B, L or XL, as in DiT; null to use dim, depth and heads of shape.
         shape: shape of the transformer.
         dig: options of a DiG; null for a DiT. For a DiG, size selects one of DiG's sizes, and shape.mlp_ratio must be left out.
@@ -260,8 +260,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
 
         Args:
             batch: batch of the data module.
-            generators: random generators for drawing the latents that the VAE encodes, one for each sample; None for the global
-                generator.
+            generators: a random generator for each sample, which draws its latent from the distribution that the VAE predicts;
+                None for the global generator.
 
         Raises:
             ValueError: if the samples do not have the shape that the model expects, or a label is not one of its classes.

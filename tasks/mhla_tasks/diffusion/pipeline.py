@@ -82,8 +82,8 @@ class DiTPipeline(DiffusionPipeline):
             num_inference_steps: number of sampling steps; None for the default of the pipeline.
             guidance_scale: scale of classifier-free guidance; None for the default of the pipeline.
             generator: random generator of the noise, or a list with one for each image; None for the global generator.
-            seed: random seed, in place of ``generator``. With the seed of the predict command, image i equals its sample i if
-                they have the same label.
+            seed: random seed, in place of ``generator``; None to use ``generator``. With the seed of the predict command, image
+                i equals sample i of that command if both have the same label.
             output_type: format of the images: ``pil``, ``np`` (uint8 ``[B, H, W, C]``), ``pt`` (uint8 ``[B, C, H, W]``), or
                 ``latent`` for the network's output without decoding.
             return_dict: whether to return an ``ImagePipelineOutput`` instead of a tuple.

@@ -32,8 +32,8 @@ class LabelledSource:
 
     Attributes:
         samples: map-style data set of dicts with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
-        origins: record of the source files, with which a later call detects that they have changed. It has an entry for each
-            image or for each shard.
+        origins: record of the source files, with which a later call of :func:`encode_images` detects that they have changed.
+            It has an entry for each image or for each shard.
         per_sample: whether ``origins`` has an entry for each image; false if it has an entry for each shard.
         classes: class names in the order of the labels; None if unknown.
     """
@@ -72,7 +72,7 @@ def encode_images(
         image_size: side S of the square images in pixels, recorded in the manifest of the shards.
         max_skipped: number of images that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
-        force: whether to delete the shards of an earlier call first.
+        force: whether to first delete shards that an earlier call of this function wrote.
 
     Returns:
         Paths of the shards of all processes, and the number of images that this process skipped.
@@ -111,7 +111,8 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
             images of a folder get the labels that those shards use for their classes.
         prefix: prefix of the shards to write.
         image_size: side in pixels to which the images are shrunk and cropped.
-        num_classes: number of classes, if the images are in shards; None for the number of classes that the shards name.
+        num_classes: number of classes, larger than every label in shards; None for the number of class names that the shards
+            list, if any. It is ignored for a folder with one subfolder per class.
 
     Returns:
         The images with their labels, and the files that contain them.

@@ -122,7 +122,7 @@ class NoiseProcess:
         """Check that the noise process supports a sampler.
 
         Raises:
-            ValueError: if it does not; the message names the samplers that it supports.
+            ValueError: if the sampler is not supported; the message names the supported samplers.
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)

@@ -1,4 +1,4 @@
-"""Scores of existing images such as FID, for ``lightning score``."""
+"""Scores, such as FID, of existing images, for ``lightning score``."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class SignedImage:
         self.size, self.flip, self.mode = size, flip, "RGB" if channels == 3 else "L"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Convert one image to a float32 tensor ``[C, S, S]`` in -1 .. 1."""
+        """Convert one image to a square float32 tensor ``[C, S, S]`` in -1 .. 1."""
         image = shrink(image.convert(self.mode), self.size)
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         image = image.crop((left, top, left + self.size, top + self.size))
@@ -51,7 +51,7 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
     """Resize an image until its shorter side is ``size``, as ADM's preprocessing does.
 
     A box filter halves the image as long as it is at least twice as large as required. Bicubic interpolation then resizes it to
-    the exact size.
+    the required size.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -70,7 +70,8 @@ class LatentSamples:
         sample_size: required side of the latents, in latent pixels.
         num_classes: number of classes of the data set, larger than every label.
         flip: probability that a sample is the latent of the mirrored image.
-        labels: label in the data set for each label in the shards, ``labels[shard_label]``; None if the labels are the same.
+        labels: label in the data set for each label in the shards, such that a shard's label 3 becomes ``labels[3]``; None to
+            keep the labels of the shards.
 
     Raises:
         ValueError: if the shards hold latents of a different size, or no latents.

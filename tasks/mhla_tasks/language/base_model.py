@@ -122,7 +122,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
     def post_init(self) -> None:
-        """Finish the construction as transformers does, and keep the mixing coefficients in float32 for every model dtype."""
+        """Finish the construction as transformers does, and keep the mixing coefficients in float32 in a model of any dtype."""
         if any(isinstance(module, MixingCoefficients) for module in self.modules()):
             self._keep_in_fp32_modules_strict = {"mixing"}
         super().post_init()

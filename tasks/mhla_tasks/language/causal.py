@@ -123,7 +123,8 @@ class CausalLanguageModel(TrainingModule):
         """Raise ValueError if the network does not support one of the named features.
 
         Args:
-            names: features: ``cu_seqlens`` (packed documents), ``share`` (sequence parallelism) and ``state`` (generation).
+            names: one or more of ``cu_seqlens`` (packed documents), ``share`` (sequence parallelism) and ``state``
+                (generation).
         """
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
@@ -290,7 +291,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Add a batch with labels to the metrics of a stage: the losses and the correct predictions at the labeled tokens."""
+        """Add losses and correct predictions at a batch's labeled tokens to the metrics of a stage, such as validation."""
         predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][predicted]
         scores = self.network(batch["tokens"]).logits[predicted].float()

@@ -146,10 +146,10 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Loader of packed batches that reports an error of its worker process in one line, with the file and the row."""
+    """Loader of batches packed with documents. It reports a worker process's error in one line, with the file and the row."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of the current epoch that have not been trained yet."""
+        """Yield the batches of the current epoch that training has not used yet."""
         return with_short_errors(super().__iter__())
 
 
@@ -238,7 +238,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Return a loader of packed training batches; a resumed run continues after its last trained batch."""
+        """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on."""
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
@@ -265,7 +265,7 @@ class HubText(TextData):
         The loader may exist already, because some strategies build it before they read the checkpoint.
 
         Args:
-            state_dict: positions that :meth:`state_dict` returned. If no batch has been trained, they are ignored.
+            state_dict: positions that :meth:`state_dict` returned; ignored if they were saved before the first training step.
         """
         if not state_dict.get("rows") or state_dict.get(TRAINED) == 0:
             return

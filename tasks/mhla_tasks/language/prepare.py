@@ -105,7 +105,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the files and Hugging Face data sets that documents come from, so that a later call can detect changes."""
+    """List the files and Hugging Face data sets to read, so that a repeated ``lightning prepare text`` detects changes."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
@@ -121,7 +121,7 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the folder ``tokenizer`` beside the shards, unless it is there already.
 
-    A different tokenizer in that folder is renamed if there are no shards.
+    If the folder holds a different tokenizer and there are no shards yet, the folder is renamed first.
 
     Raises:
         ValueError: if the folder holds shards of a different tokenizer.

@@ -3,7 +3,7 @@
 Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore do
 not depend on the number of processes. The position of a row consists of two numbers: the index of its next document, and the
 number of tokens of this document that are already used. Every batch contains the positions after it; a checkpoint stores those
-of the last batch that was trained.
+of the last batch that the model was trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT = 64
 
 
 class RowPosition(NamedTuple):
-    """Position in a stream of documents that one row of the global batch has reached.
+    """Position that one row of the global batch (the rows of all processes) has reached in a stream of documents.
 
     Attributes:
         document: index of the next document.
@@ -214,7 +214,7 @@ class _Pack:
 
 
 class StreamLoader:
-    """Loader of packed batches that can resume from the stream positions in a checkpoint.
+    """Loader of batches packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
     Args:
         make: function that takes the positions of all rows of the global batch, and returns the stream of batches that follow.
@@ -222,7 +222,7 @@ class StreamLoader:
         rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.
         num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
-        trainer: Trainer whose batch count identifies the last trained batch; None to start with the first batch.
+        trainer: Trainer whose batch count identifies the last batch used for training; None to start with the first batch.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class StreamLoader:
         return self.steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of the current epoch that have not been trained yet."""
+        """Yield the batches of the current epoch that training has not used yet."""
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
@@ -259,7 +259,7 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each row of the global batch in the stream of documents, after the last trained batch.
+        """Return the stream position of each row of the global batch, as of the last batch used for training.
 
         This is a collective operation, so call it on every process.
 
@@ -280,7 +280,7 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the stream positions in a checkpoint.
 
-        The call has no effect if the Trainer has not trained any batch.
+        The positions are ignored if the run has not trained on any batch yet; batches before the run was resumed count, too.
 
         Args:
             state: positions that :meth:`state_dict` returned.
@@ -289,7 +289,7 @@ class StreamLoader:
             self.start_at(state)
 
     def start_at(self, state: dict[str, Any]) -> None:
-        """Set the stream positions of all rows from which loading starts.
+        """Set the position in the stream of documents at which each row of the global batch starts.
 
         Args:
             state: positions that :meth:`state_dict` returned.

@@ -38,7 +38,7 @@ class ShardRuns:
         self._missing: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Return the byte offset of a run's first token in the tar member ``KEY.tokens.npy``, and the dtype of the tokens."""
+        """Return the byte offset of a run's first token in the tar member with the tokens, and the dtype of the tokens."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
         try:  # the header alone says where to read, without loading the tokens

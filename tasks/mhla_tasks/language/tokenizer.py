@@ -72,7 +72,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Llama 3), with byte fallback and no space in front of a text (Gemma), or with a vocabulary of bytes (ByT5).
 
     Other tokenizers change a text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT),
-    compose characters (NFKC) or replace unknown ones. For their tokens, the bytes of the token's letters are counted.
+    compose characters (NFKC) or replace unknown ones. For these tokenizers, the bytes of the letters in each token are counted.
     :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the length of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}

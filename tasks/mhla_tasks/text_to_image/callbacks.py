@@ -28,7 +28,7 @@ class ImagePictures(DrawnSamples):
     otherwise with the current weights. Every evaluation starts from the same noise.
 
     Args:
-        prompts: prompts to draw an image for.
+        prompts: prompts; one image is drawn for each.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
         at_end: whether to draw images at the end of training.
         at_start: whether to draw images before the first optimizer step, too.
@@ -119,7 +119,7 @@ class ClipScore(ImagePictures):
 
     Args:
         model: folder or Hugging Face Hub name of a transformers CLIP model with its processor.
-        prompts: prompts to draw an image for.
+        prompts: prompts; one image is drawn for each.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to score the weights at the end of training.
         at_start: whether to score the weights before the first optimizer step, too.

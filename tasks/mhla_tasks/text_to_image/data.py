@@ -51,9 +51,9 @@ class CaptionedImageData(CaptionedData):
 
 
 class DigitScenes(CaptionedImageData):
-    """Data module of colored MNIST digits on 32 x 32 pixels, with captions such as "a red three left of a green seven".
+    """Data module of images of colored MNIST digits, with captions such as "a red three left of a green seven".
 
-    There are 20,000 scenes for training and 400 held-out scenes, which show different handwritten digits.
+    There are 20,000 scenes of 32 x 32 pixels for training and 400 held-out scenes, which show different handwritten digits.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
@@ -81,9 +81,9 @@ class DigitScenes(CaptionedImageData):
 class CaptionedImageShards(CaptionedImageData):
     """Data module of images with captions in WebDataset tar shards, or in folders.
 
-    The caption of an image such as 17.jpg is in 17.txt or 17.json, in the same shard or folder. Instead, a folder can contain a
-    file metadata.jsonl with a file_name and a caption on each line. In training, images that cannot be decoded or lack a
-    caption are skipped with a warning.
+    The caption of an image such as 17.jpg is in 17.txt or 17.json, in the same shard or folder. Alternatively, a folder can
+    contain a file metadata.jsonl with a file_name and a caption on each line. In training, images that cannot be decoded or
+    lack a caption are skipped with a warning.
 
     Args:
         train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
@@ -173,8 +173,8 @@ class ImageLatentShards(EncodedShards):
     def instruction(self) -> str | None:
         """Instruction that was inserted before each caption when the shards were written; None if there was none.
 
-        The value ``sana`` stands for the instruction of diffusers' SanaPipeline. It is assumed for shards that do not record an
-        instruction.
+        The value ``sana`` stands for the instruction of diffusers' SanaPipeline. This value is assumed for shards that do not
+        record an instruction.
         """
         return read_manifest(self.shards).get("instruction", "sana") or None
 

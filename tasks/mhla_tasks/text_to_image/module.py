@@ -34,8 +34,8 @@ class TextToImage(CaptionedDiffusion):
     Args:
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
-        layer_kinds: attention kinds that repeat over all layers. "keep" leaves the attention of a layer unchanged, and
-            "replace" uses attention.kind. [keep, replace] replaces the attention of every second layer, and [keep] of none.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. [keep, replace] replaces the attention of every second layer, and [keep] of none.
             null replaces the attention of all layers.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
         text: options of the caption encoder.

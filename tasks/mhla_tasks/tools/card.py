@@ -40,8 +40,8 @@ def write_card(
     """Write the model card of an exported model.
 
     The card states the type of the model, code that loads it, data, metrics, configuration, versions and license. Secrets and
-    the directory parts of local paths are removed from the options. Text from the checkpoint is escaped, so that it is never
-    interpreted as Markdown or HTML.
+    the directory parts of local paths are removed from the options that it lists. Text from the checkpoint is escaped, so that
+    it is never interpreted as Markdown or HTML.
 
     Args:
         module: the exported module.
@@ -87,7 +87,7 @@ def _options(memory: Any) -> dict[str, Any]:
     """Convert the hyperparameters of a model or data module to options in the format of a configuration file.
 
     Args:
-        memory: hyperparameters from a checkpoint; None if the checkpoint has none.
+        memory: hyperparameters from a checkpoint; None, which gives an empty dict, if the checkpoint has none.
     """
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")

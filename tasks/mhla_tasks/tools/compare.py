@@ -209,9 +209,9 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a text that identifies each run in a plot.
+    """Return, for each run, a text that identifies it in a plot.
 
-    The text lists the values of the options that differ between the runs. It is the folder of the run if none differ.
+    The text lists the values of the options that differ between the runs, or is the path of the run's folder if none differ.
     """
     names = short_names(differences(runs))
     return [

@@ -158,7 +158,7 @@ def bench(words: Sequence[str]) -> int | None:
         words: command-line arguments after ``lightning bench``.
 
     Returns:
-        None; or the exit status 2 if the package is not installed from a checkout.
+        None for success; the exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks", words)
 
@@ -175,7 +175,7 @@ def paper(words: Sequence[str]) -> int | None:
         words: command-line arguments after ``lightning paper``.
 
     Returns:
-        None; or the exit status 2 if the package is not installed from a checkout.
+        None for success; the exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks.paper", words)
 
@@ -190,7 +190,7 @@ def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
         words: command-line arguments of the module.
 
     Returns:
-        None; or the exit status 2, after an error message, if this package is not installed from a checkout.
+        None for success; the exit status 2, after an error message, if this package is not installed from a checkout.
     """
     if not (CHECKOUT / "benchmarks/__main__.py").is_file():
         sys.stderr.write(

@@ -269,10 +269,10 @@ def captions(parser: ArgumentParser) -> Run:
         lightning prepare captions photos/train shards --prefix train
 
     The source folder contains images (JPEG, PNG, WebP) at any depth. The caption of an image such as 17.jpg is in 17.txt or
-    17.json in the same folder. Instead, the source can contain a metadata.jsonl with a file_name and a caption on each line.
-    Every image is decoded to check it, and copied byte for byte, in a random order that ``--seed`` determines. Images that
-    cannot be decoded or lack a caption are skipped with a warning. The option ``--max_skipped`` limits their number. The same
-    command resumes after an interruption.
+    17.json in the same folder. Alternatively, the source folder can contain a metadata.jsonl with a file_name and a caption on
+    each line. Every image is decoded to check it, and copied byte for byte, in a random order that ``--seed`` determines.
+    Images that cannot be decoded or lack a caption are skipped with a warning. The option ``--max_skipped`` limits their
+    number. The same command resumes after an interruption.
     """
     _captioned_folder(parser, "images", 1000)
 

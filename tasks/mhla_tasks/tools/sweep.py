@@ -210,8 +210,8 @@ def run(words: Sequence[str]) -> int:
         words: command-line arguments after the name of the program.
 
     Returns:
-        The exit status: 0 if all runs succeeded, and 1 if a run failed. If a usage error or a signal ended the sweep early, it
-        is the status of the run that ended it.
+        The exit status: 0 if all runs succeeded, 1 if a run failed, or 2 if the options of the sweep are invalid. If a usage
+        error or a signal ends a run, the sweep stops early and returns the status of that run.
     """
     try:
         line = read_words(words, LIGHTNING)

@@ -22,7 +22,7 @@ class ClipPictures(DrawnSamples):
     current weights. Every evaluation starts from the same noise.
 
     Args:
-        prompts: prompts to draw a clip for.
+        prompts: prompts; one clip is drawn for each.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
         at_end: whether to draw clips at the end of training.
         frames: number of frames in a row of the picture.
@@ -48,7 +48,7 @@ class ClipPictures(DrawnSamples):
         Args:
             trainer: Lightning trainer that runs the callback.
             module: module that drew the clips.
-            samples: clips ``[n, F, C, H, W]`` uint8 on the CPU with F frames, one for each prompt.
+            samples: a clip of F frames for each of the n prompts, ``[n, F, C, H, W]`` uint8 on the CPU.
             folder: log folder of the training run.
         """
         pictures, step = folder / "pictures", trainer.global_step

@@ -119,9 +119,9 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
     """Yield the ``count`` frames that a player shows at ``start`` and every ``step`` seconds after it.
 
     Times are in seconds from the start of the video. A frame is shown until the next one begins, and the last frame for its
-    duration. Timestamps are not exact, because files round them and cameras vary. A frame therefore counts as shown slightly
-    before its timestamp. The tolerance is a quarter of its duration, of the previous frame's duration or of ``step``, whichever
-    is shortest.
+    duration. Timestamps are not exact, because files round them and the frame rates of cameras vary. A frame therefore counts
+    as shown slightly before its timestamp. The tolerance is a quarter of its duration, of the previous frame's duration or of
+    ``step``, whichever is shortest.
     """
     yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):

@@ -45,9 +45,9 @@ class ClipData(CaptionedData):
 
 
 class MovingDigits(ClipData):
-    """Data module of clips in which a scikit-learn digit moves over a canvas, with captions such as "a seven moving right".
+    """Data module of clips in which a handwritten digit moves over a canvas, with captions such as "a seven moving right".
 
-    The digits have 8 x 8 pixels.
+    The digits are those of scikit-learn and have 8 x 8 pixels.
 
     Args:
         frames: number of frames in a clip.

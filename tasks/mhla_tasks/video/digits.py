@@ -28,7 +28,7 @@ def caption(label: int, move: str) -> str:
 
 
 def every_caption() -> list[str]:
-    """Return forty captions: one for each digit from zero to nine and each of the four directions."""
+    """Return forty captions: one for each combination of a digit from zero to nine and one of the four directions."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 
@@ -66,7 +66,7 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
 @cache
 def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
-    """Load the images and labels of handwritten digits that clips show.
+    """Load the images and labels of the handwritten digits from which clips are rendered.
 
     Digits of MNIST are scaled from 28 x 28 to 20 x 20 pixels, so that they have room to move. Digits of scikit-learn keep their
     8 x 8 pixels.

@@ -70,8 +70,8 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
 def _cache_of(folder: Path) -> Path:
     """Return the folder in which the library ``datasets`` caches its converted copy of a local data set.
 
-    The name of the folder depends on the sizes and times of the files, because ``datasets`` would otherwise reuse an outdated
-    conversion.
+    The name of the folder depends on the sizes and modification times of the files, because ``datasets`` would otherwise
+    reuse an outdated conversion.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]

@@ -43,10 +43,10 @@ PARTS: dict[str, Examination] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the requested checks of this machine, and print their findings.
+    """Run the selected checks of this machine, and print their findings.
 
     Args:
-        words: command-line arguments after ``lightning doctor``.
+        words: command-line arguments after ``lightning doctor``, such as ``--only`` to select groups of checks.
 
     Returns:
         The exit status: 1 if a finding has the status ``wrong``, otherwise 0.
