@@ -30,6 +30,9 @@ HOW_SAVED = (
 )  # fmt: skip
 """Entries of a saved configuration that describe how it was saved, as do entries that begin with an underscore."""
 
+NEW = ".swapped."
+"""Part of the names of parameters of new attention, after the name of the layer's attention module."""
+
 
 def read_configuration(pretrained: str) -> PreTrainedConfig:
     """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
@@ -138,7 +141,8 @@ def known_options(kind: type[PreTrainedConfig]) -> set[str]:
 def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> None:
     """Load pretrained weights into a model, some of whose attention layers may have been replaced.
 
-    Parameters that the replacement added keep their initial values if the weights lack them.
+    Parameters that the replacement added keep their initial values if the weights lack them. Weights of new attention are left
+    out for layers that keep their original attention in ``network``: a hybrid can start from a model with all layers replaced.
 
     Args:
         network: model to load the weights into.
@@ -158,6 +162,8 @@ def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> N
         weights = load_swapped(local, torch.float32).state_dict()
     else:
         weights = auto_class.from_pretrained(pretrained, dtype=torch.float32, trust_remote_code=False).state_dict()
+    replaced = {name.partition(NEW)[0] for name in network.state_dict() if NEW in name}
+    weights = {name: value for name, value in weights.items() if NEW not in name or name.partition(NEW)[0] in replaced}
     give_weights(network, weights, pretrained, tuple(network.all_tied_weights_keys or ()))
     network.tie_weights()
 

@@ -52,7 +52,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             stream.write(said)
         return status
 
-    monkeypatch.setattr(sweep, "_wait", wait)
+    monkeypatch.setattr(sweep, "run_command", wait)
     return found
 
 
@@ -110,7 +110,7 @@ def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
     words = ["--config", config(tmp_path), "--trainer.max_steps=1", "--run_dir=runs"]
     assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 2
     assert len(trained) == 1
-    monkeypatch.setattr(sweep, "_wait", lambda command, output: int("=1" in command[-1]))
+    monkeypatch.setattr(sweep, "run_command", lambda command, output: int("=1" in command[-1]))
     Path("runs/nope=2").mkdir(parents=True)
     assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 1
     assert "failed: nope=1" in capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[list[str]] = []
-    monkeypatch.setattr(sweep, "_wait", lambda command, output=None: asked.append(command) or 0)
+    monkeypatch.setattr(sweep, "run_command", lambda command, output=None: asked.append(command) or 0)
     assert sweep.run(["fit", "--sweep=a=1,2", "--print_config"]) == 0
     assert asked == [[sys.executable, "-m", "mhla_tasks", "fit", "--print_config"]]
     Path("a.yaml").write_text("x: 1\n")

@@ -12,8 +12,8 @@ from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
 from lightning_mhla.training.options import TrainingOptions
 
-BIDIRECTIONAL = AttentionConfig(kind="mhla", block_grid=[4, 4], mixing="exponential", feature_map="learned")
-"""Default replacement of softmax attention: exponential coefficients serve images of any size."""
+BIDIRECTIONAL = AttentionConfig(kind="mhla", block_grid=[4, 4], feature_map="learned")
+"""Default replacement of softmax attention: 4 x 4 blocks for an image of any size."""
 
 
 class LinearizedImageEncoder(LinearizedEncoder):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_mhla.data.classes import write_classes
 from lightning_mhla.swap import save_swapped
 from lightning_mhla.swap.adapters import merge_adapters
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.untrusted import read_json
-from lightning_mhla.training.encoders import LinearizedEncoder
 from mhla_tasks.classification.base import Classifier
 from mhla_tasks.classification.timm import TimmClassifier
+
+if TYPE_CHECKING:
+    from mhla_tasks.classification.encoder import LinearizedImageEncoder  # needs transformers, which classifiers do not
 
 OPTIONS: tuple[str, ...] = ()
 
@@ -45,7 +47,7 @@ model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)"""
 """Python code that loads an exported encoder of transformers, where FOLDER is its path."""
 
 
-def loading(module: Classifier | LinearizedEncoder) -> str:
+def loading(module: Classifier | LinearizedImageEncoder) -> str:
     """Return the Python code that loads an exported model, for the model card.
 
     The code contains the placeholder FOLDER instead of the path of the export. Unless the model is a timm model, it contains
@@ -54,7 +56,7 @@ def loading(module: Classifier | LinearizedEncoder) -> str:
     Args:
         module: module that is exported.
     """
-    if isinstance(module, LinearizedEncoder):
+    if not isinstance(module, Classifier):
         return LOADING_ENCODER
     if not isinstance(module, TimmClassifier):
         return LOADING
@@ -69,7 +71,7 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
     return {**crop, "mean": tuple(preprocessing["mean"]), "std": tuple(preprocessing["std"])}
 
 
-def write(module: Classifier | LinearizedEncoder, folder: Path) -> None:
+def write(module: Classifier | LinearizedImageEncoder, folder: Path) -> None:
     """Export the network of a classifier and its class names to a folder.
 
     The folder can be loaded with ``from_pretrained`` of the network's class. If the network is a timm model, the folder is
@@ -79,7 +81,7 @@ def write(module: Classifier | LinearizedEncoder, folder: Path) -> None:
         module: trained classifier, or encoder with replaced attention.
         folder: path of the folder to write.
     """
-    if isinstance(module, LinearizedEncoder):
+    if not isinstance(module, Classifier):
         merge_adapters(module.network)
         module.network.save_pretrained(folder)
         return

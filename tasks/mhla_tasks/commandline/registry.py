@@ -43,6 +43,7 @@ TOOLS: dict[str, dict[str, str]] = {
     "models": {
         "export": "models:export",
         "import": "models:import_published",
+        "linearize": "models:linearize",
         "consolidate": "models:consolidate",
         "generate": "models:generate",
         "chat": "models:chat",

@@ -109,7 +109,11 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
 
 
 def write(
-    model: CausalLanguageModel | LinearizedTextEncoder, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
+    model: CausalLanguageModel | LinearizedTextEncoder,
+    folder: Path,
+    tokenizer: str | None = None,
+    context: int | None = None,
+) -> None:
     """Export a model, optionally with a different tokenizer or extended to a longer context.
 
     Args:

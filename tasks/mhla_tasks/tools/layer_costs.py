@@ -15,6 +15,7 @@ from lightning_mhla.checkpoints.former_names import stored_options
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
+from lightning_mhla.training.encoders import EncoderDistillation
 from lightning_mhla.training.linearize import TransferOptions
 from mhla_tasks.commandline.trust import AllowError, find_class
 from mhla_tasks.tools.export import load_trained
@@ -54,7 +55,8 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     module = load_trained(path)
     network: Any = getattr(module, "network", None)
-    if not isinstance(getattr(module, "distillation", None), TransferOptions) or not swapped_layers(network):
+    options = getattr(module, "distillation", None)
+    if not isinstance(options, TransferOptions | EncoderDistillation) or not swapped_layers(network):
         raise ValueError(
             f"{path} contains a {type(module).__name__} without replaced pretrained layers: train a LinearizedModel or a "
             "TimmClassifier with attention"

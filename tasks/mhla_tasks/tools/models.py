@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -90,6 +91,71 @@ def import_published(parser: ArgumentParser) -> Run:
         Console(soft_wrap=True).print(f"{count:,} parameters written to {harmless(str(args.folder))}", markup=False)
 
     return run
+
+
+def linearize(parser: ArgumentParser) -> Run:
+    """Replace the attention of a pretrained model by linear attention, train it back, and report the result.
+
+        lightning linearize models/smollm2 smollm2-linear --train texts/ --val heldout/ --budget 2h
+        lightning linearize sentence-transformers/all-MiniLM-L6-v2 minilm-linear --train train.jsonl --val val.jsonl
+        lightning linearize facebook/dinov2-small dino-linear --train photos/train --val photos/val
+
+    The source is a causal language model or an encoder of texts or images of transformers: a folder, a GGUF file, or a name on
+    the Hugging Face Hub. Two training runs follow each other: the first matches each new layer to the original one, the second
+    trains the complete model to predict what the original predicts. Layers whose replacement costs most keep softmax attention.
+
+    Texts are text files, tables (.jsonl, .csv, ...) and folders of them; images are folders with subfolders, or shards. The
+    numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command continues.
+    Runs, curves and report.html lie in the working folder, the model in the target folder.
+    """
+    parser.add_argument("source", help="folder of transformers, .gguf file, or name on the hub")
+    parser.add_argument("target", type=Path, help="folder for the linearized model")
+    parser.add_argument("--train", nargs="+", required=True, help="files or folders of training data")
+    parser.add_argument("--val", nargs="+", required=True, help="files or folders of held-out data")
+    parser.add_argument(
+        "--budget", type=_seconds, default=1800.0, help="training time, such as 30m or 2h (default: 30m)"
+    )
+    parser.add_argument("--steps", type=int, nargs=2, metavar="N", help="steps of the two runs, in place of --budget")
+    parser.add_argument("--keep", type=float, default=0.25, help="share of layers that keep softmax (default: 0.25)")
+    parser.add_argument(
+        "--kind", help="kind of the new attention (default: mhla_window for text generation, else mhla)"
+    )
+    parser.add_argument(
+        "--length", type=int, help="tokens of a sample, or pixels of a side (default: 1024, 128; 224 pixels)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, help="samples in a batch (default: 4 for text generation, else 32, 16)"
+    )
+    parser.add_argument(
+        "--block_size", type=int, help="tokens of a block (default: 64, 16), or blocks along a side (4)"
+    )
+    parser.add_argument(
+        "--trained",
+        choices=("all", "attention", "new", "lora"),
+        default="attention",
+        help="parameters that the second run trains (default: attention, the replaced layers with their projections)",
+    )
+    parser.add_argument("--match_lr", type=float, default=0.01, help="learning rate of the first run (default: 0.01)")
+    parser.add_argument("--tune_lr", type=float, default=3e-4, help="learning rate of the second run (default: 0.0003)")
+    parser.add_argument("--val_batches", type=int, default=16, help="held-out batches of a validation (default: 16)")
+    parser.add_argument("--precision", default="32-true", help="precision of the Trainer (default: 32-true)")
+    parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: auto)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: 0)")
+    parser.add_argument("--work", type=Path, help="working folder (default: TARGET-work)")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.linearize.pipeline import linearize as run_pipeline
+
+        run_pipeline(args)
+
+    return run
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match is None or not float(match[1]):
+        raise ArgumentTypeError(f"{text!r} is not a time such as 90s, 30m or 2h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def consolidate(parser: ArgumentParser) -> Run:

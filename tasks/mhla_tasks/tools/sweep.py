@@ -22,12 +22,11 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from mhla_tasks.commandline.console import harmless
 from mhla_tasks.commandline.moved_keys import present_word
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import common_metrics, draw, print_table, read_runs, short_names
+from mhla_tasks.tools.processes import run_command
 
 KEPT = "sweep.json"
 """Name of the file in a run's folder that stores its arguments and hashes of its configurations."""
@@ -221,7 +221,7 @@ def run(words: Sequence[str]) -> int:
         return 2
     fit = [sys.executable, "-m", "mhla_tasks", "fit"]
     if any(option.name in ("help", "print_config") or option.name.endswith(HELP) for option in line.options):
-        return _wait([*fit, *sweep.line.words])
+        return run_command([*fit, *sweep.line.words])
     runs, failed = sweep.runs(), []
     progress = SweepProgress(len(runs), Console(file=sys.stderr, highlight=False))
     if sweep.sbatch is None:
@@ -236,7 +236,7 @@ def run(words: Sequence[str]) -> int:
         else:
             printed = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0  # output of earlier starts
             with progress.running(folder):
-                status = _wait([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
+                status = run_command([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
             progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
         if status in (2, 75, 130) or status < 0:  # a usage error or a stop, which ends all other runs too
             return abs(status) if status > 0 else 128 - status
@@ -368,30 +368,3 @@ def _finished(folder: Path, line: CommandLine) -> bool:
         return False
     previous = {**arguments, "words": [present_word(word) for word in arguments.get("words", ())]}
     return bool(record.get("finished")) and previous == _saved_arguments(line)
-
-
-def _wait(command: list[str], output: Path | None = None) -> int:
-    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
-
-    Args:
-        command: program and arguments.
-        output: file to which the command's output is appended; None to show the output on the terminal.
-
-    Returns:
-        The exit status of the command; 130 after Ctrl+C.
-    """
-    with open(output, "ab") if output is not None else nullcontext() as stream:
-        child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
-    interrupts: list[int] = []
-    previous_handlers = {
-        number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
-    }
-    # A terminal sends SIGINT to both processes, so it is not forwarded. In background jobs it is ignored and stays so.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda n, _: interrupts.append(n))
-    try:
-        status = child.wait()
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-    return 130 if interrupts else status

@@ -1,0 +1,1 @@
+"""``lightning linearize``: from a pretrained model to an exported model with linear attention, in one command."""

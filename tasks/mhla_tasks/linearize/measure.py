@@ -1,0 +1,221 @@
+"""Measurements of ``lightning linearize``: seconds of a training step, quality, and speed by length."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_mhla.swap import original_attention
+from lightning_mhla.training.module import TrainingModule
+from mhla_tasks.commandline.trust import find_class
+from mhla_tasks.linearize.source import Source
+
+STEPS_TIMED = 4
+"""Number of training steps whose time is measured, after one that is not counted."""
+
+REPEATS = 3
+"""Number of times that a forward pass is timed at each length; the median counts."""
+
+LONG_PASS = 10.0
+"""Seconds of a forward pass of both models above which it is not repeated, and longer samples are not measured."""
+
+LENGTHS: dict[str, tuple[int, ...]] = {
+    "language": (512, 1024, 2048, 4096, 8192),
+    "text": (64, 128, 256, 512, 1024, 2048),
+    "image": (224, 336, 518, 756, 1022),
+}
+"""Lengths at which speed is measured: tokens, or pixels of an image's side."""
+
+
+class StepTimes(Callback):
+    """Callback that measures the seconds of each training step, with the loading of its batch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: float | None = None
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager that hides the log lines of Lightning and of this package about short internal runs."""
+    names = ("lightning.pytorch", "lightning.fabric", "lightning_mhla", "mhla_tasks")
+    levels = {name: logging.getLogger(name).level for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def build(configuration: Mapping[str, Any]) -> tuple[TrainingModule, LightningDataModule]:
+    """Build the model and the data module of a configuration of ``lightning fit``."""
+    seed_everything(configuration["seed_everything"], verbose=False)
+    made = []
+    for part, base in (("model", LightningModule), ("data", LightningDataModule)):
+        description = configuration[part]
+        made.append(find_class(description["class_path"], (base,))(**description["init_args"]))
+    return made[0], made[1]
+
+
+def _trainer(configuration: Mapping[str, Any], **options: Any) -> Trainer:
+    shared = {
+        name: configuration["trainer"][name] for name in ("accelerator", "devices", "precision", "gradient_clip_val")
+    }
+    return Trainer(
+        **shared,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def step_seconds(configuration: Mapping[str, Any]) -> float:
+    """Measure the seconds of one training step of a configuration, as the median of a few steps."""
+    times = StepTimes()
+    with quiet():
+        module, data = build(configuration)
+        trainer = _trainer(configuration, max_steps=STEPS_TIMED + 2, limit_val_batches=0, callbacks=[times])
+        trainer.fit(module, data)
+    return statistics.median(times.seconds[-STEPS_TIMED:])
+
+
+def quality(configuration: Mapping[str, Any], original: bool = False) -> dict[str, float]:
+    """Validate the model of a configuration before training.
+
+    Args:
+        configuration: configuration of ``lightning fit``.
+        original: whether to measure the model with its original attention.
+
+    Returns:
+        Metrics by name, such as ``val/perplexity``.
+    """
+    with quiet():
+        module, data = build(configuration)
+        trainer = _trainer(configuration, limit_val_batches=configuration["trainer"]["limit_val_batches"])
+        module.trainer = trainer
+        with original_attention(module.network) if original else nullcontext():
+            results = trainer.validate(module, data, verbose=False)
+    return {name: float(value) for name, value in results[0].items()}
+
+
+@torch.no_grad()
+def by_position(network: Any, batches: list[Tensor], bounds: list[int]) -> list[float]:
+    """Compute the perplexity of a causal language model by the position of the predicted token.
+
+    Args:
+        network: model of transformers in evaluation mode.
+        batches: tokens ``[B, N + 1]`` int64 of held-out text.
+        bounds: ascending positions that separate the ranges; the first is 0 and the last N.
+
+    Returns:
+        Perplexity of each range between two neighboring bounds.
+    """
+    total, rows = torch.zeros(bounds[-1], dtype=torch.float64), 0
+    for tokens in batches:
+        scores = network(tokens[:, :-1], use_cache=False).logits.float()
+        losses = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        total += losses.view(len(tokens), -1).double().sum(0)
+        rows += len(tokens)
+    return [math.exp(total[low:high].mean() / rows) for low, high in itertools.pairwise(bounds)]
+
+
+def positions(length: int) -> list[int]:
+    """Return the bounds of ranges of positions that double in size: 0, length / 8, length / 4, length / 2, length."""
+    return [0, *sorted({max(1, length // part) for part in (8, 4, 2, 1)})]
+
+
+def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor]:
+    """Read tokens ``[B, N + 1]`` of the first ``count`` batches of held-out text of a language model's configuration."""
+    _, data = build({**configuration, "model": {"class_path": "lightning.pytorch.LightningModule", "init_args": {}}})
+    data.prepare_data()
+    batches: list[Tensor] = []
+    for batch in data.val_dataloader():
+        batches.append(batch["tokens"][batch["valid"]])
+        if len(batches) == count:
+            break
+    return batches
+
+
+@torch.no_grad()
+def seconds_by_length(source: Source, networks: Mapping[str, Any], longest: int | None) -> dict[int, dict[str, float]]:
+    """Measure the seconds of a forward pass of one sample by its length, alternating between the models.
+
+    Args:
+        source: pretrained model, which determines the lengths and the inputs.
+        networks: models of transformers in evaluation mode, by name.
+        longest: maximum length that the models allow; None for no limit.
+
+    Returns:
+        Seconds by length and by name of the model.
+    """
+    results: dict[int, dict[str, float]] = {}
+    for length in LENGTHS[source.domain]:
+        if longest is not None and length > longest:
+            break
+        times: dict[str, list[float]] = {name: [] for name in networks}
+        for repeat in range(REPEATS + 1):
+            for name, network in networks.items():
+                begin = time.perf_counter()
+                _forward(source, network, length)
+                times[name].append(time.perf_counter() - begin)
+            if sum(values[-1] for values in times.values()) > LONG_PASS:
+                break
+        # The first pass allocates memory; it counts only if it is the only one.
+        results[length] = {name: statistics.median(values[1:] or values) for name, values in times.items()}
+        if repeat == 0:
+            break
+    return results
+
+
+def _forward(source: Source, network: Any, length: int) -> None:
+    if source.domain == "image":
+        network(pixel_values=torch.zeros(1, network.config.num_channels, length, length))
+        return
+    tokens = torch.arange(length)[None] % min(1000, network.config.vocab_size)
+    call: Callable[..., Any] = network.base_model if source.domain == "language" else network
+    call(tokens, **({"use_cache": False} if source.domain == "language" else {}))
+
+
+def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replaced: str) -> int | None:
+    """Return the smallest measured length from which on the replaced model is the faster one; None if it never is."""
+    slower = [length for length, by_name in seconds.items() if by_name[replaced] >= by_name[original]]
+    faster = [length for length in seconds if length > max(slower, default=0)]
+    return min(faster, default=None)
+
+
+def load_networks(source: Source, target: Path) -> dict[str, Any]:
+    """Load the original and the exported model in float32, in evaluation mode, as ``original`` and ``linearized``."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from lightning_mhla import load_swapped
+
+    auto_class = AutoModelForCausalLM if source.domain == "language" else AutoModel
+    original = auto_class.from_pretrained(source.path, dtype=torch.float32, trust_remote_code=False)
+    return {"original": original.eval(), "linearized": load_swapped(target, torch.float32).eval()}

@@ -1,0 +1,243 @@
+"""Steps of ``lightning linearize``, each of which is skipped if it was completed before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_mhla.system.files import write_whole
+from mhla_tasks.linearize import measure, stages
+from mhla_tasks.linearize.report import write_report
+from mhla_tasks.linearize.source import Source, open_source
+from mhla_tasks.tools.processes import run_command
+
+PLAN, RESULTS = "plan.json", "results.json"
+"""Files in the working folder: what is done with how many steps, and the results of the completed steps."""
+
+MIN_STEPS = 4
+"""Smallest number of steps of a run that a budget leads to."""
+
+POSITION_BATCHES = 16
+"""Number of batches of held-out text by which perplexity by position is measured."""
+
+
+class Pipeline:
+    """Linearization of a pretrained model: two training runs, an export and a report.
+
+    All intermediate results lie in a working folder, and a second call with the same choices continues there.
+
+    Args:
+        source: pretrained model.
+        target: folder for the exported model.
+        work: working folder.
+        settings: choices that determine the training.
+        budget: training time in seconds, from which the numbers of steps are computed; ignored if ``steps`` is given.
+        steps: optimizer steps of the first and the second run; None to compute them from ``budget``.
+
+    Raises:
+        ValueError: if the working folder belongs to different choices.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: Path,
+        work: Path,
+        settings: stages.Settings,
+        budget: float,
+        steps: tuple[int, int] | None = None,
+    ) -> None:
+        self.target, self.work, self.settings, self.budget = target, work, settings, budget
+        choices = {
+            "source": source.path,
+            "settings": asdict(settings),
+            "budget": None if steps else budget,
+            "steps": steps,
+        }
+        self.choices: dict[str, Any] = json.loads(json.dumps(choices))
+        self.plan = self._read(PLAN)
+        if self.plan and self.plan["choices"] != self.choices:
+            changed = [name for name, value in self.choices.items() if value != self.plan["choices"].get(name)]
+            raise ValueError(
+                f"{work} was begun with a different {' and '.join(changed)}; continue with the same options, or choose another "
+                "folder with --work"
+            )
+        work.mkdir(parents=True, exist_ok=True)
+        self.source = source
+        self.results = self._read(RESULTS) or {}
+        self.steps = steps
+
+    def run(self) -> None:
+        """Perform all steps that are not complete, and print what is done."""
+        self._prepare_data()
+        self._make_plan()
+        self._measure_before()
+        self._fit("matching", self._matching())
+        self._choose_layers()
+        self._fit("tuning", self._tuning())
+        self._export()
+        self._measure_after()
+        write_report(self.target, self.work, self.source, self.plan, self.results)
+        _say(f"model: {self.target}\nreport: {self.work / 'report.html'}")
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return stages.data_options(self.source, self.settings, self.work / "shards")
+
+    def _matching(self) -> dict[str, Any]:
+        return stages.matching(self.source, self.settings, self._data, self.plan["steps"][0])
+
+    def _tuning(self) -> dict[str, Any]:
+        matched = str(self.work / "matching" / "checkpoints" / "last.ckpt")
+        kinds = self.results.get("layers", {}).get("layer_kinds")
+        return stages.tuning(self.source, self.settings, self._data, self.plan["steps"][1], matched, kinds)
+
+    def _prepare_data(self) -> None:
+        if self.source.domain != "language" or self.results.get("prepared"):
+            return
+        for prefix, sources in (("train", self.settings.train), ("val", self.settings.val)):
+            words = ["prepare", "text", str(self.work / "shards"), *sources, "--tokenizer", self.source.path]
+            self._lightning([*words, "--prefix", prefix, "--run_characters", "400000"], f"tokens of the {prefix} data")
+        self._keep(prepared=True)
+
+    def _make_plan(self) -> None:
+        """Determine the numbers of steps: those given, or those that fill the budget according to a few measured steps."""
+        if self.plan:
+            return
+        seconds = None
+        if self.steps is None:
+            _say("timing a few training steps")
+            original = self.source.path
+            first = stages.matching(self.source, self.settings, self._data, 1000)
+            second = stages.tuning(self.source, self.settings, self._data, 1000, original, None)
+            seconds = [measure.step_seconds(first), measure.step_seconds(second)]
+            shares = [stages.MATCH_SHARE, 1 - stages.MATCH_SHARE]
+            steps = [
+                max(MIN_STEPS, int(self.budget * share / time)) for share, time in zip(shares, seconds, strict=True)
+            ]
+        else:
+            steps = list(self.steps)
+        self.plan = {"choices": self.choices, "steps": steps, "seconds_per_step": seconds}
+        write_whole(self.work / PLAN, json.dumps(self.plan, indent=1) + "\n")
+        self.plan = self._read(PLAN)
+        _say(f"plan: {steps[0]} steps match the layers, {steps[1]} train the model")
+
+    def _measure_before(self) -> None:
+        if "swapped" in self.results:
+            return
+        _say("quality before training")
+        configuration = self._matching()
+        self._keep(original=measure.quality(configuration, original=True), swapped=measure.quality(configuration))
+        monitor, _ = stages.MONITORS[self.source.domain]
+        _say(
+            f"{monitor}: {self.results['original'][monitor]:.4g} original, {self.results['swapped'][monitor]:.4g} swapped"
+        )
+
+    def _fit(self, name: str, configuration: dict[str, Any]) -> None:
+        if name in self.results:
+            return
+        path, folder = self.work / f"{name}.yaml", self.work / name
+        text = yaml.safe_dump(configuration, sort_keys=False)
+        if not (path.exists() and path.read_text() == text):
+            write_whole(path, text)
+        words = ["fit", "--config", str(path), "--run_dir", str(folder)]
+        self._lightning(words, f"{name}: {configuration['trainer']['max_steps']} steps")
+        record = json.loads((folder / "run.json").read_text())
+        result = {"curves": record["metrics"], "seconds": record["seconds"], "steps": record["steps"]}
+        result["metrics"] = {metric: points[-1][1] for metric, points in record["metrics"].items() if points}
+        self._keep(**{name: result})
+
+    def _choose_layers(self) -> None:
+        if "layers" in self.results or not self.settings.keep:
+            return
+        from mhla_tasks.tools import layer_costs
+
+        _say("cost of each layer")
+        with measure.quiet():
+            costs = layer_costs.measure(
+                self.work / "matching", self.settings.keep, min(8, self.settings.val_batches), self.settings.accelerator
+            )
+        self._keep(layers=costs)
+        _say(f"layers that keep softmax: {', '.join(map(str, costs['kept'])) or 'none'}")
+
+    def _export(self) -> None:
+        if "exported" in self.results and (self.target / "config.json").is_file():
+            return
+        checkpoint = self.work / "tuning" / "checkpoints" / "last.ckpt"
+        self._lightning(["export", str(checkpoint), str(self.target)], "export")
+        self._keep(exported=True)
+
+    def _measure_after(self) -> None:
+        if "speed" in self.results:
+            return
+        _say("speed by length")
+        networks = measure.load_networks(self.source, self.target)
+        if self.source.domain == "language":
+            bounds = measure.positions(self.settings.length)
+            tokens = measure.held_out_tokens(self._matching(), POSITION_BATCHES)
+            perplexity = {name: measure.by_position(network, tokens, bounds) for name, network in networks.items()}
+            self._keep(positions={"bounds": bounds, **perplexity})
+        longest = getattr(networks["original"].config, "max_position_embeddings", None)
+        seconds = measure.seconds_by_length(self.source, networks, longest if self.source.domain != "image" else None)
+        self._keep(speed={str(length): by_name for length, by_name in seconds.items()})
+        self._keep(break_even=measure.break_even(seconds, "original", "linearized"))
+
+    def _lightning(self, words: list[str], what: str) -> None:
+        """Run a command of this program in its own process.
+
+        Raises:
+            SystemExit: if the command fails; its own output says why.
+        """
+        _say(what)
+        if status := run_command([sys.executable, "-m", "mhla_tasks", *words]):
+            _say(f"stopped; the same command continues here ({self.work})")
+            sys.exit(status)
+
+    def _keep(self, **results: Any) -> None:
+        self.results |= results
+        write_whole(self.work / RESULTS, json.dumps(self.results, indent=1) + "\n")
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.work / name
+        content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        return content
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def linearize(options: Any) -> None:
+    """Linearize a pretrained model with the options of ``lightning linearize``, as an ``argparse.Namespace``.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+        ValueError: if the model cannot be linearized, or options contradict each other.
+    """
+    if not 0 <= options.keep < 1:
+        raise ValueError(f"--keep={options.keep} must be a share of the layers, from 0 to below 1")
+    work = options.work or options.target.with_name(f"{options.target.name}-work")
+    source = open_source(options.source, work / "original")
+    defaults = stages.DEFAULTS[source.domain]
+    chosen = {name: defaults[name] if (value := getattr(options, name)) is None else value for name in defaults}
+    names = (
+        "train",
+        "val",
+        "keep",
+        "trained",
+        "match_lr",
+        "tune_lr",
+        "precision",
+        "accelerator",
+        "seed",
+        "val_batches",
+    )
+    settings = stages.Settings(**chosen, **{name: getattr(options, name) for name in names})
+    steps = None if options.steps is None else (options.steps[0], options.steps[1])
+    Pipeline(source, options.target, work, settings, options.budget, steps).run()

@@ -1,0 +1,181 @@
+"""Report of ``lightning linearize`` as a web page without other files: quality before and after, speed, and how to load it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_mhla.callbacks.page import STYLE, duration
+from lightning_mhla.callbacks.points import draw_curves
+from lightning_mhla.system.figures import make_panels
+from lightning_mhla.system.files import write_whole
+from mhla_tasks.linearize.source import Source
+from mhla_tasks.linearize.stages import MONITORS
+
+LOADING = """\
+from transformers import {class_name}{tokenizer}
+
+model = {class_name}.from_pretrained("{folder}", trust_remote_code=True)"""
+"""Python code that loads the exported model."""
+
+MEANING = {
+    "val/perplexity": "perplexity on held-out text; lower is better",
+    "val/bits_per_byte": "bits per byte of held-out text; lower is better",
+    "val/cosine": "cosine similarity of embeddings with the original's; 1 is equal",
+    "val/token_cosine": "cosine similarity of token vectors with the original's; 1 is equal",
+    "val/recall_at_10": "share of the original's 10 nearest neighbors that are found",
+    "val/mixed_recall_at_10": "the same, searched for in an index of the original's embeddings",
+    "val/loss": "loss on held-out data; lower is better",
+}
+"""Metrics of the table, in its order, with what they say."""
+
+
+def write_report(target: Path, work: Path, source: Source, plan: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Write ``report.html`` to the working folder.
+
+    Args:
+        target: folder of the exported model.
+        work: working folder.
+        source: pretrained model.
+        plan: numbers of steps and the choices they belong to.
+        results: results of all steps.
+    """
+    title = f"{Path(source.path).name}, linearized" if source.path != str(work / "original") else "Linearized model"
+    class_name = "AutoModelForCausalLM" if source.domain == "language" else "AutoModel"
+    tokenizer = "" if source.domain == "image" else ", AutoTokenizer"
+    loading = LOADING.format(class_name=class_name, tokenizer=tokenizer, folder=target.name)
+    if tokenizer:
+        loading += f'\ntokenizer = AutoTokenizer.from_pretrained("{target.name}")'
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f'<p class="muted">{_summary(source, plan, results)}</p>',
+        _quality(source, results),
+        _positions(results),
+        _curves(results),
+        _speed(source, results),
+        _layers(results),
+        f"<h2>Use it</h2><pre>{html.escape(loading)}</pre>",
+        "<p>Rows with <em>swapped</em> are the model right after its attention was replaced, before any training.</p>",
+    ]
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
+    )
+    body = "\n".join(part for part in parts if part)
+    page = f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+    write_whole(work / "report.html", page)
+
+
+def _summary(source: Source, plan: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    settings = plan["choices"]["settings"]
+    kept = results.get("layers", {}).get("kept", [])
+    replaced = source.depth - len(kept)
+    seconds = results["matching"]["seconds"] + results["tuning"]["seconds"]
+    return (
+        f"attention of {replaced} of {source.depth} layers replaced by {html.escape(settings['kind'])}; trained for "
+        f"{duration(seconds)}, {plan['steps'][0]:,} steps to match the layers and {plan['steps'][1]:,} for the model"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table in HTML, whose first column is text and whose other columns are numbers."""
+    first, *others = head
+    lines = [f"<tr><th>{first}{''.join(f'<th class=n>{name}' for name in others)}</tr>"]
+    lines += [f"<tr><td>{row[0]}{''.join(f'<td class=n>{cell}' for cell in row[1:])}</tr>" for row in rows]
+    return f'<div style="overflow-x:auto"><table>{"".join(lines)}</table></div>'
+
+
+def _quality(source: Source, results: Mapping[str, Any]) -> str:
+    stages = {
+        "original": results["original"],
+        "swapped": results["swapped"],
+        "layers matched": results["matching"]["metrics"],
+        "trained": results["tuning"]["metrics"],
+    }
+    monitor, _ = MONITORS[source.domain]
+    names = [name for name in MEANING if name in results["swapped"]]
+    names.sort(key=lambda name: name != monitor)
+    rows = []
+    for name in names:
+        title = f"{name.removeprefix('val/')}<br><span class=muted>{MEANING[name]}</span>"
+        rows.append([title, *(_number(values.get(name)) for values in stages.values())])
+    return f"<h2>Quality</h2>{_table(['on held-out data', *stages], rows)}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _positions(results: Mapping[str, Any]) -> str:
+    if "positions" not in results:
+        return ""
+    values = results["positions"]
+    bounds = values["bounds"]
+    head = ["perplexity by position", *(f"{low:,} to {high:,}" for low, high in itertools.pairwise(bounds))]
+    rows = [[name, *map(_number, values[name])] for name in ("original", "linearized")]
+    return f"<h2>By position</h2>{_table(head, rows)}"
+
+
+def _curves(results: Mapping[str, Any]) -> str:
+    curves = {
+        f"{stage}/{name.split('/', 1)[1]}": points
+        for stage in ("matching", "tuning")
+        for name, points in results[stage]["curves"].items()
+        if name in MEANING
+    }
+    picture = io.BytesIO()
+    return f"<h2>Training</h2>{_picture(picture)}" if draw_curves(curves, picture) else ""
+
+
+def _picture(content: io.BytesIO) -> str:
+    return f'<figure><img alt="" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"></figure>'
+
+
+def _speed(source: Source, results: Mapping[str, Any]) -> str:
+    speed = {int(length): values for length, values in results["speed"].items()}
+    if not speed:
+        return ""
+    unit = "pixels of a side" if source.domain == "image" else "tokens"
+    rows = []
+    for length, values in speed.items():
+        milliseconds = [f"{values[name] * 1e3:,.0f}" for name in ("original", "linearized")]
+        rows.append([f"{length:,}", *milliseconds, f"{values['original'] / values['linearized']:.2f}"])
+    length = results["break_even"]
+    verdict = (
+        f"The linearized model is the faster one from {length:,} {unit} on, among the lengths measured."
+        if length is not None
+        else f"The linearized model is slower at the longest length measured, {max(speed):,} {unit}."
+    )
+    figure, (axis,) = make_panels(1, 1, (6, 3.2))
+    for name in ("original", "linearized"):
+        axis.plot(list(speed), [values[name] for values in speed.values()], marker="o", label=name)
+    axis.set_xlabel(unit)
+    axis.set_ylabel("seconds of a forward pass")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    table = _table([unit, "original, ms", "linearized, ms", "times as fast"], rows)
+    return f"<h2>Speed by length</h2><p>{verdict} One sample, float32, this machine.</p>{table}{_picture(picture)}"
+
+
+def _layers(results: Mapping[str, Any]) -> str:
+    if "layers" not in results:
+        return ""
+    costs = results["layers"]
+    rows = [
+        [
+            f"layer {index}",
+            f"{value - costs['original']:+.4f}",
+            "softmax" if int(index) in costs["kept"] else "replaced",
+        ]
+        for index, value in costs["alone"].items()
+    ]
+    head = ["after matching", f"loss by replacing it alone, per {costs['unit']}", "in the result"]
+    return f"<h2>Layers</h2>{_table(head, rows)}"

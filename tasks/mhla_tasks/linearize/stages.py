@@ -1,0 +1,188 @@
+"""The two training runs of ``lightning linearize`` as configurations of ``lightning fit``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mhla_tasks.linearize.source import Domain, Source
+
+MODULES: dict[Domain, str] = {
+    "language": "mhla_tasks.language.LinearizedModel",
+    "text": "mhla_tasks.language.LinearizedTextEncoder",
+    "image": "mhla_tasks.classification.encoder.LinearizedImageEncoder",
+}
+"""Training module of each kind of model."""
+
+MONITORS: dict[Domain, tuple[str, str]] = {
+    "language": ("val/perplexity", "min"),
+    "text": ("val/cosine", "max"),
+    "image": ("val/token_cosine", "max"),
+}
+"""Metric that says how good a model is, and whether more (``max``) or less (``min``) of it is better."""
+
+DEFAULTS: dict[Domain, dict[str, Any]] = {
+    "language": {"kind": "mhla_window", "length": 1024, "batch_size": 4, "block_size": 64},
+    "text": {"kind": "mhla", "length": 128, "batch_size": 32, "block_size": 16},
+    "image": {"kind": "mhla", "length": 224, "batch_size": 16, "block_size": 4},
+}
+"""Defaults by kind of model.
+
+``length`` counts tokens, or the pixels of an image's side. ``block_size`` counts tokens, or the blocks along an image's side.
+"""
+
+MATCH_SHARE = 0.4
+"""Share of the training time in which layers are matched one by one; the rest trains the model as a whole."""
+
+CHECKS = 4
+"""Number of validations in a run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Choices of ``lightning linearize`` that determine the training.
+
+    Attributes:
+        train: files or folders of training data.
+        val: files or folders of held-out data.
+        kind: kind of the new attention.
+        block_size: tokens in a block; for images, the number of blocks along each side.
+        length: tokens in a sample; for images, pixels of a side.
+        batch_size: samples in a batch.
+        keep: share of the layers that keep softmax attention.
+        trained: part of the parameters that the second run trains, see ``train`` of the training modules.
+        match_lr: peak learning rate of the first run.
+        tune_lr: peak learning rate of the second run.
+        precision: precision of Lightning's Trainer.
+        accelerator: accelerator of Lightning's Trainer.
+        seed: seed of everything.
+        val_batches: number of batches of held-out data that a validation reads.
+    """
+
+    train: list[str]
+    val: list[str]
+    kind: str
+    block_size: int
+    length: int
+    batch_size: int
+    keep: float
+    trained: str
+    match_lr: float
+    tune_lr: float
+    precision: str
+    accelerator: str
+    seed: int
+    val_batches: int
+
+
+def data_options(source: Source, settings: Settings, shards: Path) -> dict[str, Any]:
+    """Return the configuration of the data module.
+
+    Args:
+        source: pretrained model, whose tokenizer is used.
+        settings: choices of the user.
+        shards: folder with tokenized text, for language models.
+    """
+    options: dict[str, Any]
+    if source.domain == "language":
+        options = {"train": f"{shards}/train-*.tar", "val": f"{shards}/val-*.tar", "context": settings.length}
+        name = "mhla_tasks.language.TokenShards"
+    elif source.domain == "text":
+        options = {"train": settings.train, "val": settings.val, "tokenizer": source.path, "length": settings.length}
+        name = "mhla_tasks.language.TextPassages"
+    else:
+        options = {"train": settings.train, "val": settings.val, "image_size": settings.length}
+        options |= {"train": settings.train[0], "val": settings.val[0]} if len(settings.train) == 1 else {}
+        name = "mhla_tasks.classification.ImageNetShards"
+    return {"class_path": name, "init_args": {**options, "batch_size": settings.batch_size, "num_workers": 0}}
+
+
+def attention_options(source: Source, settings: Settings) -> dict[str, Any]:
+    """Return the options of the new attention."""
+    options: dict[str, Any] = {"kind": settings.kind}
+    if settings.kind != "softmax":
+        options["feature_map"] = "learned"
+    if settings.kind.startswith("mhla"):
+        if source.domain == "image":
+            options["block_grid"] = [settings.block_size, settings.block_size]
+        else:
+            options |= {"block_size": settings.block_size, "mixing": "exponential"}
+    return options
+
+
+def matching(source: Source, settings: Settings, data: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the configuration of the first run, which matches each new layer to the original one.
+
+    Args:
+        source: pretrained model.
+        settings: choices of the user.
+        data: configuration of the data module.
+        steps: number of optimizer steps.
+    """
+    model = _model(source, settings, source.path, steps)
+    model["init_args"] |= {"train": "new", "training": _training(settings.match_lr, steps)}
+    return _run(source, settings, model, data, steps)
+
+
+def tuning(
+    source: Source, settings: Settings, data: dict[str, Any], steps: int, matched: str, layer_kinds: list[str] | None
+) -> dict[str, Any]:
+    """Return the configuration of the second run, which trains the model as a whole.
+
+    Args:
+        source: pretrained model.
+        settings: choices of the user.
+        data: configuration of the data module.
+        steps: number of optimizer steps.
+        matched: checkpoint of the first run.
+        layer_kinds: ``keep`` or ``replace`` for each layer; None to replace all layers.
+    """
+    model = _model(source, settings, matched, 0)
+    model["init_args"] |= {"train": settings.trained, "training": _training(settings.tune_lr, steps)}
+    if layer_kinds is not None:
+        model["init_args"]["layer_kinds"] = layer_kinds
+    return _run(source, settings, model, data, steps)
+
+
+def _model(source: Source, settings: Settings, pretrained: str, layer_steps: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "pretrained": pretrained,
+        "attention": attention_options(source, settings),
+        "distillation": {"layer_steps": layer_steps, "teacher": source.path},
+    }
+    if source.domain == "language":
+        options["context"] = settings.length
+    return {"class_path": MODULES[source.domain], "init_args": options}
+
+
+def _training(rate: float, steps: int) -> dict[str, Any]:
+    warmup = max(1, steps // 10)
+    return {"optimizer": {"lr": rate, "weight_decay": 0.0, "warmup_steps": warmup, "min_lr": rate / 20}}
+
+
+def _run(source: Source, settings: Settings, model: dict[str, Any], data: dict[str, Any], steps: int) -> dict[str, Any]:
+    monitor, mode = MONITORS[source.domain]
+    checkpoint = {"monitor": monitor, "mode": mode, "save_last": True}
+    return {
+        "seed_everything": settings.seed,
+        "model": model,
+        "data": data,
+        "trainer": {
+            "max_steps": steps,
+            "accelerator": settings.accelerator,
+            "devices": 1,
+            "precision": settings.precision,
+            "gradient_clip_val": 1.0,
+            "log_every_n_steps": max(1, steps // 50),
+            "val_check_interval": max(1, steps // CHECKS),
+            "check_val_every_n_epoch": None,
+            "limit_val_batches": settings.val_batches,
+            "num_sanity_val_steps": 0,
+            "callbacks": [
+                {"class_path": "ModelCheckpoint", "init_args": checkpoint},
+                {"class_path": "lightning_mhla.callbacks.LearningCurves"},
+                {"class_path": "lightning_mhla.callbacks.RunReport"},
+            ],
+        },
+    }

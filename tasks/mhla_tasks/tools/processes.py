@@ -1,0 +1,35 @@
+"""Running commands in child processes that receive the signals of this process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
+
+def run_command(command: list[str], output: Path | None = None) -> int:
+    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
+
+    Args:
+        command: program and arguments.
+        output: file to which the command's output is appended; None to show the output on the terminal.
+
+    Returns:
+        The exit status of the command; 130 after Ctrl+C.
+    """
+    with open(output, "ab") if output is not None else nullcontext() as stream:
+        child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
+    interrupts: list[int] = []
+    previous_handlers = {
+        number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
+    # A terminal sends SIGINT to both processes, so it is not forwarded. In background jobs it is ignored and stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda n, _: interrupts.append(n))
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+    return 130 if interrupts else status
