@@ -242,7 +242,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Return the sort key of a checkpoint: its step (infinite if unreadable), and whether ``Recovery`` wrote it."""
+    """Return the sort key of a checkpoint: step (infinite if unreadable), and whether the callback ``Recovery`` wrote it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):

@@ -213,7 +213,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Select the inputs of a generation step: the tokens that the state has not seen, or all tokens without a state.
+        """Select the inputs of a generation step: the tokens that the state has not seen, or all tokens if there is no state.
 
         Returns:
             Keyword arguments of the forward pass.

@@ -206,7 +206,7 @@ def image_folder(location: str | list[str]) -> Path | None:
     """Return the path of a data location if it is a folder of images.
 
     Args:
-        location: folder, or location of shards: a folder, a glob, a brace pattern, a URL, or a list of these.
+        location: folder of images, or the location of shards: a folder, a glob, a brace pattern, a URL, or a list of these.
 
     Returns:
         Path of the folder of images; None if the location refers to shards.
