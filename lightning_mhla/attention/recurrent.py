@@ -275,10 +275,10 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize gate, ``lepe``, short convolution and decays, so that the layer can start from weights without them.
+        """Initialize gate, ``lepe``, short convolution and decays, which the weights that the layer starts from do not include.
 
-        Gate, ``lepe`` (a convolution of the values) and short convolution leave the output unchanged. The parameters of the
-        decays are drawn from a fixed seed, so that they are the same on all machines.
+        Gate, ``lepe`` (a convolution of the values) and short convolution initially leave the output unchanged. The parameters
+        of the decays are drawn from a fixed seed, so that they are the same on all machines.
 
         Raises:
             ValueError: if the gate has no bias.

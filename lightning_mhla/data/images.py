@@ -214,7 +214,7 @@ class LabelledFolder(LabelledImages):
         return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """Return the image file and the class name of each sample, to record what shards are made from."""
+        """Return the image file and the class name of each sample, for the record that is kept beside shards made from them."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]

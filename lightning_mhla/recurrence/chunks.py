@@ -20,7 +20,7 @@ def chunk_tokens(width: int) -> int:
     """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
     A chunk is a group of consecutive tokens that a recurrence processes together, with matrix products. Longer chunks need
-    larger matrices of weights, and shorter chunks need more states. In measurements of forward and backward passes on a CPU,
+    larger attention matrices, and shorter chunks need more states. In measurements of forward and backward passes on a CPU,
     chunks of 32 tokens were the fastest for up to 32 features, and chunks of 64 tokens for more.
     """
     return 32 if width <= 32 else 64

@@ -18,7 +18,9 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Mixing coefficients for chunks of G blocks each, which are connected by T running sums.
+    """Mixing coefficients for attention in chunks of G consecutive blocks.
+
+    Tokens of other chunks are read through T running sums over the keys and values of these chunks.
 
     Axis 0 of every tensor has length 1 if all heads share the coefficients.
 

@@ -42,7 +42,7 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order. None for q, k or v if not wanted; the gradients of

@@ -103,7 +103,7 @@ class MHLALM(HFLM):
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, and count the prompts that were cut to fit the model.
+        """Score the continuation of each prompt as lm-eval does, and count the prompts that were cut to fit the model.
 
         Returns:
             For each request, the log-likelihood of the continuation in nats, and whether greedy decoding would produce it.
@@ -111,7 +111,7 @@ class MHLALM(HFLM):
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers as lm-eval does, and count the prompts that were cut to fit the model.
+        """Generate an answer to each prompt as lm-eval does, and count the prompts that were cut to fit the model.
 
         Returns:
             The generated text for each request.
