@@ -187,7 +187,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Add the summaries of new blocks to running sums, which decay by the number of new blocks.
+        """Decay running sums over the number of new blocks, and add the summaries of these blocks to them.
 
         Args:
             finished: running sums of the finished blocks, ``[B, H, R, W]``.
