@@ -199,7 +199,7 @@ def check_devices(problem: Problem) -> None:
 def check_span(problem: Problem) -> None:
     """Check that an attention call can be computed in chunks of several blocks that are connected by running sums.
 
-    This algorithm is called the spanning form. It needs exponential mixing without a grid and blocks of equal size.
+    This algorithm is called the spanning form. It needs blocks of equal size, and exponential mixing without a grid.
 
     Raises:
         ValueError: if the mixing is of a different kind, the blocks differ in size, or the number of tokens is symbolic.

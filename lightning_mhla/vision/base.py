@@ -141,7 +141,7 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute features of images ``[B, channels, H, W]``, which are the input of :meth:`forward_head`."""
+        """Compute the features that :meth:`forward_head` takes, from images ``[B, channels, H, W]``."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

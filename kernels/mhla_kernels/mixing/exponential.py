@@ -128,7 +128,7 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the coefficient m[i, i] that all blocks share, ``[1]`` or ``[H, 1]``: the sum of the amplitudes."""
+        """Return the weight of a block's own summary, ``[1]`` or ``[H, 1]``: the sum of the amplitudes, for every block."""
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Add the summaries of new blocks to running sums, which decay by the number of new blocks.
+        """Decay running sums over the number of new blocks, and add the summaries of these blocks to them.
 
         Args:
             finished: running sums of the finished blocks, ``[B, H, R, W]``.
@@ -236,7 +236,7 @@ class ExponentialMixing(Mixing):
             summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
             causal: whether a block's mixture is over earlier blocks only, without itself.
             shares: assignment of blocks to processes.
-            every: summaries of the M blocks of all processes, ``[B, H, M, ...]``, or None. Used only over a grid.
+            every: summaries of the M blocks of all processes, ``[B, H, M, ...]``; None to gather them. Used only over a grid.
 
         Returns:
             Mixed summaries for the blocks of this process, ``[B, H, m, ...]``.
@@ -273,8 +273,8 @@ class ExponentialMixing(Mixing):
             form: attention algorithm, such as ``"chunked"``.
 
         Returns:
-            Name of the kernels and tensors: ``"exponential"`` with amplitudes and decays for the causal chunked form, otherwise
-            ``"dense"`` with one matrix.
+            The name of the kernels, and the tensors. These are ``"exponential"`` with the amplitudes and the decays for the
+            causal chunked form, otherwise ``"dense"`` with one matrix.
         """
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)

@@ -39,17 +39,17 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Maximum number of tokens in a row. It is -1, because a state has no limit."""
+        """Maximum number of tokens that each row of the batch can cache: -1, because a generation state has no limit."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the maximum number of tokens in a row, which is -1 because a state has no limit."""
+        """Return the maximum number of tokens that each batch row can cache: -1, because a generation state has no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the width of the attention mask for the next ``query_length`` tokens, and the index of its first column, 0.
 
-        The mask covers the columns that the state has seen and the next tokens.
+        The mask has a column for each token position that the state has already read, and for each of the next tokens.
         """
         return self.columns + query_length, 0
 
@@ -71,7 +71,7 @@ class StateCache(GenerationCache, Cache):
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError if tokens are to be removed, which a state does not support.
+        """Raise ValueError if tokens are to be removed, which a generation state does not support.
 
         Args:
             tokens_to_remove: number of tokens to remove; 0 does nothing.
@@ -80,11 +80,11 @@ class StateCache(GenerationCache, Cache):
             raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
-        """Raise ValueError, because a state cannot return to earlier tokens, as assisted decoding would need."""
+        """Raise ValueError, because a generation state cannot drop tokens, as assisted decoding would require."""
         raise ValueError("a state cannot remove tokens, which assisted decoding needs; generate without an assistant")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError, because a state does not store keys and values."""
+        """Raise ValueError, because a generation state does not store keys and values."""
         raise ValueError("the model keeps a state in place of keys and values, and cannot take them")
 
     early_initialization = update
