@@ -92,7 +92,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
-    """Repeat every entry of ``x`` along ``axis``, ``repeats`` times in a row; return ``x`` itself for one repeat."""
+    """Replace every entry of ``x`` along ``axis`` by ``repeats`` adjacent copies; return ``x`` itself for one copy."""
     return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 

@@ -142,7 +142,7 @@ class BlockState:
             rows: integer indices of rows; an index may be repeated.
 
         Raises:
-            ValueError: if an index is not an integer or is out of range, or if this state was passed to a call with
+            ValueError: if an index is not an integer or is out of range, or if this state was passed to a function with
                 ``donate_state=True``, which may have overwritten it.
         """
         self.check_unspent()
@@ -166,11 +166,11 @@ class BlockState:
         return state
 
     def spend(self) -> None:
-        """Mark the state as unusable, because a call with ``donate_state=True`` may have overwritten its tensors."""
+        """Mark the state as unusable, because a function called with ``donate_state=True`` may have overwritten its tensors."""
         object.__setattr__(self, "spent", True)
 
     def check_unspent(self) -> None:
-        """Check that the state was not passed to a call with ``donate_state=True``, which may have overwritten its tensors.
+        """Check that the state was not passed to a function with ``donate_state=True``, which may have overwritten its tensors.
 
         Raises:
             ValueError: if it was; the message says how to continue.
@@ -182,7 +182,7 @@ class BlockState:
             )
 
     def check(self, kind: StateKind, batch: int, heads: int, accumulate: torch.dtype) -> None:
-        """Check that a call may continue the state.
+        """Check that an attention call for further tokens may continue the state.
 
         Args:
             kind: properties of the call, such as its block size.
@@ -192,7 +192,7 @@ class BlockState:
 
         Raises:
             ValueError: if a property, size or dtype differs between the state and the call; the message names the difference.
-                Also if the state was passed to an earlier call with ``donate_state=True``.
+                Also if the state was passed to a function with ``donate_state=True`` before.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -211,7 +211,7 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the state after one more token owns: they may be written to in place later.
+        """Return the names of the tensors that the next state, after one more token, owns and may later overwrite in place.
 
         These are all tensors in ``own_names``, but ``finished`` only if the previous state owned it.
 
@@ -281,7 +281,7 @@ class BlockState:
 class Draft:
     """Generation state under construction, which copies the tensors of another state before it writes to them.
 
-    New tensors are written to without a copy, and so are tensors that the other state gives up.
+    Two kinds of tensors may be written to without a copy: new ones and, if ``donated``, those that the other state owns.
 
     Args:
         state: generation state to start from.
@@ -324,7 +324,7 @@ class Draft:
             self.put_all(name, values if isinstance(rows, slice) else x.index_copy(0, rows, values))
 
     def finish(self, rows: Rows, first: int, summaries: Tensor, reader: int) -> None:
-        """Append finished blocks to some rows, and update the mixture of all finished blocks in these rows.
+        """Append finished blocks to some rows, and update the mixture (weighted sum) of all finished blocks in these rows.
 
         Args:
             rows: rows of the batch that the blocks belong to: a slice of all rows, or a tensor of row indices.
@@ -449,7 +449,7 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
 
 
 def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, writes: bool) -> MHLAState:
-    """Create the generation state after the tokens of a call.
+    """Create the generation state after the new tokens of an attention call.
 
     Args:
         start: state before the call, in which every row is ready to receive its first new token.

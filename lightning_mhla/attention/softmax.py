@@ -165,7 +165,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Compute softmax attention ``[B, N, H, Dv]`` with PyTorch's kernels.
+        """Compute softmax attention ``[B, N, H, Dv]`` with PyTorch's ``scaled_dot_product_attention`` and its ``options``.
 
         Keys and values may have fewer heads than queries.
         """

@@ -184,7 +184,7 @@ class Block(nn.Module):
             x: next tokens, ``[B, N, dim]``.
             state: state of the attention after the earlier tokens; None before the first token.
             counts: number of tokens in each row that are not padding.
-            rotary: rotary angles of the tokens; None to count positions on from the earlier tokens.
+            rotary: rotary angles of the tokens; None to continue the positions of the earlier tokens.
 
         Returns:
             Output tokens, ``[B, N, dim]``, and the state of the attention after these tokens.

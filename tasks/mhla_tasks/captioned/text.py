@@ -77,7 +77,7 @@ class CaptionEncoder:
         return self  # the moving average of the weights copies the module
 
     def rest(self) -> None:
-        """Move the encoder to the CPU to free GPU memory. The base class has nothing to move."""
+        """Move the encoder to the CPU to free GPU memory. Encoders without weights do nothing."""
 
     def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
         """Embed the tokens of a batch of captions.

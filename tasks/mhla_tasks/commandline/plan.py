@@ -142,10 +142,10 @@ def _class_of(value: Any) -> Any:
 
 
 def check_same(plan: Plan) -> None:
-    """Check that this process has the same configuration as the process that started it, in training with several processes.
+    """Check, in training with several processes, that this process has the configuration of the process that started it.
 
-    Without this check, processes would train different models if a configuration file changed while they start. The first
-    process stores a digest of its configuration in an environment variable, which the processes that it starts inherit.
+    Without this check, processes would train different models if a configuration file changed while they were starting. The
+    first process stores a digest of its configuration in an environment variable, which the processes that it starts inherit.
 
     Args:
         plan: the command and its merged configuration.

@@ -127,7 +127,7 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts for which metrics such as FID draw images, equally many for each prompt. They come from the data module."""
+        """Prompts of the data module. Images for metrics such as FID are drawn for them, the same number for each prompt."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 

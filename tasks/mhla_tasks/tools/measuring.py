@@ -165,7 +165,7 @@ def bench(words: Sequence[str]) -> int | None:
 
 @passes_on
 def paper(words: Sequence[str]) -> int | None:
-    """Train and score the models of docs/results.md, one table row at a time; it can be resumed.
+    """Train and score the models of docs/results.md, one table row at a time; the command can be resumed.
 
         lightning paper --only mnist --seeds 0
 
