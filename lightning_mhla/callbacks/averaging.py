@@ -127,7 +127,10 @@ class ExponentialMovingAverage(Callback):
             foreach_copy_(weights, previous_averages)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the weights in the same order. For sharded tensors, return only this process's shards."""
+        """Return the averaged weights and the module's current weights, as two lists of tensors in the same order.
+
+        For sharded tensors, the lists contain only the shards of this process.
+        """
         _reshard(pl_module)
         weights = dict(pl_module.named_parameters())
         averages = [_local(tensor) for tensor in self._average.values()]
