@@ -72,12 +72,12 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Sum the terms ``pairs`` of the mixing gradient over each pair of a key block and a query block, and add to ``total``.
+    """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
     ``pairs`` has one term for each key (row) and query (column). ``total`` is ``[SPAN, SPAN]``, key block by query block. Key
     blocks are counted from the first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of
-    ``total``, and ``held[s]`` is the query block that slot s currently holds. The new ``total`` is also written to memory at the
-    address ``gradient``, where the layout is ``[size, SPAN]``, query block by key block.
+    ``total``, and ``held[s]`` is the query block that slot s currently holds. The new ``total`` is also written to memory at
+    the address ``gradient``, where the layout is ``[size, SPAN]``, query block by key block.
 
     Returns:
         The new ``total`` and the new ``held``.
