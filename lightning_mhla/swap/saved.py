@@ -70,7 +70,7 @@ class SwappedClass:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return the data for pickling or copying an instance, which is rebuilt from its mixin and its original class.
 
-        Not every derived class can be imported by name, so pickle cannot refer to the class itself.
+        Classes that :func:`derive` creates cannot always be imported by name, so pickle cannot refer to the class itself.
         """
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
@@ -116,7 +116,7 @@ def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str,
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a saved configuration in which values that :func:`guarded` replaced have their original value again.
+    """Return a copy of a saved configuration with the original values of the entries that :func:`guarded` replaced.
 
     A configuration without replaced values is copied unchanged.
     """

@@ -51,5 +51,8 @@ class DenseMixing(Mixing):
             raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
     def matrix(self, blocks: int) -> Tensor:
-        """Return the complete matrix of coefficients, ``[M, M]`` or ``[H, M, M]``, for any value of ``blocks``."""
+        """Return the complete matrix of coefficients, ``[M, M]`` or ``[H, M, M]``.
+
+        ``blocks`` is ignored, because the matrix has a fixed number of blocks M.
+        """
         return self.mixing

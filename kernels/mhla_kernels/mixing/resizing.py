@@ -65,8 +65,8 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
     The existing rows are not changed. A new row is computed in three steps:
 
-    1. For each block distance in the existing matrix, the new coefficient is a mean over the last half of the existing rows,
-       each divided by its sum.
+    1. For each block distance in the existing matrix, the new coefficient is the mean of the coefficients at this distance in
+       the last half of the existing rows, after each row is divided by its sum.
     2. For larger distances, the coefficient follows an exponential that never grows with distance. It is fitted to the larger
        half of the existing distances. (See ``tail`` for alternatives.)
     3. The row is scaled to the mean sum of the last half of the existing rows.
