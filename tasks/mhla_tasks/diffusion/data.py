@@ -71,7 +71,9 @@ class RequestedClasses:
 
 
 class ClassImages(ResumableDataModule):
-    """Base class of data modules with labeled images or latents. A subclass implements ``source``.
+    """Base class of data modules with labeled images or latents.
+
+    A subclass implements the method ``source``, which returns the samples for training, validation or test.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
@@ -213,8 +215,8 @@ class ClassShards(LabelledShards, ClassImages):
 class ImageShards(ClassShards):
     """Data module of labeled images in WebDataset tar shards, or in folders.
 
-    For each sample, a shard contains an image such as 17.jpg and its label 17.cls. If the model has a VAE, it encodes the
-    images during training.
+    For each sample, a shard contains an image such as 17.jpg and its label 17.cls. If the model has a VAE, the VAE
+    encodes the images during training.
 
     Args:
         train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
