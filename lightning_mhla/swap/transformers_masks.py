@@ -152,7 +152,7 @@ _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def _counts_up(position_ids: Tensor) -> bool:
     """Return whether each position in a row is one more than the previous position.
 
-    If the tensor has no values, as in a compiled graph, the result is True.
+    If the values of the tensor cannot be read, as in a compiled graph, the result is True.
     """
     if _has_no_values(position_ids):
         return True

@@ -204,10 +204,13 @@ class ClassShards(LabelledShards, ClassImages):
         return self.labelled_samples(stage, self.flip if stage == "train" else 0.0)
 
     def setup(self, stage: str) -> None:
-        """Check that ``num_classes`` agrees with the classes of the data.
+        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
+
+        Args:
+            stage: stage of the trainer. Only ``"fit"`` is checked.
 
         Raises:
-            ValueError: if it does not agree.
+            ValueError: if the two numbers differ.
         """
         self.check_classes(stage)
 
