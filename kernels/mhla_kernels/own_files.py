@@ -18,7 +18,7 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Error for a cache entry that is a link, has an unexpected type or a second hard link, or belongs to an untrusted user."""
+    """Error for a file or folder in a cache that must not be used, for example a link or a file of an untrusted user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:

@@ -294,7 +294,7 @@ class Attention(AttentionKind):
             )
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Return the permutation of the tokens into block order for a single call with ``layout``.
+        """Return the permutation of tokens into block order for a ``layout`` that is passed to :meth:`forward`.
 
         Blocks are padded to equal length only if the kind of attention supports a key mask, which hides the padding.
         """

@@ -63,8 +63,9 @@ class Skipped:
 class Preparation:
     """Context manager for a command that writes shards ``PREFIX-*.tar``, in one or several processes.
 
-    On entry, it waits until earlier commands for the same prefix have ended. Then it records the options and origins of the
-    samples, or compares them with the record of existing shards. On exit, it checks that no source file has changed meanwhile.
+    On entry, it waits until earlier commands for the same prefix have ended. Then it saves the options and the origins (source
+    files and other inputs) of the samples in ``folder``, or compares them with those saved for existing shards. On exit, it
+    checks that no source file has changed meanwhile.
 
     Args:
         folder: folder of the shards, created if it does not exist.
@@ -158,8 +159,8 @@ class Preparation:
 def locked(file: Path, shared: bool) -> Iterator[None]:
     """Context manager that locks a file. If another process holds the lock, it logs a warning and waits.
 
-    If the file system does not support locks, nothing is locked. Shards remain intact even then, because each process writes to
-    a temporary file of its own.
+    Commands that write the same shards lock a common file. If the file system does not support locks, nothing is locked.
+    The shards remain intact even then, because each process writes to a temporary file of its own.
 
     Args:
         file: path of the lock file, created if it does not exist.
@@ -194,8 +195,8 @@ def write_shards(
 ) -> list[Path]:
     """Write items as samples of the shards ``folder/prefix-0000.tar``, ``folder/prefix-0001.tar`` and so on, in order.
 
-    A shard gets its final name only when it is complete, and existing shards are not written again. An interrupted call can
-    therefore be resumed by repeating it. A call waits until an earlier call for the same prefix has ended.
+    A shard gets its final name only when it is complete, and existing shards are not written again. To resume after an
+    interruption, call the function again. It waits until earlier calls for the same prefix, in any process, have ended.
 
     Args:
         items: items to encode, one for each sample. Sample i gets the key ``i`` with eight digits.
@@ -345,8 +346,8 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     """Context manager that yields a writer for one shard, and gives the shard its final name once it is complete.
 
     Several processes may write the same shard, each to a temporary file of its own in the same folder. On exit, older temporary
-    files that have not changed during this call are removed, because their processes were probably killed. A process that was
-    only slow then finds its temporary file missing, and keeps the shard of the faster process.
+    files of the shard that have not changed since entry are removed, because their processes were probably killed. A process
+    that was only slow then finds its temporary file missing, and keeps the shard of the faster process.
 
     Args:
         path: path of the shard.

@@ -64,7 +64,8 @@ def summaries_kernel(
 ):
     """Compute the summary of one piece of a block: ``S = sum_j k_j v_j^T`` and ``z = sum_j k_j`` over its tokens j.
 
-    A program computes ``KEYS`` rows and ``VALUES`` columns of S. ``summary`` is ``[B * H, blocks * pieces, K * V + K]``. Grid:
+    Each block is divided into ``pieces`` pieces of at most ``piece_size`` tokens. A program computes ``KEYS`` rows and
+    ``VALUES`` columns of S. ``summary`` is ``[B * H, blocks * pieces, K * V + K]``. Grid:
     ``(B * H * blocks * pieces, key parts * value parts)``.
 
     With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z. Both are
@@ -142,7 +143,7 @@ def running_kernel(
 ):
     """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
 
-    With ``REVERSE``, each summary is replaced by the sum over the later pieces.
+    A piece is a part of a long block. With ``REVERSE``, each summary is replaced by the sum over the later pieces.
 
     ``pieces_summary`` is ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary`` is ``[B * H, blocks, WIDTH]``
     and receives the sums over all pieces. Grid: ``(B * H * blocks, parts of WIDTH)``.
