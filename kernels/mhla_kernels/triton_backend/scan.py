@@ -191,7 +191,7 @@ class ExponentialMixer:
         Args:
             call: arguments of the attention operator.
             gradients: gradients of amplitudes and decays, ``[B * H, R]`` each; the first is changed in place.
-            own: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, blocks]`` float32.
+            own: gradient of m[i, i] for each block i, summed over pairs of tokens in the block, ``[B * H, blocks]`` float32.
         """
         gradients[0] += own.sum(-1, keepdim=True)
 
