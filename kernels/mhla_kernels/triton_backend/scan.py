@@ -156,7 +156,10 @@ class ExponentialMixer:
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficient m[i, i], which all blocks share, and its strides along heads, query blocks and key blocks."""
+        """Return the coefficients m[i, i], one number for each head, ``[1]`` or ``[H]``, and their strides.
+
+        The three strides are along heads, query blocks and key blocks. The last two are 0, because all blocks share the number.
+        """
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
