@@ -124,7 +124,7 @@ def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> T
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
     """Expand the logarithm of a factor on the weights of far tokens to one number for each query and head.
 
-    Far tokens are those outside the window of softmax attention.
+    Far tokens are those before the window of softmax attention.
 
     Args:
         far: tensor broadcastable to ``[B, N, H]``; None for zeros.

@@ -30,7 +30,7 @@ class HeadDecay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new initial values for the learned ``rate`` and ``bias`` of each head. The projection does not change."""
+        """Draw new initial values for the learned ``rate`` and ``bias`` of each head, but not for the linear map of tokens."""
         rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
         self.rate.copy_(rates.clamp(min=1e-3).log())
         steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()

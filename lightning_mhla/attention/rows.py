@@ -12,7 +12,7 @@ def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
 
     Args:
         attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``, earlier columns to previous tokens.
-            None without padding.
+            None if there is no padding.
         x: tokens ``[B, N, ...]``.
 
     Raises:
@@ -61,7 +61,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     :func:`real_mask` and :func:`padding_last`, which do not wait.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``. None without padding.
+        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``. None if there is no padding.
         x: tokens ``[B, N, ...]``.
 
     Returns:

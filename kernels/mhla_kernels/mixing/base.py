@@ -195,7 +195,10 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """Number of running sums that replace all finished blocks during generation; None if every block summary is stored."""
+        """Number of running sums that replace the summaries of finished blocks in generation.
+
+        None if the summaries of all finished blocks are stored instead.
+        """
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
@@ -204,7 +207,8 @@ class Mixing(ABC):
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
             blocks: required capacity in blocks.
-            owned: whether blocks are appended one by one. If so, the capacity at least doubles when it grows.
+            owned: whether the caller owns ``finished`` and appends blocks to it one by one. If so, the capacity at least
+                doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.
@@ -251,7 +255,7 @@ class Mixing(ABC):
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Compute causal mixtures for new blocks, from finished blocks and from earlier new blocks.
+        """Compute the mixed summary that each new block reads, from finished blocks and from earlier new blocks.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
@@ -313,7 +317,7 @@ class Mixing(ABC):
 
         Returns:
             Name of the kernels, ``"dense"`` or ``"exponential"``, and tensors ``[H or 1, ...]``. Axis 0 has length 1 if all
-            heads share the coefficients. A factor on the first tensor is a factor on all attention weights.
+            heads share the coefficients. Multiplying the first tensor by a number multiplies all attention weights by it.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]

@@ -156,7 +156,10 @@ class ExponentialMixer:
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficient m[i, i], which all blocks share, and its strides along heads, query blocks and key blocks."""
+        """Return the coefficients m[i, i], one number for each head, ``[1]`` or ``[H]``, and their strides.
+
+        The three strides are along heads, query blocks and key blocks. The last two are 0, because all blocks share the number.
+        """
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
@@ -191,7 +194,7 @@ class ExponentialMixer:
         Args:
             call: arguments of the attention operator.
             gradients: gradients of amplitudes and decays, ``[B * H, R]`` each; the first is changed in place.
-            own: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, blocks]`` float32.
+            own: gradient of m[i, i] for each block i, summed over pairs of tokens in the block, ``[B * H, blocks]`` float32.
         """
         gradients[0] += own.sum(-1, keepdim=True)
 
