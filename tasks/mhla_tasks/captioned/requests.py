@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Options of the samples that the predict command draws: prompts, number per prompt, and seed.
+    """Options of the samples that the predict command draws: prompts, number of samples per prompt, and seed.
 
     Args:
         prompts: list of prompts, or path of a file or folder with prompts; null for all captions of a built-in data set. In a
