@@ -72,7 +72,8 @@ class Preparation:
         prefix: prefix of the shard names.
         options: JSON values that the samples depend on.
         origins: files and other inputs of the samples, in the order in which the samples are written.
-        per_shard: number of samples in a shard if each sample has one origin; None if an origin has many samples.
+        per_shard: number of samples in a shard if each sample has an origin of its own, so that only the origins of complete
+            shards must stay unchanged. None if an origin has many samples; then no origin may change once a shard is complete.
         max_skipped: maximum number of broken samples that this process skips.
         force: whether to delete existing shards with the same prefix first.
         share: rank of this process and number of processes.
