@@ -138,7 +138,7 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether ``diffusers`` exports the parent class, so that this module can find the subclass by the same name."""
+        """Return whether ``diffusers`` exports the parent class, so that this class can be created again from its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host

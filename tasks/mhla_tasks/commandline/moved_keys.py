@@ -101,7 +101,7 @@ def _former_names(source: Source, root: str) -> dict[str, str]:
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:
-    """Yield those renamed options that a source sets by their current names, below the key ``root``.
+    """Yield the current names under which a source sets renamed options below the key ``root``.
 
     Current names have the form ``group.name``. If the value of the group is not a mapping, all options in the group count as
     set.
