@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Implementation of attention replacement for timm models, including saving and loading."""
+    """Replace attention layers in timm models, and save and load the models with the replaced layers."""
 
     options = ("cache_dir",)
 
