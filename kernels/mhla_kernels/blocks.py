@@ -236,7 +236,8 @@ class BlockPartition(NamedTuple):
         owner: ``[M]`` int64, index of each block's packed sequence, or S for an unused block, where S is the number of
             sequences. None if the row is one sequence.
         sequences: for each non-empty packed sequence, the index of its first block and the index after its last block. None if
-            the row is one sequence, or if ``cu_seqlens`` is on an accelerator or is traced, so that its values are not read.
+            the row is one sequence, or if the boundaries of the sequences are on an accelerator or are traced, and are
+            therefore not read.
     """
 
     tokens: int
