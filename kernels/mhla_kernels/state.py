@@ -43,8 +43,8 @@ class StateKind:
         block_size: tokens in a block.
         key_width: width of the keys in block summaries, K.
         value_width: width of the values, V.
-        near: for attention with softmax weights between near tokens, number of heads and width of the keys that the state
-            stores for it; None if no attention weights are softmax weights.
+        near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
+            there is no softmax attention.
     """
 
     mixing: str
@@ -377,8 +377,8 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
         v: values, ``[..., V]``.
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        near: for attention with softmax weights between near tokens, number of heads and width of the keys that the state
-            stores for it; None if no attention weights are softmax weights.
+        near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
+            there is no softmax attention.
     """
     return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
 

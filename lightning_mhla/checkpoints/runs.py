@@ -192,7 +192,7 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Return whether a lock file is empty, because a process was killed after creating it and before writing to it."""
+    """Return whether a lock file is empty, as it is if its process was killed before writing to it."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 

@@ -50,7 +50,7 @@ class ImageGenerator(Protocol):
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of a generated image.
 
-        For a model whose images a VAE decodes, it may be a fixed shape that differs from that of the images.
+        If a VAE decodes the images, the value may instead be a fixed placeholder that does not depend on the VAE.
         """
 
     def check_drawable(self, sampling: Any = None) -> None:
@@ -61,7 +61,7 @@ class ImageGenerator(Protocol):
 
         Raises:
             ValueError: if the options are not valid for this model.
-            FileNotFoundError: if the model needs a VAE to decode images, and its files do not exist.
+            FileNotFoundError: if a VAE or a text encoder that the model needs does not exist.
         """
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:

@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Replace attention layers in timm models, and save and load the models with the replaced layers."""
+    """Methods that replace the attention layers of timm models, record the replacement for saving, and load saved models."""
 
     options = ("cache_dir",)
 

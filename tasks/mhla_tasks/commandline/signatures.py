@@ -48,7 +48,7 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
     """Return a mapping from the name of each constructor parameter of a class to the classes in the parameter's type hint.
 
-    Classes inside unions and containers are included.
+    Classes inside unions and containers are included. Classes of plain values, such as ``int``, are omitted.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
