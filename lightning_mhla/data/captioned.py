@@ -186,7 +186,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the inputs of each sample: its files, and its captions if they come from ``metadata.jsonl``.
+        """List the inputs of each sample: the files it is read from, and its captions if they come from ``metadata.jsonl``.
 
         Commands that convert the folder to shards save this list, so that a resumed conversion detects changed inputs.
         """

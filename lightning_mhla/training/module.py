@@ -316,7 +316,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         check_weights(checkpoint, self.state_dict())
 
     def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Log changed options, select the weights to resume from, and check the optimizer's state.
+        """Log options that differ from the checkpoint, select the weights to resume from, and check the optimizer's state.
 
         If the checkpoint has a moving average of the weights and this run keeps none, the run resumes from the trained weights.
 

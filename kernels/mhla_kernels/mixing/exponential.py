@@ -319,8 +319,8 @@ class ExponentialMixing(Mixing):
             grid: number of blocks along each axis of a 2-D or 3-D grid, with ``prod(grid)`` = M; None for a sequence.
             causal: whether only the lower triangle is fitted.
             any_row_scale: whether every row of the fit may be scaled to match. The scale of a row has no effect if attention is
-                normalized or an RMSNorm follows it. Rows that are normalized to a sum of 1 are not a function of distance
-                alone.
+                normalized or an RMSNorm follows it. Use this option for rows that were normalized to a sum of 1, because they
+                are not a function of distance alone.
             steps: number of optimizer steps.
 
         Returns:

@@ -45,9 +45,9 @@ def scan_kernel(
     """Mix block summaries by exponentials of block distance: ``mixed[i]`` is a weighted sum over the earlier blocks.
 
     With ``REVERSE``, the sum is over the later blocks. Only blocks of the same sequence are mixed. ``summary`` and ``mixed``
-    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. ``table`` gives the first and
-    the last block of each block's sequence. A program mixes ``COLUMNS`` of the ``WIDTH`` entries of a summary. Grid:
-    ``(B * H * parts)``, with as many parts as ``WIDTH`` requires.
+    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. ``table`` gives the bounds
+    of each block's sequence. A program mixes ``COLUMNS`` of the ``WIDTH`` entries of the summaries. Grid: ``(B * H * parts)``,
+    with one part for every ``COLUMNS`` entries.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
