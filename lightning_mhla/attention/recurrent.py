@@ -60,7 +60,7 @@ class ConvolvedOptions(RecurrentOptions):
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """State of a recurrent layer between two calls during generation.
+    """State of a recurrent layer that is carried from one generation step to the next.
 
     Attributes:
         lengths: number of tokens so far in each row.
@@ -275,7 +275,7 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize gate, ``lepe``, short convolution and decays, which the weights that the layer starts from do not include.
+        """Initialize the parts that pretrained weights do not include: gate, ``lepe``, short convolution and decays.
 
         Gate, ``lepe`` (a convolution of the values) and short convolution initially leave the output unchanged. The parameters
         of the decays are drawn from a fixed seed, so that they are the same on all machines.
