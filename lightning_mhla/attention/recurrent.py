@@ -74,7 +74,7 @@ class RecurrentState:
     last: Tensor | None
 
     def select(self, rows: Tensor) -> RecurrentState:
-        """Return the state of the rows with indices ``rows``."""
+        """Return the state of the batch rows with indices ``rows``."""
         index = rows.to(self.memory.device)
         last = None if self.last is None else self.last.index_select(0, index)
         return RecurrentState(
