@@ -97,7 +97,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         among the returned entries. If they come from a sharded checkpoint, they are sharded like the weights of the module.
 
         Args:
-            checkpoint_path: path of the checkpoint.
+            checkpoint_path: path of a checkpoint, or of the folder of a run, whose latest complete checkpoint is then loaded.
             weights_only: ignored; code in a checkpoint is never run.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
