@@ -151,7 +151,7 @@ class _Rule(NamedTuple):
 
     @property
     def shortest(self) -> int:
-        """Least number of characters that this step replaces in a text; 1 for a regular expression or an inserted prefix."""
+        """Minimum number of characters that this step replaces in a text; 1 for a regular expression or an inserted prefix."""
         return 1 if self.is_regex or not self.pattern else len(self.pattern)
 
     @property
