@@ -71,7 +71,7 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with timm's names replaced by this package's names, such as ``in_chans`` with ``channels``.
+    """Return the options under this package's names instead of timm's, such as ``channels`` instead of ``in_chans``.
 
     Raises:
         ValueError: if ``drop_rate`` is not 0, since the models have no dropout.

@@ -73,7 +73,7 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Return whether ``q`` is on a GPU, for which Triton compiles kernels instead of interpreting them."""
+    """Return whether the queries ``q`` are on a GPU. There, Triton compiles its kernels; on a CPU, it interprets them."""
     return q.is_cuda
 
 
@@ -109,7 +109,7 @@ def _distrust(major: int, installed_version: str) -> str | None:
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
-    """Return why the Triton kernels cannot compute an attention call with these tensors and this form; None if they can."""
+    """Return why Triton cannot compute attention for these tensors with the algorithm ``form``; None if it can."""
     if form == "reference":
         return "the reference form exists only in PyTorch"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):

@@ -3,7 +3,7 @@
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
 terms, ``W = K V + K`` numbers of a summary.
 
-Longer than other modules: the two public functions document every argument of the operator with a state.
+This module is longer than others because both of its public functions document all arguments of the attention operator.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def mhla_prefill(
         k: keys, ``[B, N, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: values, ``[B, N, Hkv, V]``.
         mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover all blocks up to
-            the last token of the call.
+            the last of the new tokens.
         block_size: tokens in a block.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
             no padding. Reading a tensor on an accelerator waits for the device.
-        state: state from the last call; None at the start. It is not changed.
+        state: state that the last call of this function or of :func:`mhla_step` returned; None at the start. It is not changed.
         normalize: whether each row of attention weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``K ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
@@ -148,7 +148,8 @@ def mhla_step(
         v: value, ``[B, Hkv, V]``.
         mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover the block of the
             new token.
-        state: state from the last call. It is not changed unless ``donate_state`` is on.
+        state: state that the last call of this function or of :func:`mhla_prefill` returned. It is not changed unless
+            ``donate_state`` is on.
         block_size: tokens in a block.
         donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards. By default,
             the sums of the current block are copied at every token, and those of all finished blocks whenever a block begins.
@@ -202,7 +203,7 @@ def mhla_step(
 
 
 def check_tokens(q: Tensor) -> None:
-    """Check that ``q`` has four axes, as a call for several tokens at a time requires.
+    """Check that ``q`` has four axes, as a function for several tokens at a time requires.
 
     Raises:
         ValueError: if ``q`` does not have four axes; the message names the function for a single token.
@@ -212,7 +213,7 @@ def check_tokens(q: Tensor) -> None:
 
 
 def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that ``q``, ``k`` and ``v`` have three axes, as a call for one token at a time requires.
+    """Check that ``q``, ``k`` and ``v`` have three axes, as a function for one token at a time requires.
 
     Raises:
         ValueError: if one of them does not have three axes; the message names the function for several tokens.
@@ -265,8 +266,8 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
     Args:
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        before: number of tokens in each row of the generation state before the call.
-        counts: number of tokens in each row of the call.
+        before: number of tokens that the generation state already holds, in each row.
+        counts: number of new tokens in each row.
 
     Raises:
         ValueError: if a row has more blocks than the coefficients cover, or if ``before`` and ``counts`` differ in length.
@@ -283,10 +284,11 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
 
 
 class Piece(NamedTuple):
-    """Position in each row at which a call appends its tokens to a generation state.
+    """Generation state that is ready for new tokens, and the position in each row at which they are appended.
 
     Attributes:
-        start: generation state in which every row is ready to receive the first new token: full blocks are finished.
+        start: the generation state. If the last block of a row was full and the row gets new tokens, that block is now one of
+            the finished blocks, and a new block is open.
         firsts: index of the block that receives the first new token, in each row.
         offsets: number of tokens that this block already holds, in each row.
     """
@@ -297,10 +299,12 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Prepare a generation state for new tokens: finish full blocks, and find where each row's new tokens begin.
+    """Prepare a generation state for new tokens, and find where each row's new tokens begin.
+
+    If the last block of a row is full and the row gets new tokens, the state gets a new block for them.
 
     Args:
-        state: state from the last call, which does not change.
+        state: generation state after the earlier tokens. It is not changed.
         counts: number of new tokens of each row.
         mixing: mixing coefficients between blocks.
         writes: whether tensors that are created for the new state may be written to in place.
@@ -325,7 +329,7 @@ def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
     """Compute the summary of each block: ``k^T v``, flattened, followed by the sum of the keys.
 
     Args:
-        k_BHMCK: keys in M blocks of C slots, ``[B, H, M, C, K]``.
+        k_BHMCK: keys in M blocks of C token positions, ``[B, H, M, C, K]``.
         v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
 
     Returns:
@@ -335,7 +339,7 @@ def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """Arrange tokens in M blocks of C slots. In each row, they may begin at a later slot than the first one.
+    """Arrange tokens in M blocks of C slots (token positions). A row's first token may be in any slot of the first block.
 
     Args:
         x: tokens, ``[B, N, H, D]``.
@@ -363,10 +367,10 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
     """Take tokens ``[B, N, H, D]`` out of blocks, the reverse of :func:`in_blocks`.
 
     Args:
-        out: tokens in M blocks of C slots, ``[B, H, M, C, D]``.
+        out: tokens in M blocks of C slots (token positions), ``[B, H, M, C, D]``.
         offsets: slot of the first token in the first block, for each row.
         tokens: number of tokens N.
-        mask: ``[B, N]`` bool, False for tokens that get zeros; None keeps all.
+        mask: ``[B, N]`` bool, False for tokens to replace by zeros; None to keep the values of all tokens.
     """
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
@@ -378,10 +382,10 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """Callable that mixes block summaries of a call that continues a generation state.
+    """Callable that mixes block summaries when new tokens, arranged in blocks, are appended to a generation state.
 
-    The mixtures also include the blocks that the state has finished, and the earlier tokens of the block that the call
-    continues.
+    A summary is a sum over the keys and values of a block. The mixtures also include the finished blocks of the state, and
+    the earlier tokens of the block in which the new tokens begin.
     """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
@@ -398,7 +402,7 @@ class _ContinuedMixer(Mixer):
         self.start, self.groups, self.key_value = start, groups, key_value
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Compute a causal mixture of block summaries for each of the M blocks of the call.
+        """Compute a causal mixture of block summaries for each of the M blocks of new tokens.
 
         Args:
             summary: sums ``k^T v`` of the blocks, ``[B, H, M, K, V]``, or their sums of keys, ``[B, H, M, K]``.

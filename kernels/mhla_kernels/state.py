@@ -43,7 +43,8 @@ class StateKind:
         block_size: tokens in a block.
         key_width: width of the keys in block summaries, K.
         value_width: width of the values, V.
-        near: number of heads and width of the keys in the window of softmax attention; None without such a window.
+        near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
+            there is no softmax attention.
     """
 
     mixing: str
@@ -142,7 +143,7 @@ class BlockState:
             rows: integer indices of rows; an index may be repeated.
 
         Raises:
-            ValueError: if an index is not an integer or is out of range, or if this state was passed to a call with
+            ValueError: if an index is not an integer or is out of range, or if this state was passed to a function with
                 ``donate_state=True``, which may have overwritten it.
         """
         self.check_unspent()
@@ -166,11 +167,11 @@ class BlockState:
         return state
 
     def spend(self) -> None:
-        """Mark the state as unusable, because a call with ``donate_state=True`` may have overwritten its tensors."""
+        """Mark the state as unusable, because a function called with ``donate_state=True`` may have overwritten its tensors."""
         object.__setattr__(self, "spent", True)
 
     def check_unspent(self) -> None:
-        """Check that the state was not passed to a call with ``donate_state=True``, which may have overwritten its tensors.
+        """Check that the state was not passed to a function with ``donate_state=True``, which may have overwritten its tensors.
 
         Raises:
             ValueError: if it was; the message says how to continue.
@@ -182,7 +183,7 @@ class BlockState:
             )
 
     def check(self, kind: StateKind, batch: int, heads: int, accumulate: torch.dtype) -> None:
-        """Check that a call may continue the state.
+        """Check that an attention call for further tokens may continue the state.
 
         Args:
             kind: properties of the call, such as its block size.
@@ -192,7 +193,7 @@ class BlockState:
 
         Raises:
             ValueError: if a property, size or dtype differs between the state and the call; the message names the difference.
-                Also if the state was passed to an earlier call with ``donate_state=True``.
+                Also if the state was passed to a function with ``donate_state=True`` before.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -211,20 +212,21 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the state after one more token owns: they may be written to in place later.
+        """Return the names of the tensors that a new state, created for one more token, owns and may later overwrite in place.
 
-        These are all tensors in ``own_names``, but ``finished`` only if the previous state owned it.
+        These are all tensors in ``own_names``, except that ``finished`` is left out unless ``owned`` contains it.
 
         Args:
-            owned: names of the tensors that the previous state owned.
+            owned: names of the tensors that the state before this token owned.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
     def may_write(self, *others: Tensor) -> bool:
         """Return whether results that are computed from this state and from other tensors may be written into existing memory.
 
-        The result is False while torch records a graph, if a backward pass may need the present values, under ``torch.func``
-        (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was made in it.
+        The result is False while torch records a graph, if a backward pass may need the values in this memory, under
+        ``torch.func`` (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was made
+        in it.
         """
         if is_traced():
             return False
@@ -264,7 +266,7 @@ class BlockState:
         return draft.state(self.lengths)
 
     def _finished_at(self, block: int) -> int:
-        """Return how many blocks of a row are finished while its last block has the index ``block``."""
+        """Return the number of finished blocks in a row whose last block has the index ``block``."""
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
@@ -281,7 +283,7 @@ class BlockState:
 class Draft:
     """Generation state under construction, which copies the tensors of another state before it writes to them.
 
-    New tensors are written to without a copy, and so are tensors that the other state gives up.
+    Two kinds of tensors may be written to without a copy: new ones and, if ``donated``, those that the other state owns.
 
     Args:
         state: generation state to start from.
@@ -324,7 +326,7 @@ class Draft:
             self.put_all(name, values if isinstance(rows, slice) else x.index_copy(0, rows, values))
 
     def finish(self, rows: Rows, first: int, summaries: Tensor, reader: int) -> None:
-        """Append finished blocks to some rows, and update the mixture of all finished blocks in these rows.
+        """Append finished blocks to some rows, and update the mixture (weighted sum) of all finished blocks in these rows.
 
         Args:
             rows: rows of the batch that the blocks belong to: a slice of all rows, or a tensor of row indices.
@@ -375,7 +377,8 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
         v: values, ``[..., V]``.
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        near: number of heads and width of the keys in the window of softmax attention; None without such a window.
+        near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
+            there is no softmax attention.
     """
     return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
 
@@ -449,10 +452,11 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
 
 
 def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, writes: bool) -> MHLAState:
-    """Create the generation state after the tokens of a call.
+    """Create the generation state after the new tokens of an attention call.
 
     Args:
-        start: state before the call, in which every row is ready to receive its first new token.
+        start: state before the call. If the last block of a row is full and the row gets new tokens, ``start`` already has
+            an empty block for them.
         summaries_BHMW: summaries of the M blocks of the call, with W numbers each. The first summary includes the tokens that
             the block held before.
         counts: number of new tokens in each row.

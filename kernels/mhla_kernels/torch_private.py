@@ -13,7 +13,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Return the plain tensor inside all wrappers of ``torch.func``, with the axes that ``torch.vmap`` maps over."""
+    """Return the plain tensor inside all wrappers of ``torch.func``. It includes the axes that ``torch.vmap`` maps over."""
     while is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x

@@ -254,7 +254,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
-    """Return the generation state of windowed attention before the first token, for queries with features ``f``."""
+    """Return the generation state of windowed attention before the first token, with sizes that fit the arguments."""
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
@@ -277,14 +277,14 @@ def _with_totals(mixed: Tensor, width: int) -> Tensor:
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Compute, for each block of a call, the mixed summary of all blocks before its window of softmax attention.
+    """Compute for each block with new tokens the mixed summary of all blocks before its window of softmax attention.
 
-    The window includes the previous block. The result therefore equals the causal mixture that the previous block reads.
+    The window includes the previous block. The result is therefore the mixed summary that the previous block reads.
 
     Args:
-        start: state before the call, in which every row is ready to receive its first new token.
-        sums: summaries of the M blocks of the call, with W numbers each, ``[B, H, M, W]``.
-        firsts: index of the call's first block in each row.
+        start: state before the new tokens, in which the open block of every row has room for the first of them.
+        sums: summaries of the M blocks with new tokens, with W numbers each, ``[B, H, M, W]``.
+        firsts: index of the first of these blocks in each row.
         mixing: mixing coefficients between blocks.
 
     Returns:
@@ -311,15 +311,15 @@ def _close(
     mixing: Mixing,
     writes: bool,
 ) -> MHLAWindowState:
-    """Create the generation state of windowed attention after the tokens of a call.
+    """Create the generation state of windowed attention after new tokens.
 
     Args:
-        start: state before the call, in which every row is ready to receive its first new token.
-        own: keys and values of the call in M blocks of C slots, ``[B, Hkv, M, C, D]`` each.
-        sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``. The first summary includes the tokens that the
-            block held before.
+        start: state before the new tokens, in which the open block of every row has room for the first of them.
+        own: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block includes
+            the tokens that it held before.
+        sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``.
         counts: number of new tokens in each row.
-        firsts: index of the call's first block in each row.
+        firsts: index of the first of these blocks in each row.
         mixing: mixing coefficients between blocks.
         writes: whether tensors that are created for the new state may be written to in place.
     """

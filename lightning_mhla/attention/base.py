@@ -202,7 +202,7 @@ class Attention(AttentionKind):
             x: tokens ``[B, N, dim]``. Rows with fewer than N tokens are padded on the right.
             state: state after the previous tokens, as this method returned it; None for the first tokens. It is modified in
                 place.
-            counts: number of tokens in each row, without padding.
+            counts: number of tokens in each row of ``x``, without padding.
             rotary: rotary angles of these tokens; None to continue counting positions from the previous tokens.
             projections: projections to use if the layer has none of its own; None for the layer's own.
 
@@ -294,7 +294,7 @@ class Attention(AttentionKind):
             )
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Return the permutation of the tokens into block order for a single call with ``layout``.
+        """Return the permutation of tokens into block order for a ``layout`` that is passed to :meth:`forward`.
 
         Blocks are padded to equal length only if the kind of attention supports a key mask, which hides the padding.
         """

@@ -78,8 +78,10 @@ class AttentionConfig:
         output_norm: whether an RMSNorm is applied to the output of each head; null applies it only if normalize is off.
         options: options of the kind itself, by name. retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
             forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
-            (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (default 4); mamba2 has groups
-            (default None); gated_conv has conv (default 3). The other built-in kinds have no options of their own.
+            (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (width of a convolution over
+            tokens, default 4); mamba2 has groups (number of key and query heads, default None), where None means
+            key_value_heads if it is smaller than the number of heads, otherwise 1; gated_conv has conv (width of its
+            convolution, default 3). The other built-in kinds have no options of their own.
     """
 
     kind: str = "mhla"

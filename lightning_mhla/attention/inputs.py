@@ -58,11 +58,11 @@ class AttentionInputs:
 
     @property
     def given(self) -> list[str]:
-        """Names of the optional inputs that are not None, out of ``key_mask``, ``rotary``, ``cu_seqlens`` and ``share``."""
+        """Names of those optional inputs (``key_mask``, ``rotary``, ``cu_seqlens``, ``share``) that are not None."""
         return [name for name in OPTIONAL if getattr(self, name) is not None]
 
     def repeated(self, repeats: int) -> AttentionInputs:
-        """Return the inputs with each key head and value head repeated ``repeats`` times in a row.
+        """Return the inputs with ``repeats`` adjacent copies of each key head and value head.
 
         This gives every query head its own key head and value head.
         """

@@ -281,7 +281,7 @@ class LayoutTables(nn.Module):
     """
 
     def tables(self) -> dict[str, Tensor]:
-        """Compute the buffers from the token layout, on the CPU, and return them by name."""
+        """Compute this module's buffers from the token layout, on the CPU, and return them by name."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:

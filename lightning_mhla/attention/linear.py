@@ -28,9 +28,14 @@ class LinearAttention(SummaryAttention, kind="linear"):
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return mixing coefficients of 1, and the keyword argument ``block_size`` for the functions of ``mhla_kernels``.
+        """Return mixing coefficients of 1, and a dict with the ``block_size`` to pass to the functions of ``mhla_kernels``.
 
         The coefficients of causal attention are an ``ExponentialMixing`` without decay, which fits any number of blocks.
+        Otherwise, all tokens form one block, whose only coefficient is 1.
+
+        Args:
+            q: queries, ``[B, N, H, Dk]``.
+            placement: ignored; the coefficients do not depend on the order of the tokens.
         """
         if self.causal:
             ones = q.new_ones(1)

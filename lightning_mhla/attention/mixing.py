@@ -104,7 +104,7 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the coefficients in a form that :func:`mhla_kernels.mhla_attention` accepts as ``mixing``.
+        """Return the mixing coefficients in a form that :func:`mhla_kernels.mhla_attention` accepts as ``mixing``.
 
         Args:
             block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for.
@@ -124,7 +124,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
-        """Return the coefficients as a matrix for analysis.
+        """Return the mixing coefficients between all pairs of blocks as a matrix, for analysis.
 
         Returns:
             ``[M, M]`` for M blocks, or ``[H, M, M]`` if each of H heads has its own coefficients.
@@ -202,7 +202,7 @@ class DenseCoefficients(MixingCoefficients):
         self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
-        """Return the coefficients, ``[M, M]``, or ``[H, M, M]`` if each head has its own.
+        """Return the mixing coefficients of M blocks, ``[M, M]``, or ``[H, M, M]`` if each of H heads has its own.
 
         Args:
             block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for. If
@@ -350,7 +350,7 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """Return the coefficients as an :class:`ExponentialMixing`.
+        """Return the mixing coefficients of the layer as an :class:`ExponentialMixing`.
 
         Args:
             block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for. If
@@ -417,14 +417,14 @@ class ExponentialCoefficients(MixingCoefficients):
 
 
 def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
-    """Convert a parameter of another layer to the number of heads of ``own``.
+    """Convert a parameter of another layer to the number of heads of ``own``, the corresponding parameter of this layer.
 
     Values shared by all heads are repeated for each head. Values of several heads are averaged if ``own`` is shared by all
     heads.
 
     Args:
         values: parameter of the other layer; its first axis is the head axis if each head has its own values.
-        own: parameter of this layer.
+        own: parameter of this layer; its first axis is the head axis if each head has its own values.
 
     Returns:
         Converted values; None if both have a head axis but different numbers of heads.

@@ -17,7 +17,8 @@ class TokenOrder(LayoutTables):
     Call :meth:`fit` before the first use.
 
     Args:
-        block_ordered: whether inputs and outputs of the layer are in block order instead of raster order.
+        block_ordered: whether inputs and outputs of the layer are in block order (block by block) instead of raster order (row
+            by row).
         buffers: whether the permutations are buffers. If not, they are plain attributes, and copies of the model, such as a
             weight average, may have permutations of different sizes.
     """
@@ -46,12 +47,12 @@ class TokenOrder(LayoutTables):
 
     @property
     def placement(self) -> Placement:
-        """Permutation of the tokens, for the layout of the last :meth:`fit`."""
+        """Permutation of input tokens into the order that the attention needs, for the layout of the last :meth:`fit`."""
         return Placement(self.layout, self.order, self.inverse, {})
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return a layout of the same token grid whose block order equals this token order."""
+        """Return a layout of the same grid, with blocks chosen so that block order is the order that this class produces."""
         raise NotImplementedError
 
 
@@ -93,5 +94,5 @@ class RasterOrder(TokenOrder):
     @staticmethod
     @override
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the layout of the same token grid as a single block, whose block order is raster order."""
+        """Return a layout in which the token grid is a single block, so that its block order is raster order."""
         return replace(layout, blocks=(1,) * len(layout.grid), block_size=None)

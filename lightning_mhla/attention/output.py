@@ -36,7 +36,7 @@ def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncod
 
     Args:
         out: attention output, ``[B, N, H, Dv]``.
-        inputs: inputs of the layer, whose values are encoded.
+        inputs: queries, keys and values of the layer. The encoding is computed from the values.
         lepe: local positional encoding; None to add nothing.
 
     Returns:

@@ -12,7 +12,7 @@ def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
 
     Args:
         attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``, earlier columns to previous tokens.
-            None without padding.
+            None if there is no padding.
         x: tokens ``[B, N, ...]``.
 
     Raises:
@@ -61,7 +61,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     :func:`real_mask` and :func:`padding_last`, which do not wait.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``. None without padding.
+        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``. None if there is no padding.
         x: tokens ``[B, N, ...]``.
 
     Returns:
@@ -78,7 +78,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
 
 
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder the tokens ``[B, N, D]`` of each row by token indices ``order``, ``[B, N]``."""
+    """Reorder tokens ``[B, N, D]`` so that position i of row b gets the token ``x[b, order[b, i]]``."""
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 

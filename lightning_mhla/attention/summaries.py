@@ -113,8 +113,8 @@ class SummaryAttention(Attention):
 
         Args:
             tokens: number of tokens of the sequence.
-            chunk: number of tokens in a causal block; None for bidirectional attention.
-            mixed: number of weighted summaries that mixing adds up.
+            chunk: number of tokens in a causal block; None to leave out attention in blocks, as for bidirectional attention.
+            mixed: number of weighted summaries that mixing adds up in each head, for all blocks of the sequence together.
         """
         width = self.key_width if self.features is None else 2 * self.key_width
         summary = width * self.value_width

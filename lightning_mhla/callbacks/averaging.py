@@ -72,11 +72,11 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer step of the latest update of the average, for the checkpoint."""
+        """Return a dict for the checkpoint with the number of the optimizer step at which the average was last updated."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer step of the latest update of the average from a checkpoint."""
+        """Restore, from a checkpoint, the number of the optimizer step at which the average was last updated."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -127,7 +127,10 @@ class ExponentialMovingAverage(Callback):
             foreach_copy_(weights, previous_averages)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the weights in the same order. For sharded tensors, return only this process's shards."""
+        """Return the averaged weights and the module's current weights, as two lists of tensors in the same order.
+
+        For sharded tensors, the lists contain only the shards of this process.
+        """
         _reshard(pl_module)
         weights = dict(pl_module.named_parameters())
         averages = [_local(tensor) for tensor in self._average.values()]

@@ -45,14 +45,14 @@ class LearningCurves(Callback):
             self.points.note_logged(trainer, "train/")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation metrics, and draw the curves."""
+        """Record the validation metrics of a fit, and draw the learning curves."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self.points.note_logged(trainer, "val/")
             if trainer.is_global_zero:
                 self.draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the final curves."""
+        """Draw the learning curves at the end of training, and write the picture."""
         if trainer.is_global_zero:
             self.draw()
 

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 class FiniteWatch(Callback):
     """Callback that checks before each optimizer step that the loss and the norm of all gradients are finite.
 
-    If one of them is NaN or infinite, the batch runs again with hooks on every module, and the run stops or skips the step.
-    The error or warning names the first module with a non-finite output or, in the backward pass, the module where the
-    gradient stops being finite. All processes make the same decision.
+    If one of them is NaN or infinite, the batch is repeated with hooks that inspect the values of every module. Training then
+    stops or skips the step. The error or warning names the first module with a non-finite output or, in the backward pass, the
+    module where the gradient stops being finite. All processes make the same decision.
 
     Args:
         action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,

@@ -37,7 +37,7 @@ class PeriodicEvaluation(Callback):
         raise NotImplementedError
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Evaluate if the number of optimizer steps so far is a multiple of ``every_n_steps``."""
+        """Run the evaluation when the number of completed optimizer steps is a multiple of ``every_n_steps``."""
         step = trainer.global_step
         if self.every_n_steps and step and step % self.every_n_steps == 0:
             self._once(trainer, pl_module)
@@ -65,7 +65,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = state_dict["evaluated"]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
-        """Log metrics under a common prefix to every logger, and add them to the learning curves.
+        """Log metrics under a common prefix to every logger, and add them to the learning curves that a callback plots, if any.
 
         Args:
             trainer: trainer of the run.

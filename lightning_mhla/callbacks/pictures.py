@@ -67,9 +67,9 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
     """Return the attention layers of a model, keyed by the numeric parts of their module names.
 
-    The layer ``blocks.5.attn1`` has the key ``"5"``, even if other layers of the model, such as softmax attention of diffusers,
-    are not returned. The layer ``stages.1.blocks.0`` has the key ``"1.0"``. If a name has no number, or if two layers have the
-    same key, all layers are numbered from 0 instead.
+    Only instances of :class:`Attention` are returned. The layer ``blocks.5.attn1`` has the key ``"5"``, even if the attention
+    layers of some other blocks are of a different class. The layer ``stages.1.blocks.0`` has the key ``"1.0"``. If a name has
+    no number, or if two layers have the same key, all layers are numbered from 0 instead.
     """
     named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
     numbers = [".".join(part for part in name.split(".") if part.isdigit()) for name in named]
@@ -80,7 +80,7 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 class AttentionPictures(Callback):
     """Callback that draws mixing coefficients and attention maps, and logs the rank and entropy of attention matrices.
 
-    The callback uses one sample of the first validation batch, with the same weights as validation. Pictures go to
+    The callback uses one sample of the first validation batch, with the same model weights as validation. Pictures go to
     ``pictures/`` in the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are
     logged to every logger, where ``i`` is the number in the module name of the layer.
 
@@ -102,7 +102,10 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the output folder, and discard the record of earlier pictures. Every process must call this method."""
+        """Set the output folder, and reset the index of the latest period (``every_n_epochs`` epochs) with pictures.
+
+        Every process must call this method.
+        """
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:

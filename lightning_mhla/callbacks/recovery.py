@@ -90,7 +90,7 @@ class Recovery(Checkpoint):
         self._monitored: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers for a fit, and take over the writing of checkpoints from ModelCheckpoints."""
+        """In stage ``fit``, install the signal handlers, and take over the writing of checkpoints from ModelCheckpoints."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
@@ -123,7 +123,10 @@ class Recovery(Checkpoint):
         self.teardown(trainer, pl_module, "fit")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's signal handlers, which would communicate with other processes in the middle of a step."""
+        """Reinstall this callback's signal handlers, which Lightning has replaced with its own.
+
+        Lightning's handlers would communicate with other processes in the middle of a step.
+        """
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -171,7 +174,11 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read metrics from a checkpoint, create missing links to it, and adapt ModelCheckpoint states to their folders."""
+        """Read saved metrics from a checkpoint and, if training resumes from it, complete an interrupted save.
+
+        A save is interrupted if the process ends before it has created all links to the checkpoint and removed outdated files.
+        The saved states of ModelCheckpoints are also changed in place, so that their file paths lie in the current folders.
+        """
         self._row, self._monitored = checkpoint.get(ROW), checkpoint.get(MONITORED) or {}
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:

@@ -30,9 +30,9 @@ class RunReport(Callback):
     """Callback that prints the last validation metrics, the training time and the paths of output files after a run.
 
     After every validation, the callback also writes two files to the folder of the run. ``run.json`` holds the validation
-    metrics by step, the best value of the metric that selects checkpoints, the number of steps, the training time in seconds
-    over all starts of the run, the parameter counts, and the versions of libraries. ``lightning compare`` reads this file.
-    ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
+    metrics by step, the best value of the metric that selects checkpoints, the number of steps, the total training time in
+    seconds (including the time before a resume), the parameter counts, and the versions of libraries. ``lightning compare``
+    reads this file. ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`
@@ -45,7 +45,7 @@ class RunReport(Callback):
         self._start = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the metrics of an earlier fit, and use the record of a :class:`LearningCurves` callback if there is one."""
+        """Discard the metrics of an earlier fit. If there is a :class:`LearningCurves` callback, share its metric record."""
         if stage == "fit":
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
@@ -60,7 +60,7 @@ class RunReport(Callback):
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the validation metrics and the training time of earlier starts of the run."""
+        """Restore the validation metrics and the training time up to the checkpoint that is resumed."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
 
@@ -106,7 +106,7 @@ class RunReport(Callback):
         write_page(folder, checkpoints, record)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """On the first process, write ``run.json`` and ``report.html``, and print the report."""
+        """Write ``run.json`` and ``report.html``, and print metrics, training time and file paths, on the first process."""
         self._write(trainer, pl_module, finished=True)
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:

@@ -54,7 +54,7 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Return whether a logger continues the log of a resumed run: its folder contains the loaded checkpoint."""
+    """Return whether a logger writes to the folder of the resumed run, that is, the folder with the loaded checkpoint."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 

@@ -56,20 +56,20 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that the process received a batch."""
+        """Update the progress that this process reports: it has received a training batch."""
         self._move(trainer, 1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that the process finished a batch."""
+        """Update the progress that this process reports: it has finished a training batch."""
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that the process finished a validation batch."""
+        """Update the progress that this process reports: it has finished a validation batch."""
         if self._thread is not None:
             self._move(trainer, 2)
 
     def evaluating(self) -> None:
-        """Record that a periodic evaluation starts; it counts as running until the next batch."""
+        """Mark this process as running a periodic evaluation, until it receives or finishes its next batch."""
         if self._thread is not None:
             self._evaluates, self._moved = True, time.monotonic()
 

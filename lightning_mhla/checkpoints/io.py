@@ -36,7 +36,7 @@ OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Replace secrets, such as passwords in URLs, by ``***`` in the options that a checkpoint stores, in place."""
+    """Replace secrets, such as passwords in URLs, with ``***`` in the options in ``checkpoint``, which is modified in place."""
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])
@@ -242,7 +242,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Return the sort key of a checkpoint: its step (infinite if unreadable), and whether ``Recovery`` wrote it."""
+    """Return the sort key of a checkpoint: step (infinite if unreadable), and whether the callback ``Recovery`` wrote it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):

@@ -53,7 +53,7 @@ class Pretrained:
 
 
 def read_trained(path: str | Path) -> Pretrained | None:
-    """Read the network weights of a run or checkpoint, or their moving average if training recorded one.
+    """Read the network weights of a run or checkpoint, or their moving average if the checkpoint contains it.
 
     Args:
         path: folder of a run, a sharded checkpoint, or a ``.ckpt`` file.

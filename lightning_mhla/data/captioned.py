@@ -186,7 +186,10 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """Return the files of each sample, with captions from ``metadata.jsonl``, to record what shards are made from."""
+        """List the inputs of each sample: the files it is read from, and its captions if they come from ``metadata.jsonl``.
+
+        Commands that convert the folder to shards save this list, so that a resumed conversion detects changed inputs.
+        """
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -197,7 +200,7 @@ class FolderFiles(CaptionedFiles):
         return result
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn about captions whose file is missing, and about ``.txt`` captions that ``metadata.jsonl`` overrides."""
+        """Warn about captions of missing images or videos, and about ``.txt`` files that ``metadata.jsonl`` overrides."""
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))

@@ -46,7 +46,11 @@ class LabelledShards:
 
     @property
     def class_names(self) -> list[str] | None:
-        """Class names in the order of their labels, from the trained model or the training data; None if they are not known."""
+        """Class names in the order of their labels.
+
+        They are those of the trained model if it stores any, otherwise those of the training data. None if the training data
+        is missing or does not name its classes.
+        """
         trained: Sequence[str] | None = getattr(getattr(self.trainer, "lightning_module", None), "label_names", None)
         if trained is not None:
             return list(trained)
@@ -75,7 +79,8 @@ class LabelledShards:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
 
         Returns:
-            Class names of the trained model or the training data; None if they are not known.
+            Class names of the trained model if it stores any, otherwise those of the training data; None if the training data
+            is missing or does not name its classes.
 
         Raises:
             ValueError: if the class names are not known, and the stage has a number of class subfolders that differs from

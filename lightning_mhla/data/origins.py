@@ -88,7 +88,7 @@ class ShardSet:
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
     def delete(self) -> None:
-        """Delete all shards with this prefix, the saved tables of their files, and the record of their options and origins.
+        """Delete all shards with this prefix, the saved lists of the files in them, and the record of what they were made from.
 
         Raises:
             ValueError: if shards exist without such a record, because the user may have made them with a different program.
@@ -110,8 +110,8 @@ def resume_order(
 ) -> list[int | None]:
     """Record in a file what new shards are made from, or check that an interrupted command may write the missing shards.
 
-    Complete shards are not written again, so the origins of their samples must not have changed. The origins of all other
-    samples may have been repaired or removed.
+    Complete shards are not written again, so the origins of their samples (the files and other inputs that they are made from)
+    must not have changed. The origins of all other samples may have been repaired or removed.
 
     Args:
         shards: shards to write or complete.
@@ -121,11 +121,12 @@ def resume_order(
             origins. With None, no origin may change once a shard is complete.
 
     Returns:
-        For each sample in the order of the file, the index of its origin in ``origins``; None if the origin no longer exists.
+        For each sample, in the order of the record file, the index of its origin in ``origins``; None if the origin no longer
+        exists.
 
     Raises:
-        ValueError: if complete shards exist, and they have no record, the options have changed, an origin was added, or an
-            origin of a complete shard was changed or removed.
+        ValueError: if there are complete shards that cannot be kept, because they have no record, the options have changed, an
+            origin was added, or an origin of a complete shard was changed or removed.
     """
     options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)
@@ -191,7 +192,7 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Sample in the record of a set of shards, and the current state of its origin: the files that it is made from.
+    """Sample in the record of a set of shards, and the state of its origin (the files from which the sample is made).
 
     Attributes:
         name: name of the sample's origin.
@@ -236,7 +237,7 @@ def sample_key(number: int) -> str:
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe how the current inputs of shards differ from the recorded ones; an empty string means no difference.
+    """Describe how the inputs of shards differ from those recorded when writing began; return an empty text if they do not.
 
     Args:
         begun_with: recorded options of the command that writes the shards.
@@ -330,7 +331,7 @@ def _check_unpacked(path: Path) -> None:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Return whether a file is a manifest: a JSON file in which this package has saved the options of shards."""
+    """Return whether a file is a manifest: a JSON file written by this package with the options that shards were made with."""
     try:
         return isinstance(read_json(file).get("samples"), int)
     except (OSError, ValueError):

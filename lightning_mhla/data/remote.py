@@ -405,7 +405,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the error that fsspec has wrapped in a FileNotFoundError, as for any server failure; otherwise ``error``."""
+    """Return the failure that fsspec has wrapped in a FileNotFoundError, or ``error`` itself if it is not such a wrapper."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

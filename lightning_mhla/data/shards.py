@@ -235,8 +235,8 @@ class ShardReader:
             pattern: regular expression for the complete extension.
 
         Returns:
-            Sorted list of all matching extensions, and the index into this list for each sample, ``[samples]`` int64. The index
-            is also 0 for a sample that has no matching file.
+            Sorted list of all matching extensions, and the index into this list for each sample, ``[samples]`` int64. A sample
+            without a matching file has the index 0 too. If a sample has several, the index is that of any one of them.
         """
         names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
         extension_numbers = np.zeros(len(self), np.int64)

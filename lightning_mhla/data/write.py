@@ -63,15 +63,17 @@ class Skipped:
 class Preparation:
     """Context manager for a command that writes shards ``PREFIX-*.tar``, in one or several processes.
 
-    On entry, it waits until earlier commands for the same prefix have ended. Then it records the options and origins of the
-    samples, or compares them with the record of existing shards. On exit, it checks that no source file has changed meanwhile.
+    On entry, it waits until earlier commands for the same prefix have ended. Then it saves the options and the origins (source
+    files and other inputs) of the samples in ``folder``, or compares them with those saved for existing shards. On exit, it
+    checks that no source file has changed meanwhile.
 
     Args:
         folder: folder of the shards, created if it does not exist.
         prefix: prefix of the shard names.
         options: JSON values that the samples depend on.
         origins: files and other inputs of the samples, in the order in which the samples are written.
-        per_shard: number of samples in a shard if each sample has one origin; None if an origin has many samples.
+        per_shard: number of samples in a shard if each sample has an origin of its own, so that only the origins of complete
+            shards must stay unchanged. None if an origin has many samples; then no origin may change once a shard is complete.
         max_skipped: maximum number of broken samples that this process skips.
         force: whether to delete existing shards with the same prefix first.
         share: rank of this process and number of processes.
@@ -156,10 +158,10 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Context manager that locks a file. If another process holds the lock, it logs a warning and waits.
+    """Context manager that locks a file. It logs a warning and waits while another process holds the lock.
 
-    If the file system does not support locks, nothing is locked. Shards remain intact even then, because each process writes to
-    a temporary file of its own.
+    Commands that write the same shards lock a common file. If the file system does not support locks, nothing is locked.
+    The shards remain intact even then, because each process writes to a temporary file of its own.
 
     Args:
         file: path of the lock file, created if it does not exist.
@@ -194,8 +196,8 @@ def write_shards(
 ) -> list[Path]:
     """Write items as samples of the shards ``folder/prefix-0000.tar``, ``folder/prefix-0001.tar`` and so on, in order.
 
-    A shard gets its final name only when it is complete, and existing shards are not written again. An interrupted call can
-    therefore be resumed by repeating it. A call waits until an earlier call for the same prefix has ended.
+    A shard gets its final name only when it is complete, and existing shards are not written again. To resume after an
+    interruption, call the function again. It waits until earlier calls for the same prefix, in any process, have ended.
 
     Args:
         items: items to encode, one for each sample. Sample i gets the key ``i`` with eight digits.
@@ -205,7 +207,7 @@ def write_shards(
         prefix: prefix of the shard names.
         per_shard: number of samples in a shard. The last shard, and shards with broken items, may contain fewer.
         max_skipped: maximum number of broken items that are left out, with a warning for each.
-        made_with: options that the samples depend on. A later call with different options is an error.
+        made_with: options that the samples depend on; None if there are none. A later call with different options is an error.
         origins: files and other inputs of each item; None if ``repr(item)`` describes an item completely.
         force: whether to delete existing shards with the same prefix first.
 
@@ -345,8 +347,8 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     """Context manager that yields a writer for one shard, and gives the shard its final name once it is complete.
 
     Several processes may write the same shard, each to a temporary file of its own in the same folder. On exit, older temporary
-    files that have not changed during this call are removed, because their processes were probably killed. A process that was
-    only slow then finds its temporary file missing, and keeps the shard of the faster process.
+    files of the shard that have not changed since entry are removed, because their processes were probably killed. A process
+    that was only slow then finds its temporary file missing, and keeps the shard of the faster process.
 
     Args:
         path: path of the shard.

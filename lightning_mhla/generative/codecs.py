@@ -94,7 +94,7 @@ class LatentCodec(FrozenVAE):
         return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
 
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Encode images into latents that are drawn at random from the VAE's posterior and scaled for diffusion.
+        """Encode images into latents, which are drawn at random from the VAE's posterior and multiplied by its scaling factor.
 
         Args:
             images: batch of images ``[B, 3, S, S]`` with values from -1 to 1.
@@ -107,10 +107,11 @@ class LatentCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents that are scaled for diffusion into images.
+        """Convert latents back to images.
 
         Args:
-            latents: batch of latents ``[B, C, s, s]``, with C channels and s x s positions.
+            latents: batch of latents ``[B, C, s, s]``, multiplied by the VAE's scaling factor as :meth:`encode` returns them,
+                with C channels and s x s positions.
 
         Returns:
             Images ``[B, 3, S, S]`` float32 with values from about -1 to 1.
@@ -121,7 +122,7 @@ class LatentCodec(FrozenVAE):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
-        """Return the factor by which latents are multiplied for diffusion, from the configuration of the VAE."""
+        """Return the factor by which latents are multiplied after encoding; the configuration of the VAE contains it."""
         return float(self.model(device).config.scaling_factor)
 
 
@@ -162,10 +163,11 @@ class ClipCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents into video clips, one clip at a time.
+        """Convert latents back to video clips, one clip at a time.
 
         Args:
-            latents: batch of latents ``[B, C, f, h, w]``, with C channels and f frames of h x w positions.
+            latents: batch of latents ``[B, C, f, h, w]``, normalized as :meth:`encode` returns them, with C channels and f
+                frames of h x w positions.
 
         Returns:
             Clips ``[B, 3, F, H, W]`` with values from about -1 to 1. A clip has F frames of H x W pixels.
@@ -233,7 +235,7 @@ class ImageCodec(FrozenVAE):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images into latents that are scaled for diffusion.
+        """Encode images into latents, multiplied by the scaling factor in the configuration of the autoencoder.
 
         Args:
             images: batch of images ``[B, 3, H, W]`` with values from -1 to 1.
@@ -252,10 +254,11 @@ class ImageCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents that are scaled for diffusion into images.
+        """Convert latents back to images.
 
         Args:
-            latents: batch of latents ``[B, C, h, w]``, with C channels and h x w positions.
+            latents: batch of latents ``[B, C, h, w]``, scaled as :meth:`encode` returns them, with C channels and h x w
+                positions.
 
         Returns:
             Images ``[B, 3, H, W]`` float32 with values from about -1 to 1.

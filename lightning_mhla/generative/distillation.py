@@ -1,4 +1,4 @@
-"""Distillation of diffusers transformers whose attention layers were replaced, from the original transformer."""
+"""Distillation from an original diffusers transformer (teacher) to a copy whose attention layers were replaced."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class DistillationConfig:
     """Options for distillation from a teacher, which is the model before its attention layers were replaced.
 
     Args:
-        teacher: weights of the teacher, in any form that the option pretrained accepts; null for plain fine-tuning.
-        layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to reproduce
-            the output of the teacher's layer for the same input.
+        teacher: source of the teacher's weights, such as a folder or a Hugging Face Hub name, as for the model's option
+            pretrained; null for plain fine-tuning.
+        layer_steps: number of optimizer steps in the first stage of training. In these steps, each replaced layer learns to
+            reproduce the output of the teacher's layer for the same input.
         velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after the first
             layer_steps steps.
         flow_weight: weight of the flow-matching loss on the data, after the first layer_steps steps.

@@ -21,8 +21,8 @@ class FlowConfig:
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.
-        shift: shift of the timesteps towards noise, in training and sampling; 1 for no shift. Wan uses 3 for videos of 480
-            rows.
+        shift: shift of the timesteps towards noise, in training and sampling; 1 for no shift. Wan uses 3 for 480p
+            videos.
         caption_dropout: share of training samples whose caption is replaced by an empty one, as classifier-free
             guidance requires.
     """

@@ -25,19 +25,20 @@ SHARED_BLOCK = 64
 class Backbone(LayoutTables):
     """Transformer for images, video and text: a stack of transformer blocks over a grid of tokens, and a final norm.
 
-    Before the first transformer block, tokens are reordered so that those of each attention block are contiguous (block order).
-    After the last one, they are brought back into raster order.
+    Attention can divide the tokens into groups, called attention blocks. Before the first transformer block, tokens are
+    reordered so that those of each attention block are contiguous (block order). After the last one, they are brought back into
+    raster order.
 
     Args:
         dim: width of the tokens.
-        depth: number of blocks.
+        depth: number of transformer blocks.
         heads: number of attention heads.
         grid: number of tokens along each axis.
         attention: one configuration for all layers, or one for each (their block layouts must agree).
         prefix_tokens: number of tokens before the grid (class or register tokens).
-        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
-        checkpointing: whether to recompute each block in the backward pass instead of keeping its activations.
-        block: class of the blocks.
+        drop_path: stochastic depth rate of the last transformer block; the rate rises linearly from 0 at the first.
+        checkpointing: whether to recompute each transformer block in the backward pass instead of keeping its activations.
+        block: class of the transformer blocks.
         mlp_ratio: inner width of the MLPs divided by ``dim``.
         mlp: kind of the MLPs, see :class:`Block`.
         norm: ``"layernorm"`` or ``"rmsnorm"``.

@@ -53,7 +53,7 @@ class Block(nn.Module):
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        layout: arrangement of the tokens in a grid and in attention blocks.
+        layout: arrangement of the tokens in a grid, and in the groups that attention works with (attention blocks).
         attention: configuration of the self-attention.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
@@ -144,8 +144,8 @@ class Block(nn.Module):
                 only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
                 sequences.
-            kept: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None to
-                draw it here.
+            kept: stochastic-depth factors from :meth:`draw_kept`, if the caller draws them outside of a compiled or recomputed
+                block; None to draw them here.
 
         Returns:
             Output tokens, ``[B, N, dim]``, in the order of ``x``.
@@ -184,7 +184,7 @@ class Block(nn.Module):
             x: next tokens, ``[B, N, dim]``.
             state: state of the attention after the earlier tokens; None before the first token.
             counts: number of tokens in each row that are not padding.
-            rotary: rotary angles of the tokens; None to count positions on from the earlier tokens.
+            rotary: rotary angles of the tokens; None to continue the positions of the earlier tokens.
 
         Returns:
             Output tokens, ``[B, N, dim]``, and the state of the attention after these tokens.

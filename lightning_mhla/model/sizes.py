@@ -1,4 +1,4 @@
-"""Resolution of size options: a model's published name or its width, depth and heads; an image's one or two sides."""
+"""Conversion of size options to numbers: width, depth and heads of a model, height and width of an image."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def one_token(
         log_decay: logarithm of the decay of each head, ``[B, 1, H]``, or of each key feature, ``[B, 1, H, K]``.
         scale: factor on the products of queries and keys; None for ``K ** -0.5``.
         initial_state: state before the token, ``[B, H, K, V]``; None for zeros.
-        beta: fraction of the old value of the key that is replaced (delta rule), ``[B, 1, H]``; None for recurrences that only
-            add values.
+        beta: share of the value stored in the state for this key that ``v`` replaces (delta rule), ``[B, 1, H]``; None for
+            recurrences that only add values.
 
     Returns:
         Output, ``[B, 1, H, V]`` in v's dtype, and the state after the token, ``[B, H, K, V]`` in float32 (float64 for float64

@@ -143,8 +143,8 @@ class SwappedAttention(nn.Module):
             hidden_states: tokens in raster order, ``[B, N, C]``.
             encoder_hidden_states: must be None, since cross-attention is not supported.
             attention_mask: must be None, since masks are not supported.
-            rotary_emb: cosines and sines of the rotary embedding, ``[1, N, 1, D]`` each, in which each angle appears twice in a
-                row; None without a rotary embedding.
+            rotary_emb: cosines and sines of the rotary embedding, ``[1, N, 1, D]`` each, with two adjacent entries for each
+                angle; None without a rotary embedding.
 
         Returns:
             Outputs ``[B, N, C]``.

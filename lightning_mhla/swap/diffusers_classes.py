@@ -1,4 +1,4 @@
-"""Subclasses of diffusers model classes for models with replaced attention, which add saving and loading.
+"""Subclasses of diffusers model classes, with which models with replaced attention can be saved and loaded.
 
 Each subclass has the name of its diffusers parent, such as ``DiTTransformer2DModel``, and is created when this module's
 attribute of that name is first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass.
@@ -37,7 +37,7 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of diffusers models with replaced attention; adds saving, loading and building from a saved configuration."""
+    """Base class of diffusers models with replaced attention: saves and loads them, and builds them from a configuration."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -114,9 +114,10 @@ class SwappedDiffusersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration, and a Python module that lets Auto classes import this class (``trust_remote_code=True``).
+        """Save the configuration, and a Python module that lets diffusers' ``AutoModel`` import this class.
 
-        The arguments are the same as for the diffusers method.
+        ``AutoModel`` imports the module only with ``trust_remote_code=True``. The arguments are the same as for the diffusers
+        method.
         """
         if self._is_public() and not Path(save_directory).is_file():
             write_module(save_directory, __name__, [type(self).__name__])
@@ -137,7 +138,7 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether ``diffusers`` exports the original class, so that this class can be imported by its name."""
+        """Return whether ``diffusers`` exports the parent class, so that this class can be created again from its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
@@ -174,7 +175,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DiffusersFolders(DiffusersHost):
-    """Implementation of attention replacement for diffusers models, including saving and loading."""
+    """Implementation of attention replacement for diffusers models, including saving and loading of the resulting models."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -50,7 +50,7 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` layers whose replacement alone gives the worst results, in ascending order."""
+        """Return the indices of the ``count`` layers whose replacement alone gives the worst results, sorted by index."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 

@@ -180,7 +180,7 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
     """Forward pre-hook that rejects ``output_attentions``, because replaced layers do not compute attention weights.
 
     Raises:
-        ValueError: if attention weights are requested while at least one layer computes its new attention.
+        ValueError: if attention weights are requested, unless every replaced layer currently computes its original attention.
     """
     from lightning_mhla.swap.transformers_attention import NAME
 
@@ -318,10 +318,10 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the attention that replaces the one in a transformers attention module, without projections.
+    """Build the new attention for an attention module of transformers. The module keeps its own projections.
 
     Args:
-        layer: attention module of transformers, whose projections stay in use.
+        layer: attention module of transformers.
         config: configuration of the new attention.
         grid: hook that records the token grid of the current image; None for text.
     """

@@ -68,7 +68,10 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing. transformers would otherwise copy the source of this class to saved folders, which only import it."""
+        """Do nothing, so that transformers does not copy the source of this class to the folder of a saved model.
+
+        The folder contains a module that imports the class instead.
+        """
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -165,7 +168,10 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing. transformers would otherwise copy the source of this class to saved folders, which only import it."""
+        """Do nothing, so that transformers does not copy the source of this class to the folder of a saved model.
+
+        The folder contains a module that imports the class instead.
+        """
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -268,7 +274,7 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether the constructor of a configuration class raises an error if its argument ``name`` is a string."""
+    """Return whether the constructor of a configuration class raises an error if the argument called ``name`` is a string."""
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap
@@ -277,7 +283,10 @@ def _rejects(host: Any, name: str) -> bool:
 
 
 class TransformersFolders(TransformersHost):
-    """Implementation of attention replacement for transformers models, including saving and loading."""
+    """Implementation of attention replacement for transformers models.
+
+    The class records the replacement in the model's configuration, and loads saved models.
+    """
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -54,7 +54,7 @@ def real_of_decoder(
         attention_mask: mask that the attention module receives, ``[B, columns]`` or ``[B, 1, N, columns]``; None without a
             mask.
         x: inputs of the attention module, ``[B, N, C]``.
-        cache: cache layer with the recurrent state before these tokens, whose token count already includes them; None without a
+        cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
         given: one-item tuple that holds the ``attention_mask`` that the model was called with, or None if it was called without
             one. None in place of the tuple if the argument is not known.
@@ -152,7 +152,7 @@ _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def _counts_up(position_ids: Tensor) -> bool:
     """Return whether each position in a row is one more than the previous position.
 
-    If the tensor has no values, as in a compiled graph, the result is True.
+    If the values of the tensor cannot be read, as in a compiled graph, the result is True.
     """
     if _has_no_values(position_ids):
         return True
@@ -223,7 +223,7 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
     Args:
         attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``; None without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
-        cache: cache layer with the recurrent state before these tokens, whose token count already includes them; None without a
+        cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
 
     Returns:

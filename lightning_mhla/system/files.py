@@ -60,9 +60,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
     """Context manager that replaces a folder atomically: it yields an empty folder to write to, which becomes ``folder``.
 
-    If the process stops or an error occurs while the block runs, ``folder`` stays unchanged. Files of ``folder`` that are not
-    written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. If a folder cannot
-    be renamed, for example because it is a mount point, its files are replaced one by one.
+    If the process stops or an error occurs inside the ``with`` block, ``folder`` stays unchanged. Files of ``folder`` that are
+    not written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. If a folder
+    cannot be renamed, for example because it is a mount point, its files are replaced one by one.
 
     Args:
         folder: the folder to replace; created if missing.

@@ -29,7 +29,7 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a name has no leading dot and is not a leftover of Python or a system, such as ``Thumbs.db``."""
+    """Return whether a file is visible: its name has no leading dot, and is not ``Thumbs.db``, ``__pycache__`` or the like."""
     return not name.startswith(".") and name not in NOISE
 
 

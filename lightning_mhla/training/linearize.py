@@ -58,8 +58,8 @@ class TransferOptions:
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
             output of its original attention for the same input. These steps train only the parameters of the new attention.
-        teacher: source of the weights of the model before its attention was replaced, of any kind that the model's option
-            pretrained accepts, such as a path. Later steps match the predictions of this model; null for no teacher.
+        teacher: path or name of the weights of the model before its attention was replaced, as for the model's option
+            pretrained. Later steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
         loss_weight: weight of the loss on the data.
 
@@ -108,8 +108,8 @@ class LinearizedHost(ABC):
         Args:
             trainer: trainer of the run.
             network: model with replaced attention.
-            trained: part of the model that the second stage trains: ``"all"``, ``"attention"``, ``"new"`` (parameters that the
-                replacement added) or ``"lora"``.
+            trained: part of the model that the second stage, after such training, trains: ``"all"``, ``"attention"``, ``"new"``
+                (parameters that the replacement added) or ``"lora"``.
 
         Raises:
             ValueError: if the strategy or the model does not support such training. The message says what to change.
@@ -241,7 +241,8 @@ class Linearization:
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
         """Load the teacher, and check that replaced layers can be trained on their own.
 
-        The teacher is loaded if the options name one. The check takes place if the first stage has any steps.
+        The teacher is loaded if the options name one. The check takes place if the first stage, which trains each replaced
+        layer on its own, has any steps.
 
         Args:
             module: training module, at the start of a fit.
@@ -306,8 +307,8 @@ def check_layer_steps(
     Args:
         trainer: trainer of the run.
         network: model with replaced attention.
-        trained: part of the model that later steps train: ``"all"``, ``"attention"``, ``"new"`` (parameters that the
-            replacement added) or ``"lora"``.
+        trained: part of the model that is trained after its layers have been trained on their own: ``"all"``, ``"attention"``,
+            ``"new"`` (parameters that the replacement added) or ``"lora"``.
         complete: values of ``trained`` for which training each layer on its own computes gradients of all trained parameters.
             DDP requires such a value, unless it is told to find unused parameters.
 

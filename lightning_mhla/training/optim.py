@@ -216,7 +216,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
 
 @dataclass(frozen=True)
 class Asked:
-    """Optimizer options of the current configuration, kept because loading a checkpoint restores older ones.
+    """Optimizer options of the current configuration, to apply in place of those that a checkpoint restores.
 
     Attributes:
         groups: options of each parameter group, such as its initial learning rate, in the order of the optimizer's groups.

@@ -174,8 +174,8 @@ class VLT(
     Args:
         image_size: side of the square image, or height and width, in pixels.
         num_classes: number of class scores; 0 for a model without a head.
-        attention: configuration of the attention in the linear stages, see :class:`lightning_mhla.AttentionConfig`. The other
-            stages use its options with softmax attention.
+        attention: configuration of the attention in the first ``stages.linear_stages`` stages, see
+            :class:`lightning_mhla.AttentionConfig`. Later stages use its options with softmax attention.
         stages: sizes of the stages, see :class:`StageConfig`.
         channels: number of channels of the image.
         drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.

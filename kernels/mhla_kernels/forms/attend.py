@@ -1,4 +1,6 @@
-"""Computation of attention in PyTorch with a named algorithm: tokens are put into blocks, computed, and put back in order.
+"""Computation of attention in PyTorch with the algorithm that the caller names.
+
+Tokens are arranged in blocks, attention is computed, and its outputs are put back into the order of the tokens.
 
 Shape letters: B batch, N tokens, H heads, V width of a value.
 """
@@ -89,7 +91,7 @@ def _spanning(problem: Problem) -> Tensor:
 
 
 def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout, weighting: Weighting) -> Tensor:
-    """Compute attention in chunks of several blocks that are connected by running sums (the spanning form).
+    """Compute attention in the spanning form: directly within chunks of several blocks, and by running sums between chunks.
 
     Args:
         q: queries, ``[B, N, H, K]``.
@@ -110,11 +112,11 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout
 def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
     """Compute attention for a few batch rows at a time, or for a few heads at a time if the batch has one row.
 
-    The block summaries of each part need at most 16 MiB, if possible.
+    The block summaries (sums over the keys and values of a block) of each part need at most 16 MiB, if possible.
 
     Returns:
-        Outputs ``[B, N, H, V]``. None if all block summaries fit into 16 MiB, so that no division is needed, or if the batch
-        has one row and the mixing coefficients cannot be split by head.
+        Outputs ``[B, N, H, V]``. None if all block summaries fit into 16 MiB, so that the computation need not be split,
+        or if the batch has one row and the mixing coefficients cannot be split by head.
     """
     q, k, v, mixing, layout, weighting = problem[:6]
     batch, tokens, heads, key_width = q.shape

@@ -46,7 +46,7 @@ def limit_memory(bytes_of_a_call: float | None) -> None:
     """Limit the memory that attention with ``form="auto"`` may use in one forward pass, in addition to inputs and outputs.
 
     ``"auto"`` ignores algorithms that need more memory than the limit. If all of them do, it takes the one that needs the
-    least. The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
+    least. The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes. If it is not set, there is no limit.
 
     Args:
         bytes_of_a_call: limit in bytes; None for no limit.
@@ -74,8 +74,9 @@ def cheapest_form(
 ) -> ChosenForm:
     """Estimate the multiply-adds of each attention algorithm, and return the name of the cheapest one.
 
-    Algorithms that need more memory than :func:`limit_memory` allows are ignored. If all of them do, only the one that needs
-    the least is considered.
+    The algorithms are called forms. ``"parallel"`` computes a weight for each pair of tokens, ``"chunked"`` a summary of each
+    block, and ``"spanning"`` running sums across chunks, which are groups of several consecutive blocks. Forms that need more
+    memory than :func:`limit_memory` allows are ignored. If all of them do, only the one that needs the least is considered.
 
     Args:
         tokens: number of tokens N.
@@ -84,12 +85,12 @@ def cheapest_form(
         value_width: width of a value, Dv.
         causal: whether attention is causal.
         work: number of block summaries that are added up to mix one block; None for all M.
-        terms: number of running sums that the spanning form carries between chunks of several blocks; None excludes this form.
+        terms: number of running sums that the spanning form carries between chunks; None excludes this form.
         rows: batch size times number of heads.
         backend: ``"torch"`` or ``"triton"``.
 
     Returns:
-        ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        Name of the form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
     """
     # the fused kernels compute a wide output in parts, each of which scores all pairs again
     cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
@@ -143,11 +144,12 @@ def numbers_held(
 ) -> int:
     """Estimate how many float32 values a forward pass holds for one batch row and head, in addition to inputs and outputs.
 
-    On a CPU, only some rows and heads are computed at a time. A call then needs less memory than this number times the batch
-    size and the number of heads.
+    On a CPU, only some rows and heads are computed at a time. A forward pass then needs less memory than this number times the
+    batch size and the number of heads.
 
     Args:
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        form: algorithm of attention: ``"parallel"`` (weights of token pairs), ``"chunked"`` (a summary of each block) or
+            ``"spanning"`` (running sums across chunks, which are groups of several consecutive blocks).
         tokens: number of tokens N.
         blocks: number of blocks M.
         key_width: width of a key, Dk.

@@ -58,7 +58,7 @@ def spanning(
     """Compute attention in chunks of several blocks that are connected by running sums (the spanning form).
 
     Args:
-        q_BHMCK: queries in M chunks of C slots, ``[B, H, M, C, K]``.
+        q_BHMCK: queries in M chunks of C slots (one token each, or padding), ``[B, H, M, C, K]``.
         k_BHMCK: keys in chunks, ``[B, H, M, C, K]``.
         v_BHMCV: values in chunks, ``[B, H, M, C, V]``.
         span: mixing coefficients within and between chunks.
@@ -94,10 +94,12 @@ def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
 def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
     """Compute the running sums that each chunk reads: over the chunks before it and, in bidirectional attention, after it.
 
-    A chunk is a group of consecutive blocks.
+    A chunk is a group of consecutive blocks. A running sum adds up ``sums_BHMFV`` over chunks, with a decay from each
+    chunk to the next.
 
     Args:
-        sums_BHMFV: sums of each of M chunks, ``[B, H, M, F, V]``, with F = T * K for T running sums and key width K.
+        sums_BHMFV: weighted sums of the key-value products of each of M chunks, ``[B, H, M, F, V]``, with F = T * K for T
+            running sums and key width K.
         span: mixing coefficients within and between chunks.
         chunks: partition of the tokens into chunks.
 
@@ -121,7 +123,7 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
 def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> Tensor:
     """Compute decayed running sums over the preceding chunks of each sequence: ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]``.
 
-    A chunk is a group of consecutive blocks. The ``rows`` in the shapes are the running sums of all heads.
+    A chunk is a group of consecutive blocks. In the shapes, ``rows`` is the number of running sums of all heads together.
 
     Args:
         sums: sums of each of M chunks, with W numbers each, ``[B, rows, M, W]``. If ``later``, the last chunk comes first.

@@ -2,7 +2,7 @@
 
 A new kind of coefficients needs only its tensors and a method that returns its matrix.
 
-Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sums.
+Shape letters: B batch, H heads, M blocks, W numbers in a block summary, R running sums.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class BlockShares(Protocol):
 
 
 class Mixing(ABC):
-    """Base class of mixing coefficients ``m[i, j]``, the weight that query block i gives to the summary of block j.
+    """Base class of mixing coefficients: ``m[i, j]`` is the weight that query block i gives to the summary of block j.
+
+    The summary of a block consists of sums over its keys and values.
 
     A subclass is a frozen dataclass. It lists the names of its tensor fields in the class attribute ``learned``, and defines
     :meth:`matrix`. The default versions of all other methods apply this matrix. A subclass overrides the methods that it can
@@ -195,7 +197,10 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """Number of running sums that replace all finished blocks during generation; None if every block summary is stored."""
+        """Number of running sums that replace the summaries of finished blocks in generation.
+
+        None if the summaries of all finished blocks are stored instead.
+        """
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
@@ -204,7 +209,8 @@ class Mixing(ABC):
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
             blocks: required capacity in blocks.
-            owned: whether blocks are appended one by one. If so, the capacity at least doubles when it grows.
+            owned: whether the caller owns ``finished`` and appends blocks to it one by one. If so, the capacity at least
+                doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.
@@ -238,7 +244,7 @@ class Mixing(ABC):
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """Mix the summaries of all finished blocks, as the block that is still receiving tokens reads them.
+        """Add up the summaries of all finished blocks, weighted for the block that is still receiving tokens.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
@@ -251,7 +257,7 @@ class Mixing(ABC):
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Compute causal mixtures for new blocks, from finished blocks and from earlier new blocks.
+        """Compute for each new block the weighted sum of the summaries of finished blocks and of earlier new blocks.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
@@ -313,7 +319,7 @@ class Mixing(ABC):
 
         Returns:
             Name of the kernels, ``"dense"`` or ``"exponential"``, and tensors ``[H or 1, ...]``. Axis 0 has length 1 if all
-            heads share the coefficients. A factor on the first tensor is a factor on all attention weights.
+            heads share the coefficients. Multiplying the first tensor by a number multiplies all attention weights by it.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]

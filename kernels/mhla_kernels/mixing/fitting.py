@@ -18,11 +18,20 @@ def fit_exponentials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit a sum of R exponentials of block distance to dense mixing coefficients, by least squares.
 
-    :meth:`ExponentialMixing.fit` documents the arguments and errors.
+    Args:
+        mixing: dense coefficients of M blocks, ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
+        terms: number of exponentials R.
+        grid: number of blocks along each axis of a 2-D or 3-D grid; None for a sequence.
+        causal: whether only the lower triangle is fitted.
+        any_row_scale: whether each row of the fit may be multiplied by a factor to match the row of ``mixing``.
+        steps: number of optimizer steps.
 
     Returns:
         Amplitudes ``[R]``, decays ``[R]`` (``[R, A]`` over a grid of A axes) and the explained variance, a scalar. If
         ``mixing`` has an axis of heads, each result has heads as axis 0. All are float32.
+
+    Raises:
+        ValueError: if a shape is wrong, a number is not finite, or options do not fit together.
     """
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
@@ -83,7 +92,9 @@ def fit_exponentials(
 
 
 def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """Compute the factor of each matrix row that minimizes the squared error of ``fitted``, scaled to a mean factor of 1.
+    """Compute for each matrix row the factor on ``fitted`` that minimizes its squared error from ``target``.
+
+    The factors of each head are then divided by their mean.
 
     Args:
         target: target coefficients, ``[H, n]``.

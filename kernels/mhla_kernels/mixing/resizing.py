@@ -38,7 +38,7 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
         ``[M', M']`` or ``[H, M', M']`` with ``M' = prod(new_grid)``, in the dtype and on the device of ``mixing``.
 
     Raises:
-        ValueError: if the grids do not fit each other or the matrix.
+        ValueError: if the grids have different numbers of axes, or ``mixing`` does not have ``prod(old_grid)`` blocks.
     """
     if len(old_grid) != len(new_grid) or not old_grid or min(*old_grid, *new_grid) < 1:
         raise ValueError(
@@ -65,8 +65,8 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
     The existing rows are not changed. A new row is computed in three steps:
 
-    1. For each block distance in the existing matrix, the new coefficient is a mean over the last half of the existing rows,
-       each divided by its sum.
+    1. For each block distance in the existing matrix, the new coefficient is the mean of the coefficients at this distance in
+       the last half of the existing rows, after each row is divided by its sum.
     2. For larger distances, the coefficient follows an exponential that never grows with distance. It is fitted to the larger
        half of the existing distances. (See ``tail`` for alternatives.)
     3. The row is scaled to the mean sum of the last half of the existing rows.

@@ -56,8 +56,11 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
     Args:
         tokens: number of tokens N.
         block_size: tokens in a block, if all blocks are of equal size; None if ``block_offsets`` is given.
-        block_offsets: index of the first token of each uneven block, followed by N, which is returned as a tuple; None if
-            ``block_size`` is given.
+        block_offsets: for uneven blocks, the index of the first token of each block, followed by N; None if ``block_size`` is
+            given.
+
+    Returns:
+        M + 1 integers for M blocks. They equal ``block_offsets`` if it is given.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
@@ -74,11 +77,12 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 class Traffic:
     """Number of bytes that one process receives in the forward pass of one attention layer, for each kind of exchanged data.
 
-    The backward pass exchanges as many values, which are gradients in float32.
+    The backward pass exchanges the same number of values, as gradients in float32.
 
     Attributes:
         summaries: number of bytes if the processes exchange block summaries, or running sums of them.
-        tokens: number of bytes if the processes exchange keys and values; None if they cannot.
+        tokens: number of bytes if the processes exchange keys and values; None for exponential mixing over a sequence, which
+            only exchanges running sums.
     """
 
     summaries: int

@@ -20,9 +20,9 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @lru_cache
 def chip_of(device: torch.device) -> int:
-    """Return the compute capability of a GPU times ten, for example 90 for Hopper; on a CPU, 90 as well.
+    """Return the compute capability of a GPU times ten, for example 90 for Hopper.
 
-    On a CPU, Triton's interpreter runs the kernels.
+    A CPU, on which Triton's interpreter runs the kernels, counts as 90.
     """
     if device.type != "cuda":
         return config.HOPPER
@@ -37,8 +37,9 @@ class Arguments(NamedTuple):
         q: queries, ``[B, N, H, K]``, float32 or bfloat16, any strides.
         k: keys, ``[B, N, H, K]``, in the dtype of q, any strides.
         v: values, ``[B, N, H, V]``, in the dtype of q, any strides.
-        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``. In the spanning form, these are the tensors
-            of a :class:`mhla_kernels.mixing.span.Span`. The scale of the outputs is multiplied into the first tensor (in the
+        coefficients: float32 tensors that define the mixing coefficients, which weight each key block for each query block,
+            ``[1, ...]`` or ``[H, ...]``. In the spanning form, these are the tensors of a
+            :class:`mhla_kernels.mixing.span.Span`. The scale of the outputs is multiplied into the first tensor (in the
             spanning form, into the first two).
         tables: lookup tables for tokens and blocks, as :func:`mhla_kernels.triton_backend.tables.kernel_tables` returns them.
         key_mask: ``[B, N]`` bool, False for masked tokens; None if no token is masked.
@@ -49,8 +50,9 @@ class Arguments(NamedTuple):
         causal: whether token t attends to tokens ``j <= t`` only.
         relu: whether the kernels apply the feature map ``relu(x) + 1e-6`` to q and k.
         eps: number added to the normalizer; None if outputs are not divided by the normalizer.
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        mixer: name of the kernels that mix summaries: ``"dense"`` or ``"exponential"``.
+        form: algorithm: ``"parallel"`` for products of all token pairs, ``"chunked"`` for sums over each block (summaries), or
+            ``"spanning"`` for groups of several blocks (chunks), which are connected by running sums.
+        mixer: name of the kernels that apply the coefficients to block summaries: ``"dense"`` or ``"exponential"``.
         guard: name under which the kernels are disabled in this process if they fail; PyTorch then computes the result. If
             empty, errors are raised instead.
     """
@@ -110,7 +112,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Number of pairs of batch row and head, B * H, a factor of the first dimension of every launch grid."""
+        """Number of pairs of a batch row and a head, B * H. The first dimension of every launch grid is a multiple of it."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property
@@ -135,11 +137,11 @@ class Call:
 
     @property
     def chip(self) -> int:
-        """Compute capability of the device times ten."""
+        """Compute capability of the GPU times ten, for example 90 for Hopper; 90 on a CPU."""
         return chip_of(self.q.device)
 
     def schedule(self, tiles: config.Tiles) -> dict[str, int]:
-        """Return the launch options (warps, stages, registers) of a kernel on the device of the call.
+        """Return the launch options (warps, stages, registers) of a kernel on this call's device.
 
         Args:
             tiles: tile sizes of the kernel, with its numbers of warps and stages.
@@ -153,7 +155,7 @@ class Call:
     def pieces(self) -> tuple[int, int]:
         """Number of pieces into which the kernels divide a block, and number of tokens in a piece.
 
-        The spanning form of attention processes chunks of several blocks. There, each chunk is a single piece.
+        In the spanning form of attention, which processes groups of several blocks (chunks), each chunk is a single piece.
         """
         largest = self.tables.layout.largest
         if self.terms:
@@ -170,8 +172,8 @@ class Call:
     def span(self, tile: int) -> int:
         """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
 
-        The first tile begins at the first token of a sequence, and each further tile begins where the previous one ends. The
-        spanning form of attention processes chunks of several blocks; its tiles are counted from the first token of a chunk.
+        The first tile begins at the first token of a sequence, and each further tile begins where the previous one ends. In the
+        spanning form of attention, which processes groups of several blocks (chunks), a tile begins at the start of each chunk.
         """
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
@@ -179,8 +181,9 @@ class Call:
         """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            A table like ``table`` of :class:`BlockTables` with a column for each tile, and the number of tiles. Kernels read
-            the table only if sequences are packed.
+            A table with a column for each tile, ``[7, tiles]`` int32, and the number of tiles. The rows of the table are those
+            of ``table`` in :class:`BlockTables`, with tiles in place of blocks: first token, token after the last one, and so
+            on. If sequences are not packed, the kernels need no such table, and the table of the blocks is returned instead.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)

@@ -45,7 +45,7 @@ def overlaps_chained_products(chip: int) -> bool:
     """Return whether the installed Triton miscompiles pipelined loops with chained matrix products on a GPU.
 
     On datacenter Blackwell, Triton before 3.9 puts products that share an accumulator into different stages of a loop
-    (triton-lang/triton #10821, fixed by #10988). Kernels use one stage there.
+    (triton-lang/triton #10821, fixed by #10988). Kernels run such loops with a single stage there.
 
     Args:
         chip: compute capability of the GPU times ten.
@@ -103,10 +103,11 @@ def attend_tiles(
     short: bool = False,
     summaries: bool = False,
 ) -> AttendTiles:
-    """Choose the tile sizes of the kernel that computes attention outputs or gradients from pairs of tokens.
+    """Choose the tile sizes of the kernel that sums over pairs of tokens to compute outputs or the gradients of q, k and v.
 
-    If the kernel reads no block summaries, one slice holds all features if possible. The loop over columns then loads its rows
-    once and prefetches its columns.
+    Rows and columns are those of the matrix of scores, one score for each token pair. If the kernel reads no block summaries,
+    each matrix product sums over all features at once where possible. The loop over columns can then keep the rows loaded and
+    prefetch the columns.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -137,7 +138,7 @@ def attend_tiles(
 
 
 def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
-    """Return the tile sizes of the kernel that computes the gradient of the mixing coefficients from token pairs.
+    """Return the tile sizes of the kernel that sums over pairs of tokens to compute the gradient of the mixing coefficients.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.

@@ -25,12 +25,14 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
 
     Args:
         problem: checked arguments of the call. The feature map and the key mask are not applied yet; the kernels do this.
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        only_if_sound: whether to compare the kernels with PyTorch before their first use, and to fall back to PyTorch if they
-            fail later.
+        form: algorithm of attention: ``"parallel"`` (weights of token pairs), ``"chunked"`` (a summary of each block) or
+            ``"spanning"`` (running sums across groups of several consecutive blocks).
+        only_if_sound: whether to compare the kernels with PyTorch before their first use, and to compute the outputs with
+            PyTorch if the kernels fail later.
 
     Returns:
-        Outputs ``[B, N, H, V]`` in the dtype of ``v``. None if ``only_if_sound`` and the kernels may not be used.
+        Outputs ``[B, N, H, V]`` in the dtype of ``v``. None if ``only_if_sound`` is set and the kernels have not been
+        shown to agree with PyTorch; the caller must then use PyTorch.
     """
     q, k, v, weighting, relu = problem.q, problem.k, problem.v, problem.weighting, problem.feature_map == "relu"
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
@@ -67,9 +69,14 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
 
 
 def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
-    """Return the name of the kernels for a call's mixing coefficients, and the tensors that these kernels read.
+    """Convert the mixing coefficients of an attention call to tensors that the Triton kernels read.
 
-    The name is ``"dense"`` or ``"exponential"``. The tensors are float32, and the scale of the outputs is multiplied into them.
+    Args:
+        problem: arguments of the call.
+        form: algorithm of attention: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+
+    Returns:
+        Kind of kernels, ``"dense"`` or ``"exponential"``, and the float32 tensors, which include the scale of the outputs.
     """
     layout, causal, scale = problem.layout, problem.weighting.causal, problem.weighting.scale
     mixing, factor = problem.mixing.to(torch.float32), 1.0 if scale is None else scale
@@ -82,9 +89,10 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 
 
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
-    """Describe the kernels that an attention call needs, with the call's own block size.
+    """Describe the Triton kernels that an attention call needs, by dtype, sizes and options.
 
-    The size is rounded later, so that the kernels are compared with PyTorch only once for several sizes.
+    ``form`` is the algorithm, and ``mixer`` the kind of the coefficients, ``"dense"`` or ``"exponential"``. The block size is
+    not rounded yet. :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
     """
     layout = problem.layout
     return Kind(
@@ -114,7 +122,8 @@ def _layout_name(layout: TokenLayout) -> str:
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
     """Return the name of the Triton kernels for an attention call if they agree with PyTorch, else an empty string.
 
-    The first time, the kernels are compared with PyTorch on a small problem. Later calls use the stored result.
+    The first time, the outputs of the kernels are compared with those of PyTorch on small inputs. Later calls of this function
+    use the stored result.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

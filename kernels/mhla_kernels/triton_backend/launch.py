@@ -36,13 +36,13 @@ def forward(call: Call) -> Tensor:
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     """Run the backward pass of attention with Triton kernels.
 
-    Block summaries are computed again instead of being saved by the forward pass. At most two sets of float32 summaries exist
-    at the same time.
+    The key-value summaries of the blocks are computed again, because the forward pass does not save them. At most two
+    sets of summaries, in float32, exist at the same time.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order. None for q, k or v if not wanted; the gradients of

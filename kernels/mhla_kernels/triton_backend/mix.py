@@ -39,8 +39,10 @@ def mix_kernel(
 ):
     """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
+    A block summary is a sum over the tokens of the block, for example of key-value products.
     With ``CAUSAL`` the sum is over ``b < i``. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
-    ``b > i``. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
+    ``b > i``. ``table`` holds the row of each block in ``mixing`` and the range of blocks of its sequence. ``summary`` and
+    ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -102,7 +104,8 @@ def mixing_gradient_kernel(
 ):
     """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
-    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless ``b < i``.
+    Blocks are counted from the start of each packed sequence, and the results of all sequences are added up. With ``CAUSAL``
+    the result is 0 unless ``b < i``. ``sequences`` holds the first block and the number of blocks of each sequence.
 
     ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient`` is
     ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid:
@@ -141,14 +144,17 @@ def mixing_gradient_kernel(
 
 
 class DenseMixer:
-    """Launcher of the Triton kernels that mix block summaries by a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
+    """Launcher of the Triton kernels that mix block summaries by a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``.
+
+    A block summary is a sum over the tokens of the block, for example of key-value products.
+    """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix block summaries by the matrix of coefficients.
+        """Compute weighted sums of block summaries, with the matrix of mixing coefficients as weights.
 
         Args:
             call: arguments of the attention operator, which include the matrix.
-            summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed matrix, as the backward pass does.
 
         Returns:
@@ -174,7 +180,10 @@ class DenseMixer:
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the matrix that kernels apply to pairs of tokens, and its strides along heads, query blocks and key blocks."""
+        """Return the matrix of coefficients, and its strides along heads, query blocks and key blocks.
+
+        A kernel weights the product of a query and a key by the coefficient of their two blocks.
+        """
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
@@ -185,7 +194,7 @@ class DenseMixer:
         Args:
             call: arguments of the attention operator.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
-            summary: summaries of the M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
 
         Returns:
             A list with the gradient for each batch row and head, ``[B * H, M, M]``.
@@ -205,12 +214,13 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """Add the gradient of the diagonal coefficients m[i, i] to the gradient of the matrix, in place.
+        """Add the gradient of the diagonal entries m[i, i] of the coefficient matrix m to the gradient of m, in place.
 
         Args:
             call: arguments of the attention operator.
-            gradients: list with the gradient of the matrix, ``[B * H, M, M]``, which is changed in place.
-            own: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, blocks]`` float32.
+            gradients: list with the gradient of m, ``[B * H, M, M]``, which is changed in place.
+            own: for each block i, the gradient of m[i, i] that comes from the pairs of tokens within the block,
+                ``[B * H, blocks]`` float32.
         """
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

@@ -16,17 +16,18 @@ from mhla_kernels.triton_backend.scan import ExponentialMixer
 
 
 class TritonMixer(Protocol):
-    """Interface to the Triton kernels for one kind of mixing coefficients.
+    """Interface to the Triton kernels for one kind of mixing coefficients, the weights in sums of block summaries.
 
-    The tensors that :meth:`mhla_kernels.mixing.Mixing.fused` returns are in ``call.coefficients``.
+    A block summary is a sum over the tokens of the block, for example of key-value products. The methods find the coefficients,
+    as :meth:`mhla_kernels.mixing.Mixing.fused` returns them, in the attribute ``coefficients`` of their argument ``call``.
     """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix block summaries by the coefficients of a call.
+        """Compute weighted sums of block summaries, with the mixing coefficients as weights.
 
         Args:
             call: arguments of the attention operator, which include the coefficients.
-            summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed coefficients, as the backward pass does.
 
         Returns:
@@ -37,10 +38,10 @@ class TritonMixer(Protocol):
         """Convert coefficient tensors to an instance of :class:`Mixing`, which the PyTorch algorithms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficients that kernels apply to pairs of tokens, and their strides.
+        """Return a tensor with the coefficient of each pair of blocks, and its strides along heads, query and key blocks.
 
-        The three strides are along heads, query blocks and key blocks. The parallel form of attention reads m[i, b] for all
-        pairs of blocks. The causal chunked form reads m[i, i] only.
+        A kernel weights the product of a query in block i and a key in block b by the coefficient of (i, b). The parallel form
+        of attention does so for all pairs of blocks, the causal chunked form only for ``b = i``.
         """
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
@@ -49,7 +50,7 @@ class TritonMixer(Protocol):
         Args:
             call: arguments of the attention operator, which include the coefficients.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
-            summary: summaries of the M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
 
         Returns:
             Gradient of each coefficient tensor for each batch row and head, ``[B * H, ...]``.
@@ -58,13 +59,13 @@ class TritonMixer(Protocol):
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
         """Add gradients of the diagonal coefficients m[i, i] to the gradients of the coefficient tensors, in place.
 
-        Causal attention applies m[i, i] to pairs of tokens in block i. The gradients from these pairs are not part of the
-        result of :meth:`gradients`.
+        Here, m[i, b] is the coefficient of query block i and key block b. Causal attention applies m[i, i] to pairs of tokens
+        in block i. The gradients from these pairs are not part of the result of :meth:`gradients`.
 
         Args:
             call: arguments of the attention operator.
             gradients: result of :meth:`gradients`, changed in place.
-            own: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, M]`` float32.
+            own: for each block i, the gradient of m[i, i] that comes from these pairs, ``[B * H, M]`` float32.
         """
 
 

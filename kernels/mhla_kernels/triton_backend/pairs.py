@@ -42,9 +42,9 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of the tokens of two tiles, a and b.
+    """Compute the dot product of each token of tile a with each token of tile b, ``[ROWS, COLUMNS]`` float32.
 
-    With ``RELU``, the feature map is applied to both tiles first.
+    With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
@@ -72,12 +72,13 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Sum ``pairs`` over the tokens of each key block and query block, and add the sums to ``total``.
+    """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
-    ``total`` is also written to memory, at the address ``gradient``. The rows of ``pairs`` are keys, and its columns are
-    queries. ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks are counted from the first one of the tile
-    of keys. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses the column (slot) i modulo ``SPAN`` of
-    ``total``, and ``held[s]`` is the query block that slot s currently holds.
+    ``pairs`` has one term for each key (row) and query (column), and ``token_row`` holds the block index of each token.
+    ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the first one of the tile of keys.
+    Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and ``held[s]`` is the query block that slot s
+    currently holds. The new ``total`` is also written to memory at the address ``gradient``, where the layout is
+    ``[size, SPAN]``, query block by key block.
 
     Returns:
         The new ``total`` and the new ``held``.
@@ -150,12 +151,14 @@ def pair_gradient_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the gradient of mixing coefficients from one tile of ``ROWS`` keys and all queries that attend to them.
+    """Compute the part of the gradient of the mixing coefficients that is due to one tile of ``ROWS`` keys.
 
-    ``mixing_gradient`` is ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with zeros before the
-    launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``,
-    ``table`` has a column for each chunk of several blocks, a chunk has ``tiles`` tiles, and only pairs inside a chunk count.
-    Grid: ``(B * H * tiles)``.
+    The part is a sum over the pairs of a key of the tile and a query that attends to it. ``mixing_gradient`` is
+    ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
+    counted from the first one of the tile, which has at most ``SPAN`` of them, and ``token_row`` holds the block index of each
+    token. With ``CHUNKS``, only pairs inside a chunk (a group of several consecutive blocks) count; the lookup table ``table``
+    has a column with the bounds of each chunk, and a chunk has ``tiles`` tiles. Launch grid:
+    ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -226,7 +229,10 @@ def pair_gradient_kernel(
 
 
 def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Compute the gradient of the matrix of mixing coefficients from pairs of tokens.
+    """Compute the gradient of the matrix of mixing coefficients, as a sum over the pairs of a query and a key.
+
+    In the parallel form of attention, the sum covers every key and each query that attends to it. The spanning form divides the
+    blocks into chunks of several consecutive blocks, and only pairs inside a chunk count.
 
     Args:
         call: arguments of the attention operator, in the parallel or spanning form.

@@ -1,10 +1,10 @@
-"""Forward and backward pass of attention with Triton in the spanning form: chunks of several blocks, connected by running sums.
+"""Forward and backward pass of attention with Triton in the spanning form: groups of blocks are connected by running sums.
 
-This form is for exponential coefficients. A chunk of several blocks has one summary for each running sum, while the chunked
-form has one for each block. Pairs of tokens in one chunk are scored, and weighted by the matrix between its blocks. The
-backward pass is the forward pass with queries in place of keys, reading weights in place of writing weights, and time reversed.
-Let X be the sums that chunks read, and Y the gradients of the sums that they write. Then the gradient of ``e^-decay`` of a
-running sum is ``sum_c <X_c, Y_c>`` over the chunks c.
+This form is for exponential coefficients. A group of consecutive blocks is called a chunk. It has one summary for each running
+sum. Each query is compared directly with the keys of its own chunk, and each score is multiplied by the mixing coefficient of
+the two blocks. The backward pass is the forward pass with queries in place of keys, reading weights in place of writing
+weights, and time reversed. Let X be the sums that chunks read, and Y the gradients of the sums that they write. Then the
+gradient of ``e^-decay`` of a running sum is ``sum_c <X_c, Y_c>`` over the chunks c.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace the summaries of each chunk of several blocks by running sums over the earlier or later chunks of its sequence.
+    """Replace the summaries of each chunk by running sums over the earlier or later chunks of its sequence.
 
-    Each chunk has ``TERMS`` summaries. Those with an index below ``EARLIER`` are summed over the earlier chunks, the others
-    over the later ones. ``REVERSE`` exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
+    A chunk is a group of consecutive blocks. It has ``TERMS`` summaries, which are weighted sums over its keys and values.
+    Those with an index below ``EARLIER`` are summed over the earlier chunks, the others over the later ones. ``REVERSE``
+    exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
 
     ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
-    ``[H or 1, TERMS]``. Grid: ``(B * H * TERMS * parts of WIDTH)``.
+    ``[H or 1, TERMS]``. ``table`` states for each chunk where its sequence begins and ends. A program
+    handles ``COLUMNS`` numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS))``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -99,7 +101,7 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
 def forward(call: Call) -> Tensor:
     """Run the forward pass of attention in the spanning form with Triton kernels.
 
-    The spanning form processes chunks of several blocks, which are connected by running sums.
+    The spanning form divides a sequence into chunks, which are groups of consecutive blocks, and connects them by running sums.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
@@ -114,7 +116,7 @@ def forward(call: Call) -> Tensor:
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
     """Run the backward pass of attention in the spanning form with Triton kernels.
 
-    The spanning form processes chunks of several blocks, which are connected by running sums.
+    The spanning form divides a sequence into chunks, which are groups of consecutive blocks, and connects them by running sums.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.

@@ -27,7 +27,8 @@ class Kind(NamedTuple):
     """Properties of an attention call that decide which Triton kernels it compiles, except for alignments and strides.
 
     Attributes:
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block) or ``"spanning"`` (chunks of
+            several blocks, connected by running sums).
         mixer: name of the kernels that mix summaries: ``"dense"`` or ``"exponential"``.
         dtype: ``"float32"`` or ``"bfloat16"``.
         key_width: width of a key, K.
@@ -73,7 +74,8 @@ def size_class(block_size: int, form: str) -> int:
 
     Args:
         block_size: tokens in the largest block.
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block) or ``"spanning"`` (chunks of
+            several blocks).
     """
     if form != "chunked" and block_size <= 4:
         return 1 << (block_size - 1).bit_length()

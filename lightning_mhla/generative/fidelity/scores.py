@@ -149,10 +149,10 @@ def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
 
 
 def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_size: int = 64) -> ImageSet:
-    """Read images from a folder, or images or statistics from an ``.npz`` file of ADM's evaluator, and compute their features.
+    """Compute the features of images in a folder or an ``.npz`` file, or read the statistics of features from the file.
 
     Args:
-        path: path of a folder of images, or of an ``.npz`` file with one or both of the following:
+        path: path of a folder of images, or of an ``.npz`` file of ADM's evaluator with one or both of the following:
 
             - Images: ``arr_0``, ``[N, S, S, 3]`` uint8.
             - Statistics: ``mu`` and ``sigma``, and for sFID ``mu_s`` and ``sigma_s``. They must have been computed with the

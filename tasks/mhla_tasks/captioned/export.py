@@ -34,7 +34,7 @@ def loading(module: CaptionedDiffusion) -> str:
 def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
     """Export the transformer of a trained module to a folder that ``lightning_mhla.load_swapped`` or diffusers can load.
 
-    If none of the layers was replaced, ``from_pretrained`` of the transformer's class loads the folder. Otherwise,
+    If every layer kept its original attention, ``from_pretrained`` of the transformer's class loads the folder. Otherwise,
     ``lightning_mhla.load_swapped`` does.
 
     Args:

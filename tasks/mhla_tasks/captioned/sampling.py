@@ -31,7 +31,7 @@ class Sampling(Protocol):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Size of a sample: (height, width) of an image or (frames, height, width) of a clip. Lengths are in pixels."""
+        """Size of a sample: (height, width) of an image or (frames, height, width) of a clip. Sides are in pixels."""
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -162,10 +162,13 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         return labelled_images(self.shards, stage, transform, self.num_classes, classes)
 
     def setup(self, stage: str) -> None:
-        """Check that ``num_classes`` agrees with the classes of the data.
+        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
+
+        Args:
+            stage: stage of the trainer. Only ``"fit"`` is checked.
 
         Raises:
-            ValueError: if it does not agree.
+            ValueError: if the two numbers differ.
         """
         self.check_classes(stage)
 

@@ -54,7 +54,7 @@ class ImageClassifier(Classifier):
         channels: number of channels of the image.
         size: size of the vision transformer: tiny, small or base, as in DeiT; null to use dim, depth and heads of shape.
         shape: shape of the vision transformer.
-        vlt: stages of a VLT, in place of size and shape; null for a plain vision transformer.
+        vlt: options of the stages of VLT, in place of size and shape; null for a plain vision transformer.
         drop_path: stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
         label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
         mixup: options of mixup and cutmix, which mix images and labels; both are off by default.

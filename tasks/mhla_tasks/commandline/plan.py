@@ -47,11 +47,11 @@ class Plan:
         sources: configuration files and command-line options, from lowest to highest priority.
         configuration: nested options merged from all sources, in the form that LightningCLI accepts.
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
-        replaced: for each file with overridden values, a configuration that contains these values; it is used only to check the
-            types of the values.
+        replaced: for each configuration file with options that a later source overrides, the merged configuration in which the
+            values of this file are used instead; only for checking the types of these values.
         request: parser argument, such as ``--help``, that prints a text instead of running the command; None to run the
             command.
-        moves: options that were set under their former names. ``sources`` contains their present names.
+        moves: options that were set under their former names. ``sources`` contains their new names.
     """
 
     command: str
@@ -114,9 +114,11 @@ def make_plan(line: CommandLine) -> Plan:
 def _replaced(
     remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each file with overridden values, a configuration that contains these values, to check their types.
+    """Yield configurations with the values that later sources override, so that their types can be checked, too.
 
-    If a later source chooses a different class of model or data module, the options for the overridden class are omitted.
+    There is one for each configuration file with overridden values: the merged configuration in which the values of this file
+    are used instead. If a later source chooses a different class of model or data module, the file's options for the
+    overridden class are omitted.
 
     Args:
         remembered: options stored in a checkpoint, which have the lowest priority.
@@ -142,10 +144,10 @@ def _class_of(value: Any) -> Any:
 
 
 def check_same(plan: Plan) -> None:
-    """Check that this process has the same configuration as the process that started it, in training with several processes.
+    """Check, in training with several processes, that this process has the configuration of the process that started it.
 
-    Without this check, processes would train different models if a configuration file changed while they start. The first
-    process stores a digest of its configuration in an environment variable, which the processes that it starts inherit.
+    Without this check, processes would train different models if a configuration file changed while they were starting. The
+    first process stores a digest of its configuration in an environment variable, which the processes that it starts inherit.
 
     Args:
         plan: the command and its merged configuration.

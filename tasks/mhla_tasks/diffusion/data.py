@@ -21,7 +21,7 @@ from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Options of the samples that the predict command draws: classes, number per class, and seed.
+    """Options of the samples that the predict command draws: classes, number of samples per class, and seed.
 
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
@@ -71,7 +71,9 @@ class RequestedClasses:
 
 
 class ClassImages(ResumableDataModule):
-    """Base class of data modules with labeled images or latents. A subclass implements ``source``.
+    """Base class of data modules with labeled images or latents.
+
+    A subclass implements the method ``source``, which returns the samples for training, validation or test.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
@@ -94,7 +96,7 @@ class ClassImages(ResumableDataModule):
             part: split of the data, ``"train"`` or ``"validate"``.
 
         Returns:
-            Map-style data set of images in -1 .. 1.
+            Map-style data set of images with values in -1 .. 1.
 
         Raises:
             ValueError: if the data are latents instead of images.
@@ -202,10 +204,13 @@ class ClassShards(LabelledShards, ClassImages):
         return self.labelled_samples(stage, self.flip if stage == "train" else 0.0)
 
     def setup(self, stage: str) -> None:
-        """Check that ``num_classes`` agrees with the classes of the data.
+        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
+
+        Args:
+            stage: stage of the trainer. Only ``"fit"`` is checked.
 
         Raises:
-            ValueError: if it does not agree.
+            ValueError: if the two numbers differ.
         """
         self.check_classes(stage)
 
@@ -213,8 +218,8 @@ class ClassShards(LabelledShards, ClassImages):
 class ImageShards(ClassShards):
     """Data module of labeled images in WebDataset tar shards, or in folders.
 
-    For each sample, a shard contains an image such as 17.jpg and its label 17.cls. If the model has a VAE, it encodes the
-    images during training.
+    For each sample, a shard contains an image such as 17.jpg and its label 17.cls. If the model has a VAE, the VAE
+    encodes the images during training.
 
     Args:
         train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.

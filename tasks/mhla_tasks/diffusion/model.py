@@ -43,8 +43,8 @@ class DiT(ModelMixin, ConfigMixin):
         dim: width of the tokens, if ``size`` is None.
         depth: number of blocks, if ``size`` is None.
         heads: number of attention heads, if ``size`` is None.
-        dig: options of a DiG; None for a DiT. For a DiG, ``size`` selects one of DiG's sizes, and ``mlp_ratio`` must be left
-            out.
+        dig: options of a DiG (arXiv 2405.18428), a variant that scans the image in alternating directions; None for a DiT. For
+            a DiG, ``size`` selects one of DiG's sizes, and ``mlp_ratio`` must be left out.
         patch_size: side of the square patch that becomes one token, in pixels of the sample.
         out_channels: number of output channels; None for ``channels``. A network that also predicts the variance has twice as
             many output channels as input channels.

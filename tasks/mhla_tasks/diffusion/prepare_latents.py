@@ -115,7 +115,7 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
             list, if any. It is ignored for a folder with one subfolder per class.
 
     Returns:
-        The images with their labels, and the files that contain them.
+        An object that holds the labeled images and a record of the files that contain them.
 
     Raises:
         FileNotFoundError: if there are no images.

@@ -371,22 +371,23 @@ class MHLAModel(EmbeddedBackbone):
         """Compute the hidden states of a batch, ``[B, N, dim]``.
 
         Args:
-            input_ids: token indices, ``[B, N]`` int64.
+            input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
             attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
-                covers the columns of earlier calls.
-            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding.
-            past_key_values: generation state to continue from, which is updated in place.
-            inputs_embeds: embedded tokens, ``[B, N, dim]``, in place of ``input_ids``.
+                covers the columns of earlier calls. None if there is no padding.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None to count the tokens of each row, without padding.
+            past_key_values: generation state to continue from, updated in place; None to start with the first token.
+            inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
             use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in
                 training, for packed documents, and in a compiled or exported graph.
             output_hidden_states: whether to return the input of each layer; None follows the configuration.
-            return_dict: False returns a tuple.
-            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
+            return_dict: False to return a tuple, None or True to return an output object.
+            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``;
+                None if each row is one document, or if ``position_ids`` or ``kwargs`` mark the documents.
             kwargs: additional arguments; see :class:`BackboneOptions`.
 
         Returns:
-            Output with the hidden states after the last norm, the generation state and the inputs of the layers. The last two
-            are None unless requested. If ``return_dict`` is False, a tuple of the values that are not None.
+            Output object with the hidden states after the last norm, the generation state and the inputs of the layers. The
+            last two are None unless requested. If ``return_dict`` is False, a tuple of the values that are not None.
 
         Raises:
             ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are

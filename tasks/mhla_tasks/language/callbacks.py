@@ -97,7 +97,7 @@ class TextSamples(Callback):
         self.prompts, self.seed = prompts, seed
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate the continuations on the first process, and write them to ``samples.md`` and TensorBoard.
+        """Generate continuations of the prompts on the first process, and write them to ``samples.md`` and TensorBoard.
 
         Nothing is generated outside training, in the sanity check, or if the weights are sharded over processes.
         """

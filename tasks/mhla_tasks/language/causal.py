@@ -1,4 +1,4 @@
-"""Training, validation and continuation of prompts for all causal language models, ours and those of transformers.
+"""Training, validation and prompt continuation for causal language models of this package and of transformers.
 
 The module is longer than others because it holds one LightningModule, which handles both plain text and sequences with labeled
 answers.
@@ -57,12 +57,12 @@ class CausalLanguageModel(TrainingModule):
         """Store the network to train, and create empty validation and test metrics.
 
         Args:
-            network: causal language model, either MHLA or from transformers.
+            network: causal language model, either an MHLA model of this package or a model from transformers.
             context: number of tokens in a training sample.
             generation: options for continuing prompts.
 
         Raises:
-            ValueError: if a network of transformers is not causal or does not support ``context`` tokens.
+            ValueError: if a network from transformers is not causal or does not support ``context`` tokens.
         """
         self.network, self.context, self.generation = network, context, generation
         if isinstance(network, MHLAForCausalLM):
@@ -291,7 +291,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Add losses and correct predictions at a batch's labeled tokens to the metrics of a stage, such as validation."""
+        """Add the loss and the accuracy at the labeled tokens of a batch to the metrics of a stage, such as validation."""
         predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][predicted]
         scores = self.network(batch["tokens"]).logits[predicted].float()

@@ -47,7 +47,7 @@ class TextData(ResumableDataModule):
     Args:
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
         options: arguments of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
@@ -106,7 +106,7 @@ class PythonSource(TextData):
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: seed of the order of the samples; null for the value of seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Loader of batches packed with documents. It reports a worker process's error in one line, with the file and the row."""
+    """Loader of batches of packed documents. It reports an error in a worker process in one line, with the file and the row."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the batches of the current epoch that training has not used yet."""
@@ -179,7 +179,7 @@ class HubText(TextData):
         seed: seed of the shuffle; null for the value of seed_everything.
         control_tokens: whether the spelling of a control token in a text, such as <|endoftext|>, becomes that token; false
             leaves it as text.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class HubText(TextData):
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position of each batch row in the stream of documents from a checkpoint.
+        """Restore from a checkpoint the position that each row of the batch has reached in the stream of documents.
 
         The loader may exist already, because some strategies build it before they read the checkpoint.
 
@@ -274,7 +274,7 @@ class HubText(TextData):
             self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each batch row in the stream of documents, for a checkpoint; empty before training.
+        """Return the position that each row of the batch has reached in the stream of documents; empty before training.
 
         The rows are those of the global batch, which all processes train on together.
         """
@@ -288,6 +288,8 @@ class HubText(TextData):
 
     def _texts(self, remarks: Remarks) -> Iterator[str]:
         """Yield the text of each document once, in the order of the data set.
+
+        Rows without text and documents that are changed are counted in ``remarks``.
 
         Raises:
             BrokenSampleError: if a row is broken or lacks the column; the message names the file and the row.
@@ -336,7 +338,7 @@ class TokenShards(TextData):
         num_workers: number of worker processes for each training process.
         seed: seed of the order of the samples; null for the value of seed_everything.
         shards: options for reading shards and for caching downloads.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class HeadedModel:
 
 
 class MHLAForSequenceClassification(HeadedModel, GenericForSequenceClassification, MHLAPreTrainedModel):
-    """MHLA model for text classification, from the hidden state of the last token that is not ``config.pad_token_id``."""
+    """MHLA model that classifies a text by the hidden state of its last token other than ``config.pad_token_id``."""
 
 
 class MHLAForTokenClassification(HeadedModel, GenericForTokenClassification, MHLAPreTrainedModel):

@@ -43,10 +43,12 @@ class LinearizedModel(CausalLanguageModel):
 
     Args:
         pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
-            this class or of LanguageModel with network. Its weights are not read if --ckpt_path supplies them.
-        attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the model.
+            this class, or of LanguageModel if its option network was set. The weights are not read if --ckpt_path supplies
+            them.
+        attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
+            original model.
         layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
-            unchanged; replace gives it attention of the kind attention.kind. null replaces all layers.
+            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
         train: parameters that are trained after the layer-matching stage. all trains all of them. attention trains the replaced
             attention layers, including their projections. new trains only the parameters that the replacement added. lora
             trains these and LoRA adapters of the projections.

@@ -53,8 +53,8 @@ class LanguageModel(CausalLanguageModel):
 
     Args:
         attention: options of the attention layers.
-        layer_kinds: attention kinds of the layers if they differ, repeated to the depth: [mhla, mhla, softmax] makes every
-            third layer softmax; null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers: [mhla, mhla, softmax] makes every third layer
+            softmax. Its length must divide the depth. null uses attention.kind in all layers.
         vocab_size: number of tokens in the vocabulary, at least that of the tokenizer.
         context: number of tokens in a training sample.
         shape: widths, depth and heads.

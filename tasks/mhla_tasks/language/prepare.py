@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Group documents into lists of at least ``characters`` characters in total; the last list may have fewer."""
+    """Group consecutive documents into lists with at least ``characters`` characters each; the last list may have fewer."""
     group: list[str] = []
     size = 0
     for document in documents:
@@ -60,7 +60,7 @@ def write_token_shards(
     Args:
         target: path of the folder to write to, created if missing.
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
-        tokenizer: tokenizer of at most 2^32 tokens.
+        tokenizer: tokenizer with a vocabulary of at most 2^32 tokens.
         prefix: prefix of the file names.
         column: name of the table column that holds the text.
         run_characters: approximate number of characters in a sample.
@@ -105,7 +105,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the files and Hugging Face data sets to read, so that a repeated ``lightning prepare text`` detects changes."""
+    """List the input files and data sets. A repeated ``lightning prepare text`` compares this list to detect changes."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())

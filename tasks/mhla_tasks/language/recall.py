@@ -25,7 +25,8 @@ class RecallPart:
 
     Args:
         tokens: number of tokens in a sequence, an even number.
-        pairs: number of pairs of key and value, at most a quarter of ``tokens``. Each sequence has one question for each pair.
+        pairs: number of pairs of key and value, at most a quarter of ``tokens``. For each pair, a sequence
+            has one question: the key occurs again, and the model has to predict its value.
         samples: number of sequences.
     """
 
@@ -44,7 +45,9 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """Base class of data modules for sequences with questions, whose answers the model has to predict.
+    """Base class of data modules for sequences with questions that test a model's memory.
+
+    A question is a position at which the model has to predict a token (the answer) that follows from earlier tokens.
 
     Accuracy is measured separately for groups of sequences, such as those of the same length. A batch is a dict:
 
@@ -65,7 +68,7 @@ class QuestionData(ResumableDataModule):
         self.vocab_size = vocab_size
 
     def questions(self, stage: str) -> SampleSource:
-        """Return the samples of a stage, which are sequences with questions.
+        """Return the samples of a stage: sequences with positions at which the model has to predict a certain token.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -79,10 +82,10 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Remove the columns after the last answer from ``tokens`` and ``labels``, because they do not affect the loss.
+        """Remove the positions after the batch's last label from ``tokens`` and ``labels``: they do not affect the loss.
 
         Returns:
-            The batch; unchanged if it has no labels.
+            A batch with shorter sequences; ``batch`` itself if it has no ``labels``.
         """
         if isinstance(batch, dict) and "labels" in batch:
             question_columns = (batch["labels"] != IGNORED).any(0).nonzero()

@@ -27,7 +27,7 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the state has seen any tokens."""
+        """Whether the generation state has seen any tokens."""
         return self.columns > 0
 
     @property
@@ -39,22 +39,22 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Maximum number of tokens in a row. It is -1, because a state has no limit."""
+        """Maximum number of tokens that each row of the batch can cache: -1, because a generation state has no limit."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the maximum number of tokens in a row, which is -1 because a state has no limit."""
+        """Return the maximum number of tokens that each batch row can cache: -1, because a generation state has no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the width of the attention mask for the next ``query_length`` tokens, and the index of its first column, 0.
 
-        The mask covers the columns that the state has seen and the next tokens.
+        The mask has a column for each token position that the state has already read, and for each of the next tokens.
         """
         return self.columns + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether the state has seen any tokens."""
+        """Return whether the generation state has seen any tokens."""
         return self.is_initialized
 
     def reset(self) -> None:
@@ -63,15 +63,15 @@ class StateCache(GenerationCache, Cache):
         self.columns = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the batch rows at ``indices``, in the order of ``indices``."""
+        """Keep only the generation states of the batch rows at ``indices``, in the order of ``indices``."""
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row ``repeats`` times, with the copies next to each other."""
+        """Repeat the generation state of every batch row ``repeats`` times, with the copies next to each other."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError if tokens are to be removed, which a state does not support.
+        """Raise ValueError if tokens are to be removed, which a generation state does not support.
 
         Args:
             tokens_to_remove: number of tokens to remove; 0 does nothing.
@@ -80,11 +80,11 @@ class StateCache(GenerationCache, Cache):
             raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
-        """Raise ValueError, because a state cannot return to earlier tokens, as assisted decoding would need."""
+        """Raise ValueError, because a generation state cannot drop tokens, as assisted decoding would require."""
         raise ValueError("a state cannot remove tokens, which assisted decoding needs; generate without an assistant")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError, because a state does not store keys and values."""
+        """Raise ValueError, because a generation state does not store keys and values."""
         raise ValueError("the model keeps a state in place of keys and values, and cannot take them")
 
     early_initialization = update
@@ -93,7 +93,7 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Raise ValueError if a cache is not a generation state but, for example, the key-value cache of a different model.
+    """Raise ValueError if a cache is not a generation state, for example if it is a cache of keys and values.
 
     Args:
         cache: value of the argument ``past_key_values``; None is accepted.

@@ -75,7 +75,7 @@ class PackedRows(IterableDataset):
         Each batch is a dict for the b rows of this process:
 
         * ``tokens``: token indices, ``[b, context + 1]`` int64.
-        * ``bytes``: number of bytes of text in each row, ``[b]``, without its first token.
+        * ``bytes``: number of bytes of text in each row after the row's first token, ``[b]``.
         * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]``.
         * ``valid``: ``[b]`` bool, all True.
         * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
@@ -130,7 +130,7 @@ class _Window(NamedTuple):
     Attributes:
         tokens: token indices, ``[context + 1]``.
         first: mask of the tokens that begin a document, ``[context + 1]`` bool.
-        position: position of the row in the stream of documents after the sample.
+        position: position in the stream of documents at which the row's next sample begins.
         missing: length of the sample's text in bytes minus the number of bytes that its tokens stand for.
     """
 
@@ -217,7 +217,7 @@ class StreamLoader:
     """Loader of batches packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
     Args:
-        make: function that takes the positions of all rows of the global batch, and returns the stream of batches that follow.
+        make: function that takes the positions of all rows of the global batch, and returns the batches that start there.
         batch_size: number of rows in the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.
@@ -280,7 +280,8 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the stream positions in a checkpoint.
 
-        The positions are ignored if the run has not trained on any batch yet; batches before the run was resumed count, too.
+        A loader with a trainer ignores positions that were saved before the run had trained on any batch. The stream then
+        starts with its first document, even if the batch size differs from that of the checkpoint.
 
         Args:
             state: positions that :meth:`state_dict` returned.

@@ -20,7 +20,10 @@ MOST = 256
 
 
 class Answers(Metric):
-    """Metric that counts the questions and the correct answers in each group, such as all sequences of the same length.
+    """Metric that counts the questions and the correct answers in each group of questions.
+
+    A question is a token that the model has to predict. A group is, for example, all questions in sequences of equal length.
+    At most 256 groups are counted.
 
     Attributes:
         right: number of correct answers in each group, ``[256]`` int64; 0 for groups that do not occur.
@@ -88,7 +91,7 @@ class TextSums(nn.Module):
         """Add values to the running sums.
 
         Args:
-            values: value to add to each named sum; the names are ``nats``, ``tokens``, ``bytes`` and ``samples``.
+            values: value to add to each named sum; the names are ``nats`` (for losses), ``tokens``, ``bytes`` and ``samples``.
         """
         for name, value in values.items():
             cast(SumMetric, self.sums[name]).update(value)
@@ -98,10 +101,10 @@ class TextSums(nn.Module):
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
-        """Compute the metrics of all batches since the last call, and reset the sums.
+        """Compute the metrics of all batches since the previous call of this method, and reset the sums.
 
         Args:
-            stage: name of the stage, such as ``"val"``, for the error message.
+            stage: what the batches were used for, such as ``"val"`` for validation, for the error message.
             groups: names of the groups by which answers are counted; empty if there are no questions.
 
         Returns:

@@ -64,6 +64,9 @@ class MissingBytes:
     def __call__(self, texts: Sequence[str], tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the number of missing bytes of each document, ``[documents]`` int64.
 
+        The number is the length of the document's text in bytes minus the number of bytes that its tokens stand for. It may be
+        negative.
+
         Args:
             texts: texts of the documents.
             tokens: token indices of all documents, one after the other, with their special tokens, ``[n]``.

@@ -38,7 +38,7 @@ class ShardRuns:
         self._missing: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Return the byte offset of a run's first token in the tar member with the tokens, and the dtype of the tokens."""
+        """Return the byte offset of the tokens of a run (a long sequence) in their tar member, and the dtype of the tokens."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
         try:  # the header alone says where to read, without loading the tokens
@@ -52,7 +52,7 @@ class ShardRuns:
         return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens of a run, with a mask of the tokens that begin a document.
+        """Read consecutive tokens of a run (a long token sequence), with a mask of the tokens that begin a document.
 
         Args:
             run: index of the run.
@@ -91,7 +91,7 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Return whether the shard stores, for each document of a run, a correction of its number of bytes.
+        """Return whether the shard stores a correction of the number of bytes for each document of a run (token sequence).
 
         The correction is the length of the text in bytes minus the number of bytes that the tokens stand for.
         """
@@ -101,10 +101,10 @@ class ShardRuns:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return how many more bytes the text of a token range has than its tokens stand for.
+        """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.
 
         Args:
-            run: index of the run.
+            run: index of the run, the long token sequence that contains the range.
             first: index in the run of the first token of the range.
             stop: index in the run after the last token of the range.
 
@@ -133,5 +133,5 @@ class ShardRuns:
         return missing_between(first, stop, starts, self._missing[run], self.lengths[run])
 
     def describe(self, run: int) -> str:
-        """Return the names of the shard and the sample of a run, for messages."""
+        """Return the names of the shard and the sample that hold a run (a long token sequence), for messages."""
         return self.reader.describe(run)

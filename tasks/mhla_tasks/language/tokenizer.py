@@ -104,7 +104,11 @@ class _Letters:
         self.ending = model.get("end_of_word_suffix") or ""
 
     def count(self, token: str) -> int:
-        """Return the number of bytes of text that a token stands for; the token must be neither special nor added."""
+        """Return the number of bytes of text that a token stands for.
+
+        Args:
+            token: spelling of the token, which is neither a special token nor one that was added to the trained vocabulary.
+        """
         if self.raw_bytes and len(token) == 1 and ord(token) < 256:
             return 1
         if self.ending and token.endswith(self.ending):  # the end of a word is a space

@@ -158,7 +158,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Return a support vector classifier for digit images ``[12, 12]``, trained on MNIST digits cropped in the same way."""
+    """Return a support vector classifier for digit images ``[12, 12]``, trained on cropped MNIST digits."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

@@ -20,8 +20,8 @@ class SamplingConfig:
         guidance: scale of classifier-free guidance (arXiv 2207.12598), at least 1; 1 to sample without guidance.
         height: height of the images in pixels.
         width: width of the images in pixels.
-        negative_prompt: prompt from which guidance moves images away. The default is the empty prompt, as in training with
-            caption_dropout.
+        negative_prompt: prompt from which guidance moves images away. The default is the empty prompt, which
+            replaces dropped captions in training (option caption_dropout).
     """
 
     sampler: Sampler = "dpm"

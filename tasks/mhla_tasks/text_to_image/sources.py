@@ -21,7 +21,10 @@ class CaptionedImages:
     Args:
         files: image files and their captions.
         sizes: height and width of each available size, in pixels.
-        batch_size: minimum number of images of each size; ignored if there is only one size.
+        batch_size: number of images in a batch, which is the minimum for each size; ignored if there is only one size.
+
+    Raises:
+        ValueError: if a size has fewer images than a batch.
 
     Attributes:
         groups: index into ``sizes`` of each image's size, ``[n]`` int64; None if there is only one size.

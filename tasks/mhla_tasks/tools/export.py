@@ -55,8 +55,8 @@ def write_export(
         checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
         folder: folder to write the model to.
         live: whether to export the trained weights instead of their moving average, if the checkpoint has both.
-        options: options by name that only some tasks support: ``tokenizer`` and ``context`` for language models, ``adapters``
-            for text-to-image and video models.
+        options: values, by name, of the options that only some tasks support: ``tokenizer`` and ``context`` for language
+            models, ``adapters`` for text-to-image and video models.
         license_name: license of the model, for the card; None if it is not known.
 
     Raises:

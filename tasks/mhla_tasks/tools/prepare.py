@@ -55,7 +55,7 @@ def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> N
 
     Args:
         parser: parser of the command.
-        samples: plural noun for the files in the help, such as ``images``.
+        samples: plural noun for the files, used in the help text, such as ``images``.
         per_shard: default number of samples in a shard.
     """
     parser.add_argument("source", type=Path, help=f"folder of {samples} and captions")
@@ -96,7 +96,7 @@ def _say(text: str) -> None:
 
 
 def images(parser: ArgumentParser) -> Run:
-    """Pack a folder of images, one folder for each class, into WebDataset shards.
+    """Pack a folder of images, with one subfolder for each class, into WebDataset shards.
 
         lightning prepare images photos/train shards --prefix train
 
@@ -222,8 +222,8 @@ def text(parser: ArgumentParser) -> Run:
     skips hidden and binary files, tables without the column, and files in a different encoding. It prints the number of skipped
     rows and files.
 
-    All cores tokenize. A shard receives its name when it is complete, so the same command resumes after an interruption. The
-    tokenizer is saved in the folder tokenizer/ below the target.
+    Tokenization uses all CPU cores. A shard receives its name when it is complete, so the same command resumes after an
+    interruption. The tokenizer is saved in the folder tokenizer/ below the target.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(
@@ -381,7 +381,7 @@ def clips(parser: ArgumentParser) -> Run:
 
 
 def clip_latents(parser: ArgumentParser) -> Run:
-    """Encode clips and captions into latent shards, for training without VAE and text encoder.
+    """Encode clips and captions into latent shards, for training without the VAE and the text encoder.
 
         lightning prepare clip-latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare clip-latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers

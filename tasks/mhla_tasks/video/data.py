@@ -117,13 +117,13 @@ class VideoShards(ClipData):
     """Data module of videos with captions in WebDataset tar shards.
 
     The caption of a video such as 17.mp4 is in 17.txt or 17.json. In each epoch, training uses one clip from a random position
-    of each video. Validation uses the middle of each video. In training, videos that cannot be read, are too short or lack a
-    caption are skipped with a warning.
+    of each video. Validation uses a clip from the middle of each video. In training, videos that cannot be read, are too short
+    or lack a caption are skipped with a warning.
 
     Args:
         train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
         val: validation data, specified in the same ways as train.
-        frames: number of frames in a clip. For Wan's VAE, it must be a multiple of 4 plus 1.
+        frames: number of frames in a clip. For Wan's VAE, it must be one more than a multiple of 4.
         height: height in pixels to which frames are scaled and center-cropped.
         width: width in pixels to which frames are scaled and center-cropped.
         fps: number of frames to take per second of video; null to take consecutive frames.

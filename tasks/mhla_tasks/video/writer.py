@@ -15,10 +15,11 @@ from mhla_tasks.video.strips import draw_strips
 
 
 class ClipWriter(SampleFolder):
-    """Callback that writes each drawn clip to an MP4 file in the folder ``videos`` as soon as its batch is complete.
+    """Callback that writes each clip drawn from a model to an MP4 file, as soon as all clips of its batch are complete.
 
-    The file names are those that VBench expects. Beside the folder, ``videos.jsonl`` has a line for each clip with its prompt,
-    seed, index and drawing time in seconds. The picture ``videos.png`` shows the first clips.
+    The files are in the folder ``videos``, with the names that VBench expects. Beside the folder, ``videos.jsonl`` has
+    a line for each clip with its prompt, seed, index and drawing time in seconds. The picture ``videos.png`` shows the first
+    clips.
 
     Args:
         folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not

@@ -145,7 +145,7 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
         widths: width of keys, and width of values.
         device: device of the tensors.
         spans: whether to create 300 tokens and exponential mixing coefficients, which the algorithm ``spanning`` requires. If
-            it is false, there are 83 tokens, which are three blocks, and a dense matrix of mixing coefficients.
+            it is false, there are 83 tokens in three blocks, the last one not full, and a dense matrix of mixing coefficients.
 
     Returns:
         Queries, keys, values, and the mixing coefficients: two tensors if they are exponential, one if they are dense.
