@@ -179,6 +179,8 @@ class LinearizedEncoder(TrainingModule):
             network = read_description(pretrained)
         for saved in saved_hyperparameters(self):
             saved["network"] = network
+            # The options of text and image encoders have the same names, so a checkpoint must name its class.
+            saved.setdefault("_class_path", f"{type(self).__module__}.{type(self).__name__}")
         keep_plain(self)
         self._pretrained = pretrained
         self.network = _build(network)

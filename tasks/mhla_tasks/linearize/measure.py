@@ -180,7 +180,7 @@ def seconds_by_length(source: Source, networks: Mapping[str, Any], longest: int 
         if longest is not None and length > longest:
             break
         times: dict[str, list[float]] = {name: [] for name in networks}
-        for repeat in range(REPEATS + 1):
+        for _ in range(REPEATS + 1):
             for name, network in networks.items():
                 begin = time.perf_counter()
                 _forward(source, network, length)
@@ -189,7 +189,7 @@ def seconds_by_length(source: Source, networks: Mapping[str, Any], longest: int 
                 break
         # The first pass allocates memory; it counts only if it is the only one.
         results[length] = {name: statistics.median(values[1:] or values) for name, values in times.items()}
-        if repeat == 0:
+        if len(times["original"]) == 1:
             break
     return results
 

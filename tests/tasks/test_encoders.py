@@ -1,0 +1,237 @@
+"""Encoders with replaced attention learn the vectors of the original: data, losses, metrics, padding, and the way out."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from mhla_tasks.language import LinearizedTextEncoder, TextPassages
+from mhla_tasks.language.tokenizer import train_tokenizer
+from mhla_tasks.tools.export import load_trained, write_export
+from torch.nn import functional as F
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+
+from lightning_mhla import AttentionConfig, load_swapped
+from lightning_mhla.training.encoders import EmbeddingPairs, EncoderDistillation
+
+WORDS = [
+    "a",
+    "block",
+    "of",
+    "tokens",
+    "keeps",
+    "one",
+    "summary",
+    "and",
+    "every",
+    "query",
+    "mixes",
+    "the",
+    "summaries",
+    "with",
+    "learned",
+    "weights",
+    "in",
+    "linear",
+    "time",
+]
+
+
+class MiniTexts:
+    """Files of random sentences for training and validation, and a tokenizer of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.train, self.val = folder / "train.jsonl", folder / "val.jsonl"
+        generator, texts = random.Random(0), []
+        for file, count in ((self.train, 64), (self.val, 24)):
+            documents = [
+                "\n\n".join(" ".join(generator.choices(WORDS, k=generator.randint(8, 60))) for _ in range(12))
+                for _ in range(count)
+            ]
+            file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+            texts += documents
+        self.tokenizer: PreTrainedTokenizerFast = train_tokenizer(texts, 300)
+
+
+def small_bert(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=128, initializer_range=0.2, **sizes)
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> MiniTexts:
+    return MiniTexts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def bert(texts: MiniTexts, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_bert(tmp_path_factory.mktemp("bert"), texts.tokenizer))
+
+
+def passages(texts: MiniTexts, bert: str, **options: Any) -> TextPassages:
+    return TextPassages(str(texts.train), str(texts.val), bert, **{"length": 48, "batch_size": 8, "seed": 0, **options})
+
+
+def encoder(bert: str, **options: Any) -> LinearizedTextEncoder:
+    torch.manual_seed(0)
+    attention = AttentionConfig(kind="mhla", block_size=8, mixing="exponential", feature_map="learned")
+    given = {"attention": attention, "distillation": EncoderDistillation(layer_steps=6, teacher=bert), **options}
+    return LinearizedTextEncoder(bert, **given)
+
+
+def trainer(folder: Path, steps: int, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", max_steps=steps, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+
+
+def test_passages_are_cut_padded_and_grouped_by_length(texts: MiniTexts, bert: str) -> None:
+    data = passages(texts, bert)
+    batches = list(data.val_dataloader())
+    widths = {batch["tokens"].shape[1] for batch in batches}
+    assert len(widths) > 1
+    assert max(widths) <= 48
+    rows = 0
+    for batch in batches:
+        tokens, mask, valid = batch["tokens"], batch["mask"], batch["valid"]
+        rows += int(valid.sum())
+        assert (mask.sum(1) > tokens.shape[1] - 16)[valid].all(), "less than 16 tokens of padding"
+        assert (tokens[mask == 0] == data.tokenizer.pad_token_id).all()
+    paragraphs = [
+        part for line in texts.val.read_text().splitlines() for part in json.loads(line)["text"].split("\n\n")
+    ]
+    assert rows == sum(len(part) >= 40 for part in paragraphs)
+    whole = passages(texts, bert, unit="document").source("validate")
+    assert len(whole) == 24
+    assert whole[0]["tokens"].shape == (48,)
+
+
+def test_a_control_token_that_is_spelled_out_remains_text(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
+    file = tmp_path / "spelled.txt"
+    file.write_text("the spelling of <|endoftext|> in a text is text, and it is not the token that ends a text")
+    source = TextPassages(str(file), str(file), bert, length=96, batch_size=1).source("train")
+    assert texts.tokenizer.eos_token_id not in source[0]["tokens"][source[0]["mask"].bool()]
+
+
+def test_before_training_with_softmax_the_encoder_is_the_original(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
+    model = encoder(bert, attention=AttentionConfig(kind="softmax"), distillation=EncoderDistillation(teacher=bert))
+    (metrics,) = trainer(tmp_path, 1).validate(model, passages(texts, bert), verbose=False)
+    assert metrics["val/cosine"] == pytest.approx(1, abs=1e-5)
+    assert metrics["val/token_cosine"] == pytest.approx(1, abs=1e-5)
+    assert metrics["val/recall_at_10"] > 0.99
+    assert metrics["val/loss"] < 1e-6
+
+
+def test_both_stages_bring_it_closer_and_it_is_exported(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
+    model, data = encoder(bert), passages(texts, bert)
+    before = trainer(tmp_path, 1).validate(model, data, verbose=False)[0]["val/loss"]
+    embeddings = model.network.embeddings.word_embeddings.weight.detach().clone()
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", save_last=True, every_n_train_steps=6, save_top_k=-1)
+    run = trainer(tmp_path, 24, callbacks=[checkpoints], limit_val_batches=0)
+    run.fit(model, data)
+    assert model.linearization.teacher is not None
+    matched = load_trained(next((tmp_path / "checkpoints").glob("*step=6.ckpt")))
+    assert torch.equal(matched.network.embeddings.word_embeddings.weight, embeddings), (
+        "matching trains new attention alone"
+    )
+    halfway = trainer(tmp_path, 1).validate(matched, data, verbose=False)[0]["val/loss"]
+    after = trainer(tmp_path, 1).validate(model, data, verbose=False)[0]["val/loss"]
+    assert after < halfway < before
+    write_export(tmp_path / "checkpoints" / "last.ckpt", tmp_path / "out", False, {})
+    exported = load_swapped(tmp_path / "out").eval()
+    batch = next(iter(data.val_dataloader()))
+    with torch.no_grad():
+        vectors = exported(input_ids=batch["tokens"], attention_mask=batch["mask"]).last_hidden_state
+        weights = batch["mask"][..., None].float()
+        pooled = F.normalize((vectors * weights).sum(1) / weights.sum(1), dim=-1)
+        torch.testing.assert_close(pooled, model.eval()(batch))
+    assert (tmp_path / "out/tokenizer.json").exists()
+    assert "AutoModel.from_pretrained" in (tmp_path / "out/README.md").read_text()
+
+
+def test_padding_changes_no_embedding_and_no_loss(texts: MiniTexts, bert: str) -> None:
+    model = encoder(bert).eval()
+    model.configure_model()
+    tokens = torch.randint(2, 250, (2, 21))
+    narrow = {"tokens": tokens, "mask": torch.ones_like(tokens)}
+    wide = {"tokens": F.pad(tokens, (0, 11), value=1), "mask": F.pad(narrow["mask"], (0, 11))}
+    with torch.no_grad():
+        torch.testing.assert_close(model(narrow), model(wide), atol=1e-5, rtol=1e-4)
+        vectors, wanted = torch.randn(2, 2, 32, 32).unbind()
+        mask = wide["mask"].bool()
+        one = model.distances(vectors, wanted, mask)
+        vectors = torch.where(mask[..., None], vectors, 1e3)
+        other = model.distances(vectors, wanted, mask)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_distances_by_hand(bert: str) -> None:
+    model = encoder(bert, distillation=EncoderDistillation(0, bert, 2.0, 0.0, 3.0))
+    vectors, wanted = torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]])
+    distances = model.distances(vectors, wanted, None)
+    variance = wanted.flatten().var()
+    assert distances["tokens"] == pytest.approx((9 + 4) / 4 / variance)
+    assert distances["embedding"] == pytest.approx(0.5)
+    assert distances["similarity"] == pytest.approx(0.5)
+    assert model._weighted(distances) == pytest.approx(2 * 13 / 4 / variance + 1.5)
+
+
+def test_recall_counts_common_neighbors() -> None:
+    pairs, teacher = EmbeddingPairs(), torch.randn(64, 16)
+    pairs.update(teacher[:40], teacher[:40])
+    pairs.update(teacher[40:] * 3, teacher[40:])
+    assert pairs.compute()["recall_at_10"] == pairs.compute()["mixed_recall_at_10"] == 1
+    pairs.reset()
+    model = torch.randn(64, 16)
+    pairs.update(model, teacher)
+    normalized, reference = F.normalize(model, dim=-1), F.normalize(teacher, dim=-1)
+    shares = []
+    for row in range(64):
+        others = [other for other in range(64) if other != row]
+        by_model = sorted(others, key=lambda other: -float(normalized[row] @ normalized[other]))[:10]
+        by_teacher = sorted(others, key=lambda other: -float(reference[row] @ reference[other]))[:10]
+        shares.append(len(set(by_model) & set(by_teacher)) / 10)
+    assert pairs.compute()["recall_at_10"] == pytest.approx(sum(shares) / 64)
+
+
+def test_a_hybrid_starts_from_a_model_with_all_layers_replaced(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
+    model = encoder(bert)
+    trainer(tmp_path, 2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], limit_val_batches=0).fit(
+        model, passages(texts, bert)
+    )
+    hybrid = encoder(bert, layer_kinds=["keep", "replace"], distillation=EncoderDistillation(0, bert))
+    hybrid._pretrained = str(tmp_path / "last.ckpt")
+    hybrid.configure_model()
+    names = [name for name in hybrid.network.state_dict() if ".swapped." in name]
+    assert names
+    assert all("layer.1." in name for name in names)
+    assert all(torch.equal(hybrid.network.state_dict()[name], model.network.state_dict()[name]) for name in names)
+
+
+def test_mistakes_are_told(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name it by --model"):
+        trainer(tmp_path, 1).validate(
+            encoder(bert, distillation=EncoderDistillation()), passages(texts, bert), verbose=False
+        )
+    with pytest.raises(ValueError, match="pooling='max' is neither 'mean' nor 'first'"):
+        encoder(bert, pooling="max")
+    with pytest.raises(ValueError, match="must be positive"):
+        EncoderDistillation(0, bert, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="length=256 is above the 128 tokens"):
+        trainer(tmp_path, 1).validate(encoder(bert), passages(texts, bert, length=256), verbose=False)
+    with pytest.raises(ValueError, match="lower min_characters"):
+        passages(texts, bert, min_characters=10_000).source("train")
+    with pytest.raises(ValueError, match="name the encoder to linearize"):
+        LinearizedTextEncoder()
+    assert isinstance(AutoModel.from_pretrained(bert), BertModel), "the original folder is unchanged"

@@ -1,0 +1,159 @@
+"""``lightning linearize`` on small pretrained models of three kinds, each used by the next tool in a new process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from test_encoders import MiniTexts, small_bert
+
+from lightning_mhla import load_swapped
+
+LLAMA = {
+    "vocab_size": 0, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1,
+}  # fmt: skip
+
+
+def small_llama(folder: Path, texts: MiniTexts) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "vocab_size": len(texts.tokenizer)}))
+    model.save_pretrained(folder)
+    texts.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def small_dino(folder: Path) -> Path:
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+    Dinov2Model(Dinov2Config(**sizes)).save_pretrained(folder)
+    return folder
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "mhla_tasks", "linearize", *words]
+
+
+def linearize(*words: str) -> str:
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> MiniTexts:
+    return MiniTexts(tmp_path_factory.mktemp("texts"))
+
+
+OPTIONS = ["--length=64", "--batch_size=4", "--val_batches=2", "--accelerator=cpu", "--keep=0.5"]
+
+
+def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "llama", texts)
+    words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
+    said = linearize(*words, "--steps", "4", "4", "--block_size=16")
+    assert "val/perplexity" in said
+    assert "report:" in said
+    work = tmp_path / "out-work"
+    results = json.loads((work / "results.json").read_text())
+    assert sorted(results["layers"]["layer_kinds"]) == ["keep", "replace"]
+    assert len(results["positions"]["original"]) == len(results["positions"]["linearized"]) == 4
+    page = (work / "report.html").read_text()
+    assert "Speed by length" in page
+    assert str(tmp_path) not in page, "the page is to be shown to others"
+    model = load_swapped(tmp_path / "out")
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+    again = linearize(*words, "--steps", "4", "4", "--block_size=16")
+    assert "matching" not in again, "all steps are complete"
+    other = subprocess.run(
+        command(*words, "--steps", "5", "4"), capture_output=True, text=True, check=False, timeout=280
+    )
+    assert other.returncode == 1
+    assert "was begun with a different settings and steps" in other.stderr
+
+
+def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
+    source = small_bert(tmp_path / "bert", texts.tokenizer)
+    words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
+    linearize(*words, "--budget=2s")
+    plan = json.loads((tmp_path / "out-work/plan.json").read_text())
+    assert all(steps >= 4 for steps in plan["steps"])
+    assert all(seconds > 0 for seconds in plan["seconds_per_step"])
+    results = json.loads((tmp_path / "out-work/results.json").read_text())
+    assert results["original"]["val/cosine"] == pytest.approx(1, abs=1e-5)
+    assert results["swapped"]["val/cosine"] < 0.9999
+    assert results["tuning"]["metrics"]["val/loss"] < results["swapped"]["val/loss"]
+
+
+def test_an_image_encoder(tmp_path: Path) -> None:
+    source = small_dino(tmp_path / "dino")
+    for stage, count in (("train", 8), ("val", 4)):
+        folder = tmp_path / "photos" / stage / "photo"
+        folder.mkdir(parents=True)
+        for number in range(count):
+            generator = torch.Generator().manual_seed(number)
+            pixels = torch.randint(256, (60, 70, 3), dtype=torch.uint8, generator=generator)
+            Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    photos = tmp_path / "photos"
+    linearize(
+        str(source), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"), "--steps", "4", "4",
+        "--length=56", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", "--keep=0", "--block_size=2",
+    )  # fmt: skip
+    program = (
+        "import sys, torch; from transformers import AutoModel\n"
+        "model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "print(tuple(model(pixel_values=torch.zeros(1, 3, 84, 84)).last_hidden_state.shape))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.strip() == "(1, 37, 32)", done.stderr[-2000:]
+
+
+def test_killed_and_called_again_it_ends_with_the_same_weights(texts: MiniTexts, tmp_path: Path) -> None:
+    source = small_bert(tmp_path / "bert", texts.tokenizer)
+
+    def words(name: str) -> list[str]:
+        data = ["--train", str(texts.train), "--val", str(texts.val)]
+        return [str(source), str(tmp_path / name), *data, *OPTIONS, "--steps", "6", "40"]
+
+    linearize(*words("undisturbed"))
+    process = subprocess.Popen(command(*words("killed")), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    work = tmp_path / "killed-work" / "tuning"
+    while process.poll() is None and not any(work.glob("checkpoints/*.ckpt")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=120)
+    linearize(*words("killed"))
+    one, other = (load_swapped(tmp_path / name).state_dict() for name in ("undisturbed", "killed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["nowhere", "out", "--train", "a", "--val", "b"],
+            "nowhere is not a checkpoint, a folder or a model on the hub",
+        ),
+        (["missing.gguf", "out", "--train", "a", "--val", "b"], "missing.gguf does not exist"),
+        (["x", "out", "--train", "a", "--val", "b", "--keep=1"], "--keep=1.0 must be a share of the layers"),
+        (["x", "out", "--train", "a", "--val", "b", "--budget=5"], "'5' is not a time such as 90s, 30m or 2h"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
