@@ -34,7 +34,7 @@ LONG_PASS = 10.0
 """Seconds of a forward pass of both models above which it is not repeated, and longer samples are not measured."""
 
 LENGTHS: dict[str, tuple[int, ...]] = {
-    "language": (512, 1024, 2048, 4096, 8192),
+    "language": (128, 512, 1024, 2048, 4096, 8192),
     "text": (64, 128, 256, 512, 1024, 2048),
     "image": (224, 336, 518, 756, 1022),
 }
