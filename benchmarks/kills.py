@@ -227,19 +227,19 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [path]
 
 
-def compare(whole: Path, killed: Path) -> dict[str, Any]:
+def compare(undisturbed: Path, killed: Path) -> dict[str, Any]:
     """Compare an undisturbed run with one that was killed, and count the steps that were repeated.
 
     Args:
-        whole: folder of the undisturbed run.
+        undisturbed: folder of the undisturbed run.
         killed: folder of the killed run.
     """
-    ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
+    ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (undisturbed, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]
     one, two = (end["callbacks"].get("LearningCurves") for end in ends)
     unequal += differences(one, two, "learning curves")
-    once, again = losses(whole), losses(killed)
+    once, again = losses(undisturbed), losses(killed)
     wrong = sorted(set(again) ^ set(once))
     trained = [entry for entry in again if entry[0] == "train/loss"]
     return {

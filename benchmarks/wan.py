@@ -49,7 +49,7 @@ def case(layers: int, latent: tuple[int, ...]) -> FullSize:
             torch.full((1,), 500.0, device=device),
             torch.zeros(1, TEXT, shape.text_dim, device=device),
         ),
-        lambda model, *given: model(*given).sample,
+        lambda model, *inputs: model(*inputs).sample,
         lambda model: model.blocks[-1].attn1,
     )
 

@@ -19,8 +19,8 @@ OPEN_GATE = 1.2784645427610738
 
 def build_norm(config: AttentionConfig, width: int) -> nn.RMSNorm | None:
     """Build the RMSNorm over the ``width`` output features of a head; None if the configuration has no such norm."""
-    wanted = not config.normalize if config.output_norm is None else config.output_norm
-    return nn.RMSNorm(width, OUTPUT_NORM_EPS) if wanted else None
+    has_norm = not config.normalize if config.output_norm is None else config.output_norm
+    return nn.RMSNorm(width, OUTPUT_NORM_EPS) if has_norm else None
 
 
 def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncoding | None) -> Tensor:

@@ -129,7 +129,7 @@ class SequenceRotary:
     def of_tokens(
         self,
         x: Tensor,
-        given: Rotary | None,
+        rotary: Rotary | None,
         order: Tensor | None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
@@ -138,13 +138,13 @@ class SequenceRotary:
 
         Args:
             x: tokens in the operator's order.
-            given: angles from the caller, in the order in which the tokens entered; None for positions counted from 0.
+            rotary: angles from the caller, in the order in which the tokens entered; None for positions counted from 0.
             order: permutation from the order of entry into that of the operator, ``[N]``; None if they are the same.
             cu_seqlens: bounds of packed sequences, see :func:`sequence_positions`.
             share: part of each sequence that this process holds; None for complete sequences.
         """
-        if given is not None:
-            return given if order is None else given.select(order)
+        if rotary is not None:
+            return rotary if order is None else rotary.select(order)
         start = 0 if share is None else share.start
         return self.angles(start + sequence_positions(x, cu_seqlens))
 

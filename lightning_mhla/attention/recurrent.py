@@ -228,8 +228,8 @@ class RecurrentAttention(Attention):
         out, memory = self.recur(operands, initial_state=memory, backend=self.options.backend)
         if self.conv is not None:
             last = self.conv.carry(self._joined(inputs), last, counts)
-        before = (0,) * batch if state is None else state.lengths
-        lengths = tuple(a + b for a, b in zip(before, counts, strict=True))
+        previous_lengths = (0,) * batch if state is None else state.lengths
+        lengths = tuple(a + b for a, b in zip(previous_lengths, counts, strict=True))
         return self.skip(out, operands), RecurrentState(lengths, memory, last)
 
     def _joined(self, inputs: AttentionInputs) -> Tensor:
@@ -280,9 +280,9 @@ class RecurrentAttention(Attention):
         """Count the floating-point operations of the recurrence on a sequence of ``tokens`` tokens, computed in chunks."""
         directions = 2 if not self.causal and self.options.direction == "both" else 1
         chunk = chunk_tokens(max(self.key_width, self.value_width))
-        each = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
+        multiply_adds = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
         convolved = 0 if self.conv is None else self.conv.weight.numel() / self.heads
-        return 2.0 * directions * self.heads * tokens * (each + convolved)
+        return 2.0 * directions * self.heads * tokens * (multiply_adds + convolved)
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:

@@ -38,13 +38,13 @@ from lightning_mhla.system.files import beside, exchange, flush, remove, write_w
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
-def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, Any]) -> None:
     """Write a sharded checkpoint atomically. Collective: every process passes its own shards of the tensors.
 
     Args:
         path: path of the folder. An existing checkpoint is replaced once the new one is complete.
         tensors: nested dicts of DTensors, tensors and plain values.
-        rest: plain values, the same on every process; those of the first process are written.
+        other_entries: plain values, the same on every process; those of the first process are written.
 
     Raises:
         OSError: on every process, if any process cannot write its part. An existing checkpoint stays unchanged.
@@ -61,7 +61,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     try:
         metadata = save(tensors, storage_writer=FileSystemWriter(aside))
         if rank == 0:
-            torch.save(rest, aside / REST)
+            torch.save(other_entries, aside / REST)
             (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
         own_files = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
         own_files += sorted(aside.glob(f"__{rank}_*"))

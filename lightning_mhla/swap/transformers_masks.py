@@ -39,7 +39,7 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 
 
 def real_of_decoder(
-    attention_mask: Any, x: Tensor, cache: Any, given: tuple[Any] | None, position_ids: Tensor | None
+    attention_mask: Any, x: Tensor, cache: Any, given_mask: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
     """Return the mask of a decoder's non-padding tokens, from the mask that the model was called with if it is known.
 
@@ -52,7 +52,7 @@ def real_of_decoder(
             cached token and each of the N tokens; None without a mask.
         x: inputs of the attention module, ``[B, N, dim]``.
         cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
-        given: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that argument is
+        given_mask: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that argument is
             not known.
         position_ids: positions, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
@@ -62,9 +62,9 @@ def real_of_decoder(
     Raises:
         ValueError: if :func:`key_mask` rejects the mask, or documents are packed in a graph.
     """
-    if given is not None and isinstance(given[0], Tensor) and given[0].dim() == 2:
-        return key_mask(given[0], x, cache)
-    if given is not None and given[0] is None and torch.compiler.is_compiling():
+    if given_mask is not None and isinstance(given_mask[0], Tensor) and given_mask[0].dim() == 2:
+        return key_mask(given_mask[0], x, cache)
+    if given_mask is not None and given_mask[0] is None and torch.compiler.is_compiling():
         if attention_mask is None or cache is not None:
             return None
         if position_ids is not None:

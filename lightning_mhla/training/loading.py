@@ -20,7 +20,9 @@ Module = TypeVar("Module", bound=TrainingModule)
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
     """Return whether a training module class accepts ``memory``, the hyperparameters of a checkpoint, as its arguments."""
     options = {name for name in present_options("model", kind, memory) if not name.startswith("_")}
-    parameters = {name: each for name, each in inspect.signature(kind.__init__).parameters.items() if name != "self"}
+    parameters = {
+        name: parameter for name, parameter in inspect.signature(kind.__init__).parameters.items() if name != "self"
+    }
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     return bool(options) and options <= set(parameters) and needed <= options
 

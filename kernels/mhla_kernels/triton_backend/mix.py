@@ -183,10 +183,10 @@ class DenseMixer:
         )  # fmt: skip
         return [gradient.sum(0)]
 
-    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+    def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add the gradient of the diagonal coefficients m[i, i] to the gradient of the matrix, in place.
 
         See :meth:`TritonMixer.add_own` for the arguments.
         """
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
-        diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])
+        diagonal += sum_at(diagonal_gradient, call.tables.table[_ROW], diagonal.shape[-1])

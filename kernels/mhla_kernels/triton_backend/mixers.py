@@ -53,7 +53,7 @@ class TritonMixer(Protocol):
             Gradient of each tensor of coefficients, ``[B * H, ...]``.
         """
 
-    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+    def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add gradients of the diagonal coefficients m[i, i] to the gradients of the coefficient tensors, in place.
 
         Causal attention applies m[i, i] to pairs of tokens in block i, so these gradients do not arise from mixed summaries.
@@ -61,7 +61,7 @@ class TritonMixer(Protocol):
         Args:
             call: arguments and tables of the operator's call.
             gradients: result of :meth:`gradients`, changed in place.
-            own: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, M]`` float32.
+            diagonal_gradient: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, M]`` float32.
         """
 
 

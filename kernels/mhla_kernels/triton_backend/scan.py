@@ -165,12 +165,12 @@ class ExponentialMixer:
         )  # fmt: skip
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
-    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+    def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add the gradient of the diagonal coefficients m[i, i] to the gradient of each amplitude, in place.
 
         Each coefficient m[i, i] is the sum of the amplitudes. See :meth:`TritonMixer.add_own` for the arguments.
         """
-        gradients[0] += own.sum(-1, keepdim=True)
+        gradients[0] += diagonal_gradient.sum(-1, keepdim=True)
 
 
 def _head_stride(amplitude: Tensor) -> int:

@@ -99,19 +99,19 @@ def forward(call: Call) -> Tensor:
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
 
 
-def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
+def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
     """Run the backward pass of the spanning form with Triton kernels.
 
     Args:
         call: arguments and tables of the operator's call.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
     Returns:
         Gradients of q, k and v, None for those not wanted; and gradients ``[B * H, ...]`` of the tensors of
         :class:`mhla_kernels.mixing.span.Span`, an empty list if not wanted.
     """
-    of_q, of_k, of_v, of_mixing = wanted
+    of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, call.k, call.v
     sums = weights = dq = dk = dv = by_query = by_key = None
     coefficients: list[Tensor] = []

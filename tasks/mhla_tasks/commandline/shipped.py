@@ -21,19 +21,19 @@ def names() -> list[str]:
     return sorted(str(path.relative_to(folder())) for path in folder().rglob("*.yaml"))
 
 
-def resolve(words: Sequence[str]) -> list[str]:
+def resolve(arguments: Sequence[str]) -> list[str]:
     """Replace each ``mhla://NAME`` in command-line arguments with the path of the shipped configuration of that name.
 
     If an argument has ``mhla://`` without a name, the names of all shipped configurations are printed and the program exits.
 
     Args:
-        words: arguments after the name of the program.
+        arguments: arguments after the name of the program.
 
     Raises:
         FileNotFoundError: if a name is unknown. The message suggests a similar one.
     """
     resolved = []
-    for word in words:
+    for word in arguments:
         option, prefix, name = word.partition(PREFIX)
         if prefix and option in ("", "--config=", "-c="):
             available = names()

@@ -102,14 +102,14 @@ class LinearizedModel(CausalLanguageModel):
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
-        own = [
+        defined_tokens = [
             (setting, name, getattr(setting, name))
             for setting, names in zip(settings, named, strict=True)
             for name in TOKENS
             if names.get(name) is not None
         ]
         super().use_tokenizer(tokenizer)
-        for setting, name, token in own:
+        for setting, name, token in defined_tokens:
             setattr(setting, name, token)
 
     @override
@@ -178,29 +178,29 @@ def source_network(pretrained: str) -> dict[str, Any]:
     path = Path(pretrained)
     if path.exists() and not (path / "config.json").is_file():
         memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
-        found = memory.get("network")
-        if found is None:
+        stored_network = memory.get("network")
+        if stored_network is None:
             raise ValueError(
                 f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
                 "--model.attention.kind and pretrained of LanguageModel"
             )
-        options = {"vocab_size": memory.get("vocab_size"), **(found.get("init_args") or {})}
-        return {**found, "init_args": options}
+        options = {"vocab_size": memory.get("vocab_size"), **(stored_network.get("init_args") or {})}
+        return {**stored_network, "init_args": options}
     config = read_configuration(pretrained)
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ValueError(
             f"{pretrained} is quantised ({method}), and its attention cannot be trained; name the model it was made from"
         )
-    saved, known = config.to_diff_dict(), known_options(type(config))
+    saved, valid_options = config.to_diff_dict(), known_options(type(config))
     plain = {name: value for name, value in saved.items() if name not in OWN and not name.startswith("_")}
     network: dict[str, Any] = {
         "class_path": f"transformers.{type(config).__name__}",
         "init_args": {
-            "vocab_size": config.vocab_size, **{name: value for name, value in plain.items() if name in known}
+            "vocab_size": config.vocab_size, **{name: value for name, value in plain.items() if name in valid_options}
         },
     }  # fmt: skip
-    if extra := {name: value for name, value in plain.items() if name not in known}:
+    if extra := {name: value for name, value in plain.items() if name not in valid_options}:
         network["extra"] = extra
     if generation := read_generation(pretrained):
         network["generation_config"] = generation
@@ -244,8 +244,8 @@ def read_generation(pretrained: str) -> dict[str, Any]:
         if isinstance(error, OSError) and not file.exists():
             return {}
         raise ValueError(f"{file}: {reason(error)}; correct it, or remove the file") from error
-    kept = settings.to_diff_dict()
-    return {name: value for name, value in kept.items() if name != "transformers_version" and not name.startswith("_")}
+    plain = settings.to_diff_dict()
+    return {name: value for name, value in plain.items() if name != "transformers_version" and not name.startswith("_")}
 
 
 def load_source(network: PreTrainedModel, pretrained: str) -> None:

@@ -93,18 +93,18 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(costs: dict[str, Any]) -> str:
     """Format the result of :func:`measure` as a table for the terminal."""
-    losses = LayerCosts(found["original"], found["replaced"], found["alone"])
-    lines = [f"nats per {found['unit']:<10} against the original"]
+    losses = LayerCosts(costs["original"], costs["replaced"], costs["alone"])
+    lines = [f"nats per {costs['unit']:<10} against the original"]
     rows: Sequence[tuple[str, float]] = [
         ("original", losses.original),
         *((f"layer {index} new", value) for index, value in losses.alone.items()),
         ("all new", losses.replaced),
-        (f"kept: {', '.join(map(str, found['kept'])) or 'none'}", found["hybrid"]),
+        (f"kept: {', '.join(map(str, costs['kept'])) or 'none'}", costs["hybrid"]),
     ]
     lines += [f"{name:<14} {value:.4f}  {value - losses.original:+.4f}" for name, value in rows]
-    return "\n".join([*lines, f"layer_kinds: [{', '.join(found['layer_kinds'])}]", ""])
+    return "\n".join([*lines, f"layer_kinds: [{', '.join(costs['layer_kinds'])}]", ""])
 
 
 def _data(path: Path) -> LightningDataModule:

@@ -10,11 +10,11 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 
 @passes_on
-def doctor(words: Sequence[str]) -> int:
+def doctor(arguments: Sequence[str]) -> int:
     """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON."""
     from mhla_tasks.tools.doctor import main
 
-    return main(words)
+    return main(arguments)
 
 
 def completion(parser: ArgumentParser) -> Run:
