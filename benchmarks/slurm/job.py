@@ -74,7 +74,7 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
     return folder / "config.yaml"
 
 
-class Job:
+class SlurmJob:
     """Training run as a job of a SLURM cluster. The constructor submits it.
 
     Args:

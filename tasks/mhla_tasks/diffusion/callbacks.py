@@ -1,8 +1,8 @@
 """Callbacks of class-to-image diffusion that draw and score samples during training.
 
 The shared classes accept any sampling options, since every domain has its own; the classes here accept those of
-:class:`SamplingConfig` only, which are checked when a configuration is read. Parameters are written out, because an error about
-an unknown option can suggest the nearest one only for classes without ``**kwargs``.
+:class:`DiTSamplingConfig` only, which are checked when a configuration is read. Parameters are written out, because an error
+about an unknown option can suggest the nearest one only for classes without ``**kwargs``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from lightning_mhla.generative import drawing, fidelity
-from mhla_tasks.diffusion.sampling import SamplingConfig
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
@@ -31,7 +31,7 @@ class ClassSampleGrid(drawing.SampleGrid):
     def __init__(
         self,
         samples: int = 100,
-        sampling: SamplingConfig | None = None,
+        sampling: DiTSamplingConfig | None = None,
         every_n_steps: int | None = 10_000,
         at_end: bool = True,
         batch_size: int = 64,
@@ -70,7 +70,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
         samples: int = 50_000,
         reference: str = "train",
         features: fidelity.FeatureNetwork | None = None,
-        sampling: SamplingConfig | None = None,
+        sampling: DiTSamplingConfig | None = None,
         every_n_steps: int | None = 50_000,
         at_end: bool = True,
         batch_size: int = 64,

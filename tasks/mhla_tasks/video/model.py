@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class WanTransformerConfig:
     """Sizes of a ``WanTransformer3DModel``, by diffusers' names; the defaults are those of Wan2.1-T2V-1.3B.
 
     Args:
