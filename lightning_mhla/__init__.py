@@ -1,7 +1,7 @@
-"""Shared by the domains: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints.
+"""Linear attention (MHLA) and models built with it, for use in PyTorch and in Lightning training.
 
-The attention layers need torch alone. What needs more packages is imported when it is first used, so that
-``from lightning_mhla import MHLA`` works beside a plain torch.
+The attention layers need no packages except torch, so they can be imported in an environment that has only torch. Modules that
+need other packages are imported on first use.
 """
 
 from __future__ import annotations

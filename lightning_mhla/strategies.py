@@ -1,4 +1,4 @@
-"""Strategies for the trainer, by the path that configurations name them by."""
+"""Strategies for the Trainer that configurations can name by a short path, ``lightning_mhla.strategies.NAME``."""
 
 from lightning_mhla.training.strategies import FullyShardedStrategy
 

@@ -1,10 +1,18 @@
-"""The vision models by timm's names: ``import lightning_mhla.timm``, then ``timm.create_model("mhla_vlt_t")``.
+"""Vision models of this package in timm's registry: after ``import lightning_mhla.timm``, ``timm.create_model`` builds them.
 
-mhla_vlt_{t,s,b,l} are VLT with MHLA, ravlt_{t,s,b,l} with RALA, mavit_{t,s,b,l} with MALA and the wider head of MAViT;
-mhla_deit_{t,s,b} are DeiT with MHLA. ``attention={...}`` and, for VLT, ``stages={...}`` change options of
-:class:`lightning_mhla.AttentionConfig` and :class:`lightning_mhla.vision.StageConfig`. No weights are published; timm's own
-``checkpoint_path`` loads what its scripts trained. ``lightning timm SCRIPT`` runs one of those scripts with these models.
-Folders of swapped models of timm (:func:`lightning_mhla.swap.save_swapped`) are known too, as ``local-dir:FOLDER``.
+The first part of a model's name stands for its architecture and attention, the last part for its size:
+
+- ``mhla_vlt_{t,s,b,l}``: VLT with MHLA
+- ``ravlt_{t,s,b,l}``: VLT with RALA
+- ``mavit_{t,s,b,l}``: VLT with MALA and the wider head of MAViT
+- ``mhla_deit_{t,s,b}``: DeiT with MHLA
+
+Options of the attention are set with ``timm.create_model("mhla_vlt_t", attention={...})``; see
+:class:`lightning_mhla.AttentionConfig`. For VLT, ``stages={...}`` sets options of :class:`lightning_mhla.vision.StageConfig`.
+No pretrained weights are published. To load weights that timm's training script wrote, pass ``checkpoint_path`` to
+``timm.create_model``. ``lightning timm SCRIPT`` runs a script of timm with these models.
+``timm.create_model("local-dir:FOLDER", pretrained=True)`` loads a timm model with replaced attention that
+:func:`lightning_mhla.swap.save_swapped` saved.
 """
 
 from __future__ import annotations
@@ -63,10 +71,10 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with timm's names replaced by the names of this package.
+    """Return the options under this package's names instead of timm's, such as ``channels`` instead of ``in_chans``.
 
     Raises:
-        ValueError: if an option asks for dropout, which the models do not have.
+        ValueError: if ``drop_rate`` is not 0, since the models have no dropout.
     """
     if options.pop("drop_rate", 0):
         raise ValueError("these models have no dropout (drop_rate); drop_path_rate is stochastic depth")

@@ -1,7 +1,8 @@
-"""The MHLA operator: linear-cost attention with learned mixing of block summaries, as pure functions of tensors.
+"""Multi-head linear attention (MHLA) as pure functions of tensors: attention at linear cost that mixes block summaries.
 
-Paper: arXiv 2601.07832. The package depends on torch, and on triton for the fused kernels. It does not use the rest of the
-suite.
+Tokens are divided into blocks. The summary of a block is a sum over its keys and values. Each query block reads a mixture of
+all summaries, with learned coefficients (arXiv 2601.07832). The package depends on torch, and on triton for the fused kernels.
+It does not import any other package of this repository.
 """
 
 from mhla_kernels.attention import attention_matrix, mhla_attention

@@ -1,6 +1,6 @@
-"""Public functions of the operator for complete sequences.
+"""Public functions that compute multi-head linear attention (MHLA) for complete sequences, instead of token by token.
 
-The arguments are checked once, here. The forms behind these functions assume that the arguments are valid.
+The arguments are checked once, here. The algorithms that these functions call assume valid arguments.
 
 Shape letters: B batch, N tokens, H heads, Dk and Dv widths of a key and of a value, M blocks, S packed sequences.
 """
@@ -42,58 +42,63 @@ def mhla_attention(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Compute linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
+    """Compute linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
 
     **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
-    ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative features raise a
-    ValueError on a CPU, and on an accelerator at the first call. Compiled graphs do not detect them.
+    ``feature_map="relu"``, map q and k yourself (with ``elu(x) + 1``, for example), or pass ``normalize=False``. On a CPU,
+    every call raises a ValueError for negative features. On an accelerator, only the first call checks them. Compiled graphs do
+    not check them.
 
-    The weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. Each row of weights is divided
-    by its sum + ``eps`` if ``normalize`` is on, and is multiplied by ``scale`` otherwise. Sums are accumulated in float32
-    (float64 for float64 inputs), also under autocast.
+    The tokens are divided into blocks, and the keys and values of each block are summarized as sums of ``k_j v_j^T``. With b(t)
+    for the block of token t, the weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If
+    ``normalize`` is on, each row of weights is divided by its sum + ``eps``. Otherwise it is multiplied by ``scale``. Sums are
+    accumulated in float32 (float64 for float64 inputs), also under autocast.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``. With ``normalize``, nonnegative after the feature map.
-        k: keys, ``[B, N, Hkv, Dk]``. With ``normalize``, nonnegative after the feature map. Hkv divides H: every key and
-            value head serves ``H / Hkv`` neighboring query heads.
+        q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk. With ``normalize``, nonnegative after
+            the feature map.
+        k: keys, ``[B, N, Hkv, Dk]``. With ``normalize``, nonnegative after the feature map. Hkv divides H: every key and value
+            head serves ``H / Hkv`` neighboring query heads.
         v: values, ``[B, N, Hkv, Dv]``.
         mixing: coefficients m of M blocks, ``[M, M]`` for all heads or ``[H, M, M]``. Row i holds the weights that query block
-            i gives to the key blocks. Causal attention uses the top left corner of a larger matrix; bidirectional attention
-            needs a matrix of exactly this size. An :class:`ExponentialMixing` covers any number of blocks, at a cost that is
-            linear in this number. (Bidirectional attention on Triton is an exception: it computes the matrix.) Other subclasses
-            of :class:`mhla_kernels.mixing.Mixing` are accepted too.
+            i gives to the key blocks. Causal attention accepts a matrix for more blocks, and uses its top left corner.
+            Bidirectional attention does not. An :class:`ExponentialMixing` covers any number of blocks (unless it is made for a
+            grid of blocks), at a cost that is linear in this number. (Bidirectional attention on Triton is an exception: it
+            computes the matrix.) Other subclasses of :class:`mhla_kernels.mixing.Mixing` are accepted too.
         block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
-        block_offsets: M + 1 integers, the first token of each block and N at the end, for blocks of uneven size;
-            bidirectional only. Prefer a tuple: reading a tensor on an accelerator waits for the device.
+        block_offsets: M + 1 integers for blocks of uneven size: the index of the first token of each block, followed by N. For
+            bidirectional attention only. Prefer a tuple: reading a tensor on an accelerator waits for the device.
         causal: whether token t attends to tokens ``j <= t`` only.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
-        eps: positive number that is added to the normalizer.
+        eps: positive number that is added to the sum of a row of weights before the division.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
-        key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block. Their outputs
-            are zero, and no gradient passes through them. The output of a token that sees no key is zero, too.
-        cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1. Blocks are
-            counted from the first token of each sequence. Packing requires one of: causal attention, exactly M blocks in every
-            non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are checked at once; values on
-            an accelerator are checked by the device itself, without waiting for it.
-        form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"spanning"`` (chunks of several blocks, for an
-            :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the definition, N x N), or
-            ``"auto"``: the cheapest of the first three. Where ``torch.export`` leaves N open, ``"auto"`` takes block
-            summaries and applies exponential mixing as its matrix.
+        key_mask: ``[B, N]`` bool, False for masked tokens. No token attends to a masked token. Masked tokens keep their
+            position and block. Their outputs are zero, and no gradient passes through them. The output of a token that attends
+            to no key is zero, too. None masks no token.
+        cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
+            followed by N. Blocks are counted from the first token of each sequence. Packing requires one of: causal attention,
+            exactly M blocks in every non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are
+            checked at once; values on an accelerator are checked by the device itself, without waiting for it. None if each row
+            is one sequence.
+        form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
+            several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
+            ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. If N is symbolic under
+            ``torch.export``, ``"auto"`` means ``"chunked"``, and exponential mixing is applied as a matrix.
         backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU in
             Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros if q and k have no features (Dk = 0).
 
-        With ``causal``, a finite query, key or value at a later token does not change an earlier output by one bit, in any
-        form. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or value
-        that is infinite or NaN makes the rows of its block non-finite, from its own row on. Rows of later blocks are then
+        With ``causal``, a finite query, key or value at a later token does not change a single bit of an earlier output, with
+        any algorithm. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or
+        value that is infinite or NaN makes the rows of its block non-finite, from its own row on. Rows of later blocks are then
         meaningless (with ``"parallel"`` they are non-finite).
 
     Raises:
-        ValueError: for shapes, sizes and options that do not fit together, and for negative features or coefficients with
-            ``normalize``. The message names the value and the remedy.
+        ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
+            decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the remedy.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
@@ -135,10 +140,32 @@ def attention_matrix(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Compute the weights ``[B, H, N, N]`` that :func:`mhla_attention` applies to ``v``.
+    """Compute the matrix of weights with which :func:`mhla_attention` sums the values.
 
-    The weights are float32 (float64 for float64 inputs). Memory grows with N squared, so this function is for analysis and
-    tests. Arguments and errors are those of :func:`mhla_attention`.
+    Entry ``[b, h, t, j]`` is the weight that query token t gives to key token j, after normalization or scaling. Memory grows
+    with N squared, so this function is for analysis and tests.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
+        mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`.
+        block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
+        block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        normalize: whether each row of weights is divided by its sum.
+        scale: factor on the weights, only without ``normalize``; None means ``Dk ** -0.5``.
+        eps: positive number that is added to the sum of a row of weights before the division.
+        feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
+        key_mask: ``[B, N]`` bool, False for masked tokens, whose rows and columns are zero; None masks no token.
+        cu_seqlens: for S packed sequences, ``[S + 1]`` integers: the index of the first token of each sequence, followed by N.
+            None if each row is one sequence.
+
+    Returns:
+        Weights, ``[B, H, N, N]``, in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: for arguments that :func:`mhla_attention` rejects.
+        TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     problem = check_problem(
         q, k, k, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=normalize, scale=scale,
@@ -150,9 +177,10 @@ def attention_matrix(
 
 
 def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
-    """Choose the cheapest form for a call, or ``"chunked"`` if the number of tokens is symbolic, as under ``torch.export``.
+    """Choose the algorithm with the lowest estimated cost for an attention call: parallel, chunked or spanning.
 
-    The Triton kernels compute no token pairs across packed sequences, so their cost is that of sequences of average length.
+    If the number of tokens is symbolic, as under ``torch.export``, the choice is always ``"chunked"``. The Triton kernels
+    compute no token pairs across packed sequences, so their cost is estimated for sequences of average length.
 
     Args:
         problem: checked arguments of the call.
@@ -174,7 +202,10 @@ def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Return a context in which autocast is off for a type of device, so that sums keep the dtype of their inputs."""
+    """Return a context manager that turns autocast off for a type of device, such as ``"cuda"``.
+
+    Sums that are computed inside the context keep the dtype of their inputs.
+    """
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -1,4 +1,4 @@
-"""Choice between the PyTorch forms and the Triton kernels for a call."""
+"""Choice between PyTorch and the Triton kernels for an attention call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ by #10988), and read shared memory or registers of Hopper's matrix products out 
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Check that ``form`` and ``backend`` are names that the operator knows.
+    """Check that ``form`` names a known attention algorithm and ``backend`` a known backend.
 
     Raises:
         ValueError: if a name is unknown; the message lists the known ones.
@@ -49,18 +49,18 @@ def check_form_and_backend(form: str, backend: str) -> None:
 
 
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
-    """Choose between PyTorch and Triton for a call.
+    """Choose whether PyTorch or the Triton kernels compute an attention call.
 
     Args:
-        backend: requested backend: ``"torch"``, ``"triton"`` or ``"auto"``. ``"auto"`` chooses Triton on a GPU that Triton
-            supports, unless the installed version may miscompile the kernels there.
-        q: queries.
-        k: keys.
-        v: values.
-        form: form of the operator.
+        backend: requested backend. ``"torch"`` and ``"triton"`` are returned as they are. ``"auto"`` chooses Triton on a GPU if
+            the kernels support the call, unless the installed version of Triton may miscompile them there.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``.
+        form: requested algorithm, such as ``"chunked"`` or ``"auto"``. ``"reference"`` runs in PyTorch only.
 
     Raises:
-        ValueError: if Triton is requested and cannot run the call.
+        ValueError: if ``backend`` is ``"triton"`` and the kernels cannot run the call; the message states the reason.
     """
     if backend == "torch" or (backend == "auto" and not is_native(q)):
         return "torch"
@@ -73,14 +73,14 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Return whether Triton would compile kernels for the device of ``q``, instead of interpreting them."""
+    """Return whether the queries ``q`` are on a GPU. There, Triton compiles its kernels; on a CPU, it interprets them."""
     return q.is_cuda
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return the reason why ``backend="auto"`` avoids the installed Triton on the GPU of ``q``; None if it does not.
+    """Return why ``backend="auto"`` must not use the installed Triton on the GPU of ``q``; None if it may.
 
-    The first time that there is a reason, a warning states it.
+    Old versions of Triton miscompile the kernels on some GPUs. A warning states the reason the first time.
     """
     if not q.is_cuda:
         return None
@@ -109,7 +109,7 @@ def _distrust(major: int, installed_version: str) -> str | None:
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
-    """Return the reason why Triton cannot run a call; None if it can."""
+    """Return why Triton cannot compute attention for these tensors with the algorithm ``form``; None if it can."""
     if form == "reference":
         return "the reference form exists only in PyTorch"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):

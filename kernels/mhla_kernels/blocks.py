@@ -1,6 +1,6 @@
-"""Assignment of tokens to blocks: short last blocks, uneven blocks and packed sequences.
+"""Assignment of tokens to blocks, which handles short last blocks, uneven blocks and packed sequences.
 
-Only this module deals with these cases.
+Every block has the same number of slots. A slot without a token holds zeros.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
 """
@@ -23,7 +23,7 @@ Table = TypeVar("Table")
 
 
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Copy integers from the CPU to ``device`` as an int64 tensor, without waiting for pending work of the device."""
+    """Return integers as an int64 tensor on ``device``, without waiting for pending work of the device."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if host.device.type == "cpu" and device.type == "cuda" and is_real(host.device):
         host = host.pin_memory()  # only copies from pinned memory are asynchronous
@@ -31,7 +31,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return whether a new tensor on ``device`` is an ordinary tensor with data, not a fake tensor of torch's tracing."""
+    """Return whether a new tensor on ``device`` holds data, instead of being a fake tensor for torch's tracing."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -42,18 +42,22 @@ _of_graphs: dict[tuple[Any, ...], Any] = {}
 
 
 def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table:
-    """Return the index table ``make(device, *sizes)``, from a cache if possible.
+    """Make a table of indices on a device with ``make(device, *sizes)``, or return it from a cache.
 
     The cache saves time because every layer needs the same tables at every step.
 
-    Each stream has its own cached tables, so that a table is written before the same stream reads it. While a CUDA graph is
-    captured, the table of any stream is used: capture starts when the device has finished all earlier work. Such a table stays
-    cached for the life of the process, since the graph reads its memory. While torch traces, no cached table is used.
+    Each CUDA stream has cached tables of its own, because one stream could read a table before another stream has written it.
+    During the capture of a CUDA graph, a cached table of any stream is used, since all earlier work is finished when capture
+    starts. Such a table stays cached for the life of the process, because the graph reads its memory. While torch traces, the
+    cache is not used.
 
     Args:
-        make: function that makes a table which depends only on its arguments.
+        make: function that makes the table, which must depend on nothing but ``device`` and ``sizes``.
         device: device of the table.
-        sizes: hashable arguments of ``make``.
+        sizes: further arguments of ``make``, which must be hashable.
+
+    Returns:
+        The table. Callers share it and must not change it.
     """
     if not is_real(device):
         return make(device, *sizes)
@@ -81,7 +85,7 @@ PRIMES = (7, 11, 13)
 
 
 def is_dynamic(size: int) -> bool:
-    """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``, so that no branch may depend on it."""
+    """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``, so that code must not branch on its value."""
     if isinstance(size, torch.SymInt):
         return True
     # Dynamo shows open sizes as plain integers. All remainders are known only for a plain number. The remainder of an open size
@@ -94,7 +98,7 @@ def is_dynamic(size: int) -> bool:
 def divide_up(number: int, size: int) -> int:
     """Return ``number / size``, rounded up.
 
-    Graphs that compute a symbolic size as ``-(-number // size)`` fail their own guards (torch 2.15).
+    ``-(-number // size)`` is avoided: graphs that contain it with a symbolic size fail their own guards (torch 2.15).
     """
     return (number + size - 1) // size
 
@@ -102,16 +106,16 @@ def divide_up(number: int, size: int) -> int:
 def at_most(number: int, most: int) -> int:
     """Return the smaller of ``number`` and ``most``.
 
-    This is a branch because graphs with a symbolic number in ``min`` fail their own guards (torch 2.15).
+    ``min`` is not called, because graphs that contain it with a symbolic number fail their own guards (torch 2.15).
     """
     return most if number > most else number
 
 
 def surely_equal(one: int, two: int) -> bool:
-    """Return whether two sizes are equal; in a compiled graph, whether they are equal for every size that the graph accepts.
+    """Return whether two sizes are equal; during compilation, whether they are equal for every size that the graph accepts.
 
-    In a graph, ``one == two`` would become a guard, and the graph would accept only the sizes for which the guard holds.
-    PyTorch would compile another graph for the remaining sizes.
+    A plain ``one == two`` would add a guard to the graph, which would then accept only sizes that satisfy it. PyTorch would
+    compile a second graph for all others.
     """
     if not torch.compiler.is_compiling():
         return one == two
@@ -123,8 +127,8 @@ def surely_equal(one: int, two: int) -> bool:
 def count_blocks(tokens: int, block_size: int) -> int:
     """Return the number of blocks that ``tokens`` tokens fill; an upper bound if the number of tokens is symbolic.
 
-    The bound is up to two blocks too large. ``torch.export`` turns sizes of 0 and 1 into constants, so a symbolic number of
-    blocks must be at least 2.
+    The bound exceeds the true number by at most 2. It is at least 2, because ``torch.export`` turns sizes of 0 and 1 into
+    constants.
     """
     if not is_dynamic(tokens):
         return divide_up(tokens, block_size)
@@ -134,15 +138,17 @@ def count_blocks(tokens: int, block_size: int) -> int:
 
 
 class TokenLayout(NamedTuple):
-    """Partition of the tokens of a row into equal blocks, uneven blocks, or packed sequences of equal blocks.
+    """Sizes and offsets that describe how the tokens of a batch row are divided into blocks.
 
-    A layout holds only sizes and offsets. :meth:`partition` makes the index tables that put tokens in block order.
+    There are three cases: blocks of equal size, blocks of uneven size, and packed sequences, each divided into blocks of equal
+    size. The last block of a sequence may be shorter than the others. :meth:`partition` makes the index tables that put tokens
+    in block order.
 
     Attributes:
-        tokens: number of tokens N.
+        tokens: number of tokens N in a row.
         block_size: tokens in a block; 0 for uneven blocks.
         block_offsets: index of the first token of each uneven block, followed by N; None for equal blocks.
-        cu_seqlens: index of the first token of each packed sequence, followed by N, ``[S + 1]``; None if the row is one
+        cu_seqlens: index of the first token of each of S packed sequences, followed by N, ``[S + 1]``; None if the row is one
             sequence.
     """
 
@@ -153,12 +159,12 @@ class TokenLayout(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is symbolic, see :func:`is_dynamic`."""
+        """Whether the number of tokens is symbolic, as in a graph that ``torch.export`` or ``torch.compile`` traces."""
         return is_dynamic(self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks M; for packed sequences, an upper bound of their total number of blocks."""
+        """Number of blocks M; for packed sequences, an upper bound of the total over all sequences."""
         if self.block_offsets is not None:
             return len(self.block_offsets) - 1
         blocks = divide_up(self.tokens, self.block_size)
@@ -167,7 +173,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Largest number of blocks that one sequence of the row can have, which the mixing coefficients must cover."""
+        """Largest number of blocks in any one sequence; the mixing coefficients must cover this number."""
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
     @property
@@ -178,11 +184,11 @@ class TokenLayout(NamedTuple):
         return at_most(self.block_size, self.tokens)
 
     def in_chunks(self, blocks: int) -> TokenLayout:
-        """Return a layout whose blocks are chunks: each chunk joins ``blocks`` consecutive blocks of this layout."""
+        """Return a layout with larger blocks (chunks), each of which joins ``blocks`` consecutive blocks of this layout."""
         return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
 
     def token_blocks(self, device: torch.device) -> TokenBlocks:
-        """Compute the block index and the sequence index of every token, without waiting for the device."""
+        """Compute for every token the index of its block and of its packed sequence, without waiting for the device."""
         position = torch.arange(self.tokens, device=device)
         if self.block_offsets is not None:
             inner = on_device(self.block_offsets[1:-1], device)
@@ -194,7 +200,7 @@ class TokenLayout(NamedTuple):
         return TokenBlocks((position - bounds[sequence]) // self.block_size, sequence)
 
     def partition(self, device: torch.device) -> BlockPartition:
-        """Make the index tables that lay out tokens in blocks, without waiting for the device."""
+        """Make the index tables that put the tokens into blocks with equal numbers of slots, without waiting for the device."""
         if self.block_offsets is not None:
             return keep(_uneven_partition, device, self.block_offsets)
         if self.cu_seqlens is not None:
@@ -207,10 +213,10 @@ class TokenLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Block index of each token, and index of the packed sequence that contains the token.
+    """Index of the block that contains each token, and of the packed sequence that contains each token.
 
     Attributes:
-        block: ``[N]`` int64, index of the block within the token's own sequence.
+        block: ``[N]`` int64, index of the block, counted from the start of the token's own sequence.
         sequence: ``[N]`` int64, index of the packed sequence; None if the row is one sequence.
     """
 
@@ -219,17 +225,18 @@ class TokenBlocks:
 
 
 class BlockPartition(NamedTuple):
-    """Assignment of a row's tokens to ``blocks`` blocks of ``slots`` slots each; a slot without a token holds zeros.
+    """Assignment of the tokens of a batch row to M blocks of C slots each; a slot without a token holds zeros.
 
     Attributes:
         tokens: number of tokens N.
-        blocks: number of blocks M, or an upper bound of it for packed sequences.
+        blocks: number of blocks M; for packed sequences, possibly an upper bound.
         slots: number of slots in a block, C: the size of the largest block.
         slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t.
         local: ``[M]`` int64, index of each block within its packed sequence; None if the row is one sequence.
-        owner: ``[M]`` int64, index of each block's packed sequence, S for an unused block; None if the row is one sequence.
+        owner: ``[M]`` int64, index of each block's packed sequence, or S for an unused block, where S is the number of
+            sequences. None if the row is one sequence.
         sequences: for each non-empty packed sequence, the index of its first block and the index after its last block. None if
-            the row is one sequence, or if only the device knows the bounds.
+            the row is one sequence, or if reading the bounds would wait for the device.
     """
 
     tokens: int
@@ -241,7 +248,7 @@ class BlockPartition(NamedTuple):
     sequences: tuple[tuple[int, int], ...] | None = None
 
     def split(self, x: Tensor) -> Tensor:
-        """Lay out tokens ``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``."""
+        """Arrange tokens ``[B, N, H, D]`` in M blocks of C slots, ``[B, H, M, C, D]``, with zeros in slots without a token."""
         batch, tokens, heads, width = x.shape
         if self.is_open:
             slot = torch.arange(self.blocks, device=x.device)[:, None] * self.slots
@@ -256,7 +263,7 @@ class BlockPartition(NamedTuple):
         return x.reshape(batch, self.blocks, self.slots, heads, width).permute(0, 3, 1, 2, 4).contiguous()
 
     def merge(self, x: Tensor) -> Tensor:
-        """Reverse :meth:`split`: ``[B, H, M, C, D]`` to ``[B, N, H, D]``."""
+        """Reverse :meth:`split`: take the tokens ``[B, N, H, D]`` out of M blocks of C slots, ``[B, H, M, C, D]``."""
         batch, heads, blocks, slots, width = x.shape
         if self.is_open:
             token = torch.arange(self.tokens, device=x.device)
@@ -267,31 +274,35 @@ class BlockPartition(NamedTuple):
         return x[:, : self.tokens]
 
     def line_up(self, *tokens: Tensor) -> list[Tensor]:
-        """Lay out tensors ``[B, N, H, D]`` in the slots of all blocks, ``[B, H, M * C, D]``; as views if all slots are full."""
+        """Arrange each tensor ``[B, N, H, D]`` in the C slots of M blocks, ``[B, H, M * C, D]``; empty slots hold zeros."""
         if self.is_full:
             return [x.transpose(1, 2) for x in tokens]
         return [self.split(x).flatten(2, 3) for x in tokens]
 
     def take_out(self, x: Tensor) -> Tensor:
-        """Reverse :meth:`line_up`: ``[B, H, M * C, D]`` to ``[B, N, H, D]``."""
+        """Reverse :meth:`line_up`: take the tokens ``[B, N, H, D]`` out of the C slots of M blocks, ``[B, H, M * C, D]``."""
         return x.transpose(1, 2) if self.is_full else self.merge(x.unflatten(2, (self.blocks, self.slots)))
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is symbolic, see :func:`is_dynamic`. If so, token t is in slot t."""
+        """Whether the number of tokens is symbolic, as in a graph that torch traces. If so, token t is in slot t."""
         return self.slot is None and is_dynamic(self.tokens)
 
     @property
     def is_full(self) -> bool:
-        """Whether token t is in slot t and every slot holds a token."""
+        """Whether every slot holds a token and the tokens keep their order, so that token t is in slot t."""
         return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
-        """Return coefficients ``[..., M, M]`` for all pairs of blocks of the partition.
+        """Expand the mixing coefficients of one sequence to all M blocks of the partition.
+
+        The coefficients are repeated for each packed sequence. They are zero between blocks of different sequences.
 
         Args:
-            mixing: coefficients for m blocks of one sequence, ``[..., m, m]``. They are repeated for each packed sequence, with
-                zeros between different sequences.
+            mixing: coefficients for the m blocks of the longest sequence, ``[..., m, m]``.
+
+        Returns:
+            Coefficients, ``[..., M, M]``.
         """
         if self.local is None or self.owner is None:
             if is_dynamic(self.blocks):  # blocks after the last token are empty, so their coefficients do not matter
@@ -304,10 +315,10 @@ class BlockPartition(NamedTuple):
 
 
 def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.device) -> BlockPartition:
-    """Return the partition of packed sequences, in which no block spans two sequences.
+    """Return the partition of packed sequences, in which no block contains tokens of two sequences.
 
-    Sometimes only the device knows the bounds of the sequences. S sequences with N tokens in total have at most
-    ``N // block_size + S`` blocks, and the partition then has that many.
+    If ``cu_seqlens`` is on an accelerator or is traced, its values are not read. The number of blocks is then the upper bound
+    ``N // block_size + S`` for S sequences with N tokens in total.
     """
     tokens, block_size = layout.tokens, layout.block_size
     slots = at_most(tokens, block_size)

@@ -1,4 +1,7 @@
-"""Checks of the operator's arguments, which return them as one object; every message names the value and the remedy."""
+"""Checks of the arguments of the attention operator.
+
+:func:`check_problem` returns the checked arguments as one object. Every error message names the invalid value and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,10 @@ def check_problem(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check the arguments of one :func:`mhla_kernels.mhla_attention` call, and return them as one object.
+    """Check the arguments of an attention call, and return them as one object.
 
-    That function documents the arguments and the errors. Devices are checked by :func:`check_devices`.
+    :func:`mhla_kernels.mhla_attention` documents the arguments and the errors. This function does not check that all tensors
+    are on the same device; :func:`check_devices` does.
     """
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
@@ -88,20 +92,21 @@ _looked_at: set[torch.device] = set()
 
 
 def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out: str) -> None:
-    """Check that no feature is negative, where the values can be read.
+    """Check that no feature of the queries and keys is negative, where the values can be read.
 
-    With negative features, the weights of a query may sum to nearly zero, which makes its output meaningless.
+    With negative features, the weights of a query may sum to nearly zero, which makes its output meaningless. Negative values
+    up to 1e-5 times the largest feature are accepted as rounding errors.
 
-    Values are read at every call on a CPU and at the first call on an accelerator. They are never read in graphs
-    (``torch.compile``, ``torch.export``, ``torch.vmap``, CUDA graphs).
+    On a CPU, every call is checked. On an accelerator, only the first call is checked, since reading a value waits for the
+    device. Calls under ``torch.compile``, ``torch.export``, ``torch.vmap`` and CUDA graph capture are not checked.
 
     Args:
         features: features ``[B, N, H, D]`` by name.
-        key_mask: ``[B, N]`` bool; False tokens may hold any value.
+        key_mask: ``[B, N]`` bool, False for masked tokens, which may hold any value; None if no token is masked.
         way_out: advice on how to fix the call, placed at the end of the error message.
 
     Raises:
-        ValueError: if a feature is negative; the message names the features and the smallest value.
+        ValueError: if a feature is negative; the message gives the name of its tensor and the smallest value.
     """
     if not has_values(*features.values()):
         return
@@ -139,7 +144,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sdpa_order(q: Tensor) -> str:
-    """Return an error hint that q may be in SDPA's order, ``[B, H, N, D]``, if N is less than H; else an empty string."""
+    """Return a hint for an error message if ``q`` looks transposed, else an empty string.
+
+    If N is less than H in ``[B, N, H, D]``, the tensor may be in the order of ``scaled_dot_product_attention``,
+    ``[B, H, N, D]``.
+    """
     _, tokens, heads, _ = q.shape
     if tokens >= heads:
         return ""
@@ -150,10 +159,10 @@ def _sdpa_order(q: Tensor) -> str:
 
 
 def check_block_size(block_size: int) -> int:
-    """Return ``block_size`` as a Python integer; integers of numpy and torch are accepted.
+    """Return ``block_size`` as a Python integer; NumPy and torch integers are accepted.
 
     Raises:
-        ValueError: if it is not a positive integer.
+        ValueError: if ``block_size`` is not a positive integer.
     """
     size = as_index(block_size)
     if size is None or size < 1:
@@ -162,7 +171,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def as_index(value: Any) -> int | None:
-    """Return an integer of Python, numpy or torch as a Python integer, and None for any other value and for booleans."""
+    """Convert a Python, NumPy or torch integer to a Python integer; return None for booleans and for any other value."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     try:
@@ -172,12 +181,12 @@ def as_index(value: Any) -> int | None:
 
 
 def check_devices(problem: Problem) -> None:
-    """Check that all tensors of a call are on one device.
+    """Check that all tensors of an attention call are on one device.
 
     Without this check, a tensor on the meta device would silently give a result without values.
 
     Raises:
-        ValueError: if a tensor is on a different device than q; the message names both.
+        ValueError: if a tensor is not on the same device as q; the message names both devices.
     """
     device = problem.q.device
     tensors = ("k", problem.k), ("v", problem.v), *problem.mixing.tensors.items(), ("key_mask", problem.key_mask)
@@ -188,10 +197,12 @@ def check_devices(problem: Problem) -> None:
 
 
 def check_span(problem: Problem) -> None:
-    """Check that the spanning form supports the coefficients and blocks of a call.
+    """Check that an attention call can be computed in chunks of several blocks that are connected by running sums.
+
+    This algorithm is called the spanning form. It needs blocks of equal size, and exponential mixing without a grid.
 
     Raises:
-        ValueError: if the coefficients have no running sums, the blocks differ in size, or the number of tokens is symbolic.
+        ValueError: if the mixing is of a different kind, the blocks differ in size, or the number of tokens is symbolic.
     """
     mixing, layout = problem.mixing, problem.layout
     if mixing.span_terms(problem.weighting.causal) is None:
@@ -212,7 +223,10 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
 
 
 def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Tensor) -> None:
-    """Check that the coefficients cover all blocks of a sequence; bidirectional attention needs exactly one row per block."""
+    """Raise ValueError unless the mixing coefficients cover all blocks.
+
+    Causal attention accepts coefficients for more blocks than there are; bidirectional attention does not.
+    """
     size = mixing.blocks
     if size is None:
         return
@@ -233,14 +247,14 @@ def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Ten
 
 
 def read_numbers(values: Tensor, name: str) -> list[Any]:
-    """Return the values of an integer tensor as a list, after a check that ``torch.vmap`` does not map over the tensor.
+    """Return the values of an integer tensor as a list of Python integers.
 
     Args:
         values: integer tensor to read.
         name: name of the tensor, for the error message.
 
     Raises:
-        ValueError: if ``torch.vmap`` maps over the tensor.
+        ValueError: if ``torch.vmap`` maps over the tensor, so that its values differ between the mapped calls.
     """
     if not torch.compiler.is_compiling():
         if is_mapped(values):

@@ -1,4 +1,4 @@
-"""Feature map of the operator, masking of tokens, and rotary embedding of mapped features in PyTorch."""
+"""Feature map of attention, masking of tokens, and rotary position embedding of mapped features, in PyTorch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def map_features(
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.
-        feature_map: ``"identity"`` or ``"relu"``.
+        feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool, False for masked tokens, which may hold any value, NaN included; None masks no token.
 
     Returns:
-        The mapped q and k, and v.
+        Queries, keys and values, in the shapes of ``q``, ``k`` and ``v``.
     """
     if feature_map == "relu":
         q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
@@ -38,12 +38,14 @@ def map_features(
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
-    """Apply the feature map and then rotary position embedding, in PyTorch; see :func:`mhla_kernels.rotary_features`.
+    """Apply the feature map to queries or keys, then rotary position embedding, in PyTorch.
+
+    Rotary position embedding rotates each pair of features by an angle that depends on the token's position.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``; gets no gradient.
-        sin: sine of the angles, of the same shape.
+        sin: sine of the angles, in the same shape; gets no gradient.
         relu: whether ``relu(x) + 1e-6`` is applied before the rotation.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
 

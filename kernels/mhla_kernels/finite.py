@@ -1,4 +1,4 @@
-"""Replacement of sums that overflowed, where an infinite later sum would reach an earlier token."""
+"""Replacement of overflowed sums by finite numbers, so that an overflow at a later token does not affect earlier tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ LARGEST = torch.finfo(torch.float32).max * 2.0**-20
 
 
 def finite_(sums: Tensor) -> Tensor:
-    """Replace sums that are infinite or NaN by finite numbers, in place and without an effect on gradients.
+    """Replace infinite and NaN values by large finite numbers, in place; gradients pass through unchanged.
 
-    Causal coefficients are applied as a matrix with zeros above its diagonal, and zero times infinity would make earlier
-    tokens NaN. The overflow remains visible in the outputs of the token that caused it.
+    In causal attention, a matrix with zeros above its diagonal is applied to these sums. Zero times infinity would make the
+    outputs of earlier tokens NaN. The overflow remains visible in the outputs of the token that caused it.
+
+    Args:
+        sums: sums over the tokens of each block, in any shape.
+
+    Returns:
+        The tensor ``sums`` itself.
     """
     with torch.no_grad():
         return sums.nan_to_num_(LARGEST, LARGEST, -LARGEST)

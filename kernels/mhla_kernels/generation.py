@@ -1,9 +1,9 @@
-"""Generation: the causal operator on a few tokens at a time, with a state instead of the earlier keys and values.
+"""Generation: causal attention on a few tokens at a time, with a state that replaces the earlier keys and values.
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
-terms, W = K V + K numbers of a summary.
+terms, ``W = K V + K`` numbers of a summary.
 
-Longer than other modules: the two public functions document every argument of the operator with a state.
+This module is longer than others because both of its public functions document all arguments of the attention operator.
 """
 
 from __future__ import annotations
@@ -51,33 +51,35 @@ def mhla_prefill(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the state after them.
+    """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the generation state after them.
 
-    A sequence may be split into several calls at any tokens. The outputs equal those of one causal call for the complete
-    sequence.
+    The state replaces the keys and values of earlier tokens. A sequence may be split into several calls at any token. The
+    outputs equal those of one causal call for the complete sequence.
 
     Args:
-        q: queries, ``[B, N, H, K]``, as for :func:`mhla_attention`.
-        k: keys, ``[B, N, Hkv, K]``.
+        q: queries, ``[B, N, H, K]``, for B batch rows, N tokens and H heads of width K. With ``normalize``, nonnegative after
+            the feature map.
+        k: keys, ``[B, N, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: values, ``[B, N, Hkv, V]``.
-        mixing: mixing coefficients, as for causal attention. Dense coefficients must cover all tokens so far.
+        mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover all blocks up to
+            the last of the new tokens.
         block_size: tokens in a block.
-        lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None without padding. Reading
-            a tensor on an accelerator waits for the device.
-        state: state from the last call; None at the start. It is not changed.
-        normalize: as for :func:`mhla_attention`.
-        scale: as for :func:`mhla_attention`.
-        eps: as for :func:`mhla_attention`.
-        feature_map: as for :func:`mhla_attention`.
-        form: form of a first call (``state`` None), as for :func:`mhla_attention`.
-        backend: backend of a first call (``state`` None), as for :func:`mhla_attention`.
+        lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
+            no padding. Reading a tensor on an accelerator waits for the device.
+        state: state that the last call of this function or of :func:`mhla_step` returned; None at the start. It is not changed.
+        normalize: whether each row of attention weights is divided by its sum.
+        scale: factor on the output, only without ``normalize``; None means ``K ** -0.5``.
+        eps: positive number that is added to the sum of a row of weights before the division.
+        feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
+        form: algorithm of the first call (``state`` None), as for :func:`mhla_attention`; later calls ignore it.
+        backend: ``"torch"``, ``"triton"`` or ``"auto"`` for the first call (``state`` None); later calls run in PyTorch.
 
     Returns:
-        Outputs ``[B, N, H, V]``, zero for padding, and the new state.
+        Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
 
     Raises:
-        ValueError: as for :func:`mhla_attention`, or if ``lengths`` or ``state`` does not fit the call.
-        TypeError: as for :func:`mhla_attention`.
+        ValueError: for arguments that :func:`mhla_attention` rejects, or if ``lengths`` or ``state`` does not fit the call.
+        TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -135,31 +137,34 @@ def mhla_step(
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply causal :func:`mhla_attention` to one more token of every row, and return the state after it.
+    """Apply causal :func:`mhla_attention` to one more token of every row, and return the generation state after it.
 
-    A step takes time O(K V). Where a block begins, it takes O(M K V) for dense mixing of M blocks, and O(R K V) for exponential
-    mixing with R terms.
+    The state replaces the keys and values of earlier tokens. A step takes time ``O(K V)``. Where a block begins, it takes
+    ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
 
     Args:
-        q: query, ``[B, H, K]``.
-        k: key, ``[B, Hkv, K]``.
+        q: query, ``[B, H, K]``, for B batch rows and H heads of width K. With ``normalize``, nonnegative after the feature map.
+        k: key, ``[B, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: value, ``[B, Hkv, V]``.
-        mixing: as for :func:`mhla_prefill`.
-        state: state from the last call. It is not changed unless it is donated.
+        mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover the block of the
+            new token.
+        state: state that the last call of this function or of :func:`mhla_prefill` returned. It is not changed unless
+            ``donate_state`` is on.
         block_size: tokens in a block.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Without it, the
-            open block is copied at every token, and the finished blocks are copied whenever a block begins.
-        normalize: as for :func:`mhla_attention`.
-        scale: as for :func:`mhla_attention`.
-        eps: as for :func:`mhla_attention`.
-        feature_map: as for :func:`mhla_attention`.
+        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards. By default,
+            the sums of the current block are copied at every token, and those of all finished blocks whenever a block begins.
+        normalize: whether each row of attention weights is divided by its sum.
+        scale: factor on the output, only without ``normalize``; None means ``K ** -0.5``.
+        eps: positive number that is added to the sum of a row of weights before the division.
+        feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: as for :func:`mhla_prefill`.
-        TypeError: as for :func:`mhla_attention`.
+        ValueError: for arguments that :func:`mhla_attention` rejects, or if ``state`` does not fit the call, or was passed to
+            an earlier call with ``donate_state``.
+        TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_one_token(q, k, v)
     batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
@@ -198,20 +203,20 @@ def mhla_step(
 
 
 def check_tokens(q: Tensor) -> None:
-    """Check that the query of a prefill has an axis of tokens.
+    """Check that ``q`` has four axes, as a function for several tokens at a time requires.
 
     Raises:
-        ValueError: if q does not have four axes; the message names the function that takes a single token.
+        ValueError: if ``q`` does not have four axes; the message names the function for a single token.
     """
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
 
 
 def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that the tensors of a step have no axis of tokens.
+    """Check that ``q``, ``k`` and ``v`` have three axes, as a function for one token at a time requires.
 
     Raises:
-        ValueError: if the tensors do not have three axes; the message names the function that takes several tokens.
+        ValueError: if one of them does not have three axes; the message names the function for several tokens.
     """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
@@ -219,12 +224,12 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
-    """Return how many tokens of each row are not padding, as Python integers.
+    """Return the number of tokens in each row, without its padding, as Python integers.
 
     Args:
-        lengths: number of these tokens, ``[B]``; None if there is no padding.
+        lengths: number of tokens in each row without padding, ``[B]``; None if there is no padding.
         batch: number of rows, B.
-        tokens: number of tokens in a row, N.
+        tokens: number of tokens in a row with its padding, N.
 
     Raises:
         ValueError: unless ``lengths`` holds an integer from 0 to ``tokens`` for each row.
@@ -240,14 +245,14 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
 
 
 def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
-    """Return the mask of the tokens that are not padding.
+    """Return a mask that is True for tokens and False for the padding to their right.
 
     Args:
-        counts: number of these tokens in each row; padding is on the right.
+        counts: number of tokens in each row, without padding.
         q: tensor ``[B, N, ...]`` that gives N and the device.
 
     Returns:
-        ``[B, N]`` bool, True for the first ``counts`` tokens of each row; None if there is no padding.
+        ``[B, N]`` bool; None if no row has padding.
     """
     tokens = q.shape[1]
     if all(count == tokens for count in counts):
@@ -261,11 +266,12 @@ def check_reach(mixing: Mixing, block_size: int, previous_lengths: Sequence[int]
     Args:
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        previous_lengths: number of tokens of each row before the call.
-        counts: number of tokens of each row in the call.
+        previous_lengths: number of tokens that the generation state already holds, in each row.
+        counts: number of new tokens in each row.
 
     Raises:
-        ValueError: if a row has more blocks than the coefficients cover, or if the state has a different number of rows.
+        ValueError: if a row has more blocks than the coefficients cover, or if ``previous_lengths`` and ``counts`` differ in
+            length.
     """
     if len(previous_lengths) != len(counts):
         raise ValueError(f"the state has {len(previous_lengths)} rows, but q has B={len(counts)}")
@@ -279,11 +285,12 @@ def check_reach(mixing: Mixing, block_size: int, previous_lengths: Sequence[int]
 
 
 class Piece(NamedTuple):
-    """Starting point of a call that appends tokens to a generation state.
+    """Position in each row at which new tokens are appended to a generation state.
 
     Attributes:
-        start: generation state in which the first block of the call is open in every row.
-        firsts: index of the first block that the call adds to, in each row.
+        start: generation state that is ready for the new tokens: if the last block of a row was full, it is now one of the
+            finished blocks, and a new block is open.
+        firsts: index of the block that receives the first new token, in each row.
         offsets: number of tokens that this block already holds, in each row.
     """
 
@@ -293,13 +300,15 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Prepare a generation state for new tokens: close full blocks, and find where each row's new tokens begin.
+    """Prepare a generation state for new tokens, and find where each row's new tokens begin.
+
+    If the last block of a row is full and the row gets new tokens, the state gets a new block for them.
 
     Args:
-        state: state from the last call, which does not change.
+        state: generation state after the earlier tokens. It is not changed.
         counts: number of new tokens of each row.
         mixing: mixing coefficients between blocks.
-        writes: whether memory may be written to, see :meth:`BlockState.advance`.
+        writes: whether tensors that are created for the new state may be written to in place.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
     # a row without new tokens keeps its block open even if it is full; its outputs are masked later
@@ -312,23 +321,34 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
 
 
 def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
-    """Return the blocks ``[B, H, M, ...]`` with ``x`` ``[B, H, ...]`` added to the first block of each row."""
+    """Add ``x`` ``[B, H, ...]`` to the first of M blocks, ``[B, H, M, ...]``, and return all blocks as a new tensor."""
     first = blocks[:, :, :1] + x[:, :, None]
     return torch.cat([first, blocks[:, :, 1:]], 2) if blocks.shape[2] > 1 else first
 
 
 def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
-    """Compute the summary of each block, ``k^T v`` (flattened) followed by the sum of the keys: ``[B, H, M, K * V + K]``."""
+    """Compute the summary of each block: ``k^T v``, flattened, followed by the sum of the keys.
+
+    Args:
+        k_BHMCK: keys in M blocks of C slots, ``[B, H, M, C, K]``.
+        v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
+
+    Returns:
+        Summaries, ``[B, H, M, K * V + K]``.
+    """
     return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
 
 
 def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """Lay out tokens in blocks ``[B, H, M, C, D]``, the first of which may begin with slots for earlier tokens.
+    """Arrange tokens in M blocks of C slots. In each row, they may begin at a later slot than the first one.
 
     Args:
         x: tokens, ``[B, N, H, D]``.
-        offsets: slot of the first token of each row in its first block; earlier slots are zero.
+        offsets: slot of the first token in the first block, for each row; the slots before it hold zeros.
         block_size: tokens in a block.
+
+    Returns:
+        Blocks, ``[B, H, M, C, D]``. C is ``block_size``, or less for a single block that begins at slot 0.
     """
     batch, tokens, heads, width = x.shape
     slots = max(offsets, default=0) + tokens
@@ -345,16 +365,13 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
 
 
 def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """Take tokens out of blocks ``[B, H, M, C, D]``, the reverse of :func:`in_blocks`.
+    """Take tokens ``[B, N, H, D]`` out of blocks, the reverse of :func:`in_blocks`.
 
     Args:
-        out: ``[B, H, M, C, D]``.
-        offsets: as for :func:`in_blocks`.
+        out: tokens in M blocks of C slots, ``[B, H, M, C, D]``.
+        offsets: slot of the first token in the first block, for each row.
         tokens: number of tokens N.
         mask: ``[B, N]`` bool, False for tokens that get zeros; None keeps all.
-
-    Returns:
-        ``[B, N, H, D]``.
     """
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
@@ -366,9 +383,10 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """Mixer for the blocks of a call that continues a generation state.
+    """Callable that mixes the summaries of blocks of new tokens that continue a generation state.
 
-    Its mixtures also include the state's finished blocks and the earlier tokens of the state's open block.
+    A summary is a sum over the keys and values of a block. The mixtures also include the finished blocks of the state, and
+    the earlier tokens of the block to which the first new tokens belong.
     """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
@@ -385,7 +403,15 @@ class _ContinuedMixer(Mixer):
         self.start, self.groups, self.key_value = start, groups, key_value
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix the key-value sums ``[B, H, M, K, V]`` or the key sums ``[B, H, M, K]`` of the blocks, into the same shape."""
+        """Compute a causal mixture of block summaries for each of the M blocks of new tokens.
+
+        Args:
+            summary: sums ``k^T v`` of the blocks, ``[B, H, M, K, V]``, or their sums of keys, ``[B, H, M, K]``.
+            causal: not used; the mixtures are always causal.
+
+        Returns:
+            Mixtures, in the shape of ``summary``.
+        """
         part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
         begun = self.start.open[..., part]
         flat = add_to_first(summary.flatten(3), begun)
@@ -397,5 +423,4 @@ class _ContinuedMixer(Mixer):
 
 
 def _count(rows: Rows, state: BlockState) -> int:
-    """Return the number of batch rows that ``rows`` selects: an index tensor, or a slice of all rows."""
     return len(state.lengths) if isinstance(rows, slice) else len(rows)

@@ -1,4 +1,4 @@
-"""Division of attention outputs by their normalizer, with finite gradients for rows that overflowed."""
+"""Division of attention outputs by the sums of their weights, with finite gradients for rows that overflowed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class _Divide(torch.autograd.Function):
     """Autograd function for ``out / (normalizer + eps)`` that returns zero gradients for rows with a zero output gradient.
 
-    For a row that overflowed, a plain division would multiply zero by infinity in the backward pass, and the gradients of all
-    tokens that the row attends to would be NaN.
+    A plain division would multiply zero by infinity in the backward pass of a row that overflowed. All tokens that this row
+    attends to would then get NaN gradients.
     """
 
     generate_vmap_rule = True
@@ -37,7 +37,7 @@ class _Divide(torch.autograd.Function):
 
 
 class _DivideForward(_Divide):
-    """Variant of :class:`_Divide` that supports forward-mode derivatives, but not ``torch.compile``."""
+    """Variant of :class:`_Divide` that also supports forward-mode differentiation, but not ``torch.compile``."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
@@ -54,7 +54,10 @@ _Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: igno
 
 
 def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
-    """Divide attention outputs by their normalizer, ``out / (normalizer + eps)``, with finite gradients for overflowed rows.
+    """Divide sums of weighted values by sums of weights, ``out / (normalizer + eps)``, with finite gradients after an overflow.
+
+    Where the gradient of an output row is zero, the gradients of ``out`` and ``normalizer`` are zero too, even if the row is
+    infinite or NaN.
 
     Args:
         out: sums of weighted values, ``[..., V]``.

@@ -1,7 +1,7 @@
-"""Access to files in a cache that other users may write to: links are not followed, files of other users are not read.
+"""Access to files in a cache folder that other users may write to: links are not followed, and files of others are not read.
 
-Files of the user who runs this process and of root are trusted. Some file systems show one owner for all files (FUSE, NFS
-that maps root to nobody). There, the owner of a newly made file is trusted too.
+Files of the user who runs this process and of root are trusted. Some file systems show one owner for all files (FUSE, NFS that
+maps root to nobody). There, the owner of a newly made file is trusted too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Raised for an entry of a cache folder that is a link, has an unexpected type, or belongs to a different user."""
+    """Error for a file or folder in a cache that must not be used, for example a link or a file of an untrusted user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:
-    """Create a folder in a cache, and check that this user owns it and all folders between ``root`` and it.
+    """Create a folder in a cache, and check that it and all folders between it and ``root`` belong to a trusted user.
+
+    Trusted users are the one who runs this process, root, and the owner that the file system shows for new files.
 
     Args:
         path: folder below ``root``, or ``root`` itself.
-        root: root folder of the cache; its own path may contain links.
+        root: root folder of the cache, which is created if necessary and is not checked; its own path may contain links.
 
     Returns:
         ``path``.
 
     Raises:
-        ForeignFileError: if a folder is a link, or belongs to a different user.
+        ForeignFileError: if a folder is a link, or belongs to an untrusted user.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root
@@ -44,15 +46,15 @@ def own_folder(path: Path, root: Path) -> Path:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file in a cache, without following links, and return its file descriptor.
+    """Open a file in a cache without following links, and return its file descriptor.
 
     Args:
         path: path of the file.
-        flags: flags of ``os.open``; with ``os.O_CREAT``, a missing file is created.
+        flags: flags for ``os.open``; with ``os.O_CREAT``, a missing file is created.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to a different user. If ``flags`` allow
-            writing, also if it has a second hard link, which may be in any folder.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to a user other than this process's user and
+            root. With flags for writing, also if the file has a second hard link, whose name may be outside the cache.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
@@ -74,14 +76,15 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """Read the bytes of a file in a cache, without following links.
+    """Read a file in a cache without following links, and return its bytes.
 
     Args:
         path: path of the file.
         most: largest allowed size in bytes.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to a different user.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to a user other than this process's user and
+            root.
         ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:
@@ -92,15 +95,17 @@ def read_own(path: Path, most: int) -> bytes:
 
 
 def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Check that an entry of a cache folder has the expected type, is not a link, and belongs to this user.
+    """Check that a cache entry has the expected type, is not a link, and belongs to a trusted user.
+
+    Trusted users are the one who runs this process, root, and the owner that the file system shows for new files.
 
     Args:
         path: path of the file or folder.
-        status: result of ``os.lstat`` for the path; None to call it here.
-        is_kind: function of :mod:`stat` that tests for the expected type, a regular file or a folder.
+        status: result of ``os.lstat`` or ``os.fstat`` for the entry; None to call ``os.lstat`` here.
+        is_kind: function that tests ``st_mode`` for the expected type: ``stat.S_ISREG`` or ``stat.S_ISDIR``.
 
     Raises:
-        ForeignFileError: if the path is a link, has a different type, or belongs to a different user.
+        ForeignFileError: if the path is a link, has a different type, or belongs to an untrusted user.
         FileNotFoundError: if the path does not exist.
     """
     status = path.lstat() if status is None else status

@@ -1,4 +1,4 @@
-"""Description of a checked call: one object that :func:`mhla_kernels.checks.check_problem` makes and all forms take.
+"""Checked arguments of an attention call, as one object that all algorithms take.
 
 Shape letters: B batch, N tokens, H heads, Hkv heads of keys and values, Dk and Dv widths of a key and of a value.
 """
@@ -16,11 +16,11 @@ from mhla_kernels.mixing import Mixing
 
 
 class Weighting(NamedTuple):
-    """Options that determine attention weights from products of queries and keys: causality, and normalization or a scale.
+    """Options that turn products of queries and keys into attention weights: causality, and normalization or a scale.
 
     Attributes:
         causal: whether token t attends to tokens ``j <= t`` only.
-        scale: factor on the outputs; None divides each row of weights by its sum + ``eps``.
+        scale: factor on the outputs; None if each row of weights is divided by its sum + ``eps`` instead.
         eps: number that is added to the sum of a row.
     """
 
@@ -30,22 +30,22 @@ class Weighting(NamedTuple):
 
     @property
     def normalize(self) -> bool:
-        """Whether rows of weights are divided by their sums."""
+        """Whether each row of weights is divided by its sum."""
         return self.scale is None
 
 
 class Problem(NamedTuple):
-    """Checked tensors and options of one call of the attention operator.
+    """Checked tensors and options of one attention call.
 
     Attributes:
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, Hkv, Dk]``.
-        v: values, ``[B, N, Hkv, Dv]``; the output has their dtype.
-        mixing: coefficients.
+        v: values, ``[B, N, Hkv, Dv]``; the outputs get their dtype.
+        mixing: mixing coefficients between blocks.
         layout: partition of the tokens into blocks.
-        weighting: causality and normalization of the weights.
+        weighting: causality and normalization of the attention weights.
         feature_map: feature map that is still to be applied to q and k.
-        key_mask: ``[B, N]`` bool, False for tokens that are still to be masked; None if there are none.
+        key_mask: ``[B, N]`` bool, False for tokens that are still to be masked; None if no token is masked.
     """
 
     q: Tensor
@@ -59,15 +59,15 @@ class Problem(NamedTuple):
 
     @property
     def accumulate(self) -> torch.dtype:
-        """Dtype of sums: float32, or float64 if one of q, k and v has it."""
+        """Dtype in which sums are computed: float64 if q, k or v is float64, otherwise float32."""
         return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype, self.v.dtype) else torch.float32
 
 
 def prepare(problem: Problem) -> Problem:
-    """Convert a checked call to the inputs of the PyTorch forms.
+    """Prepare checked arguments for the PyTorch algorithms, and return them as a new object.
 
-    Keys and values are repeated for every query head, and all tensors get the dtype of the sums. The feature map is applied,
-    and masked tokens become zero.
+    Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. The
+    feature map is applied, and masked tokens are set to zero.
     """
     dtype = problem.accumulate
     k, v = repeat_heads(problem.q, problem.k, problem.v)
@@ -77,10 +77,10 @@ def prepare(problem: Problem) -> Problem:
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values for every query head: with Hkv key heads, query head h takes key head ``h // (H / Hkv)``.
+    """Repeat keys and values for every query head: with Hkv key heads, query head h uses key head ``h // (H / Hkv)``.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``.
+        q: queries, ``[B, N, H, Dk]``, which give the number of heads.
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.
 
@@ -92,12 +92,12 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
-    """Repeat every head of ``x`` along ``axis``, ``repeats`` times in a row; a single repeat makes no copy."""
+    """Replace every entry of ``x`` along ``axis`` by ``repeats`` adjacent copies; return ``x`` itself for one copy."""
     return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 
 def nothing(problem: Problem, *others: Tensor) -> Tensor:
-    """Return zero outputs ``[B, N, H, Dv]`` for a call without batch rows, tokens, heads or features.
+    """Return zero outputs ``[B, N, H, Dv]`` for an attention call without batch rows, tokens, heads or features.
 
     The outputs depend on all input tensors, so that autograd gives each of them a gradient of zeros.
 

@@ -1,4 +1,7 @@
-"""Dataclasses of tensors as pytrees, which ``torch.export`` saves and ``torch.load`` reads without running code."""
+"""Registration of dataclasses of tensors as pytrees, so that ``torch.export`` can save them.
+
+``torch.load(weights_only=True)`` can read them too.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ def register(
 
     Args:
         kind: class to register.
-        tensors: names of the attributes that are its leaves.
-        context: function that returns everything else that an instance holds, as a hashable value.
-        build: function that makes an instance from its leaves, by name, and its context.
-        to_json: function that converts the context to a JSON value, for saved programs.
-        from_json: function that converts the JSON value back to the context.
+        tensors: names of the attributes that are the leaves of the pytree.
+        context: function that returns everything in an instance except its leaves, as a hashable value.
+        build: function that makes an instance from a dict of leaves by name and the result of ``context``.
+        to_json: function that converts the result of ``context`` to a JSON value, for programs that ``torch.export`` saves.
+        from_json: function that converts this JSON value back.
     """
 
     def flatten(instance: Any) -> tuple[list[Tensor], Any]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding after the feature map, for callers that cannot let the operator map the features."""
+"""Rotary position embedding of queries and keys after the feature map, as a public function."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ def rotary_features(
 ) -> Tensor:
     """Apply the feature map, then rotary position embedding (RoFormer, arXiv 2104.09864), to queries or keys.
 
-    Mapped features are rotated in pairs by angles that grow with the position. The results can be negative, so they are for
-    attention without a normalizer. They are computed in float32 (float64 for float64 inputs), on a GPU by one fused kernel.
+    Pairs of mapped features are rotated by angles that depend on the token's position. The results can be negative, so they are
+    for attention without a normalizer (``normalize=False``). They are computed in float32 (float64 for float64 inputs), on a
+    GPU by one fused kernel.
 
     Args:
-        x: queries or keys, ``[B, N, H, D]``, D even; any strides.
+        x: queries or keys, ``[B, N, H, D]``, for B batch rows, N tokens and H heads of even width D; any strides.
         cos: cosine of the angles, ``[N, D / 2]``, or ``[B, N, D / 2]`` where the rows are at different positions. Gets no
             gradient.
-        sin: sine of the angles, of the same shape. Gets no gradient.
-        feature_map: ``"relu"``: ``relu(x) + 1e-6``, or ``"identity"``.
+        sin: sine of the angles, in the same shape. Gets no gradient.
+        feature_map: ``"relu"`` for ``relu(x) + 1e-6``, or ``"identity"``.
         interleaved: whether features 2i and 2i + 1 are a pair (as in RoFormer), instead of i and i + D / 2.
-        backend: as for :func:`mhla_kernels.mhla_attention`.
+        backend: ``"torch"``, ``"triton"``, or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
         ``[B, N, H, D]`` in the dtype of ``x``.
 
     Raises:
-        ValueError: if the shapes do not fit together, or an option is unknown.
+        ValueError: if the shapes do not fit together, an option is unknown, or ``backend="triton"`` cannot run the call.
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [B, N, H, D] with D even")

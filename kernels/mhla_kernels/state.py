@@ -1,14 +1,14 @@
-"""State of generation: the tensors that replace earlier keys and values, and how blocks are opened and closed in it.
+"""State of generation: the tensors that replace earlier keys and values, and how blocks begin and end in it.
 
-The open block holds the last token. The state of a row is the summaries of its finished blocks or R running sums of them (the
-mixing decides which), the summary of the open block so far, and the mixture of the finished blocks as the open block sees it.
-A block is closed when the first token after it arrives.
+The open block of a row is the block that contains its last token. The state of a row consists of three parts: the summaries of
+its finished blocks, or R running sums of them (depending on the kind of mixing); the summary of the open block so far; and the
+mixture of the finished blocks as the open block reads it. A block is closed when the first token after it arrives.
 
-:class:`BlockState` implements every kind of state: ownership of memory, donation, selection of rows, checks, pytrees and
-files. A kind adds its tensors and defines how a block is opened.
+:class:`BlockState` implements ownership of memory, donation, selection of rows, checks, pytrees and files. A subclass adds its
+tensors and defines how a block is opened.
 
-Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, W = K V + K numbers of a
-summary, the rows of S followed by z.
+Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, ``W = K V + K`` numbers of
+a summary (the K V sums of key-value products, row by row, then the K sums of keys).
 
 Longer than other modules: the rules of ownership concern every method of a state.
 """
@@ -38,12 +38,12 @@ class StateKind:
     """Properties that must be the same in a generation state and in every call that continues it.
 
     Attributes:
-        mixing: kind of mixing.
-        running_sums: number of running sums that stand for all finished blocks; None if every block summary is stored.
+        mixing: description of the kind of mixing, such as ``"dense mixing"``.
+        running_sums: number of running sums that replace all finished blocks; None if every block summary is stored.
         block_size: tokens in a block.
         key_width: width of the keys in block summaries, K.
         value_width: width of the values, V.
-        near: number of heads and width of the keys in a softmax window; None without a window.
+        near: number of heads and width of the keys in the window of softmax attention; None without such a window.
     """
 
     mixing: str
@@ -87,20 +87,22 @@ class BlockState:
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
-    States share memory where that is safe. A tensor named in ``own_names`` is written to only by the one state that owns it.
-    ``finished`` is only appended to, after the blocks of the states that share it. The other tensors in ``own_names`` are not
-    shared, and the remaining tensors are never written to. A state that is built from the leaves of another state owns
-    nothing: its tensors are copied even if it is donated.
+    States share memory where that is safe. The class attribute ``own_names`` names the tensors that may be written to in place.
+    Each of them has at most one owner, a state. It is written to only if a caller donates the owner, that is, passes it to a
+    function for a single token with ``donate_state=True``. ``finished`` may be shared, but blocks are only appended after those
+    that the other states read. The remaining tensors are never written to. A state that is built from the leaves of another
+    state owns nothing: its tensors are copied even if it is donated.
 
     Attributes:
         lengths: number of tokens so far in each row, as Python integers, so that no step waits for the device.
-        finished: summaries of the finished blocks ``[B, H, capacity, W]``, or R running sums of them ``[B, H, R, W]``,
-            depending on the mixing. Float32 (float64 for float64 inputs), like the other sums.
-        open: summary of the open block, to which tokens are added, ``[B, H, W]``.
-        mixture: mixed summaries of the finished blocks for the open block, ``[B, H, W]``.
+        finished: summaries of the finished blocks ``[B, H, capacity, W]`` with W numbers each, or R running sums of them
+            ``[B, H, R, W]``, depending on the kind of mixing. Float32 (float64 for float64 inputs), like ``open`` and
+            ``mixture``.
+        open: summary of the open block, which contains the last token of a row, ``[B, H, W]``.
+        mixture: mixed summaries of the finished blocks, as the open block reads them, ``[B, H, W]``.
         kind: properties that every call with the state must share.
-        spent: whether a step has taken over the memory of the state, so that it can no longer be used.
-        owned: names of the tensors that a step may write to if the state is donated.
+        spent: whether the state was donated, so that it can no longer be used.
+        owned: names of the tensors that the state owns.
     """
 
     tensor_names: ClassVar[tuple[str, ...]] = ("finished", "open", "mixture")
@@ -120,7 +122,7 @@ class BlockState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Dict from names to all tensors of the state."""
+        """All tensors of the state, by name."""
         return {name: getattr(self, name) for name in self.tensor_names}
 
     @property
@@ -129,21 +131,19 @@ class BlockState:
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def __copy__(self) -> Self:
-        """Return a state that shares the memory of this one; from now on neither of the two may write to it."""
+        """Return a state that shares the memory of this one. From now on, neither state writes to this memory."""
         object.__setattr__(self, "owned", ())  # both states share the memory now, so neither owns it
         return replace(self)
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """Select rows of the batch, for example the surviving beams of a beam search.
+        """Return a state that holds only the given rows of the batch, for example the surviving beams of a beam search.
 
         Args:
             rows: integer indices of rows; an index may be repeated.
 
-        Returns:
-            State of these rows.
-
         Raises:
-            ValueError: if an index is not an integer or is out of range, or if the state was donated.
+            ValueError: if an index is not an integer or is out of range, or if this state was passed to a function with
+                ``donate_state=True``, which may have overwritten it.
         """
         self.check_unspent()
         chosen = _indices(rows, len(self.lengths))
@@ -153,12 +153,12 @@ class BlockState:
         return self.with_tensors(tensors, lengths, self.own_names)
 
     def with_tensors(self, tensors: dict[str, Tensor], lengths: tuple[int, ...], owned: tuple[str, ...]) -> Self:
-        """Return a copy of the state with different tensors.
+        """Return a copy of the state in which some tensors are replaced.
 
         Args:
             tensors: new tensors by name.
             lengths: number of tokens so far in each row.
-            owned: names of the tensors that the new state owns, and so may write to.
+            owned: names of the tensors that the new state owns: they may be written to in place later.
         """
         changes: dict[str, Any] = {**tensors, "lengths": lengths}
         state = replace(self, **changes)
@@ -166,14 +166,14 @@ class BlockState:
         return state
 
     def spend(self) -> None:
-        """Mark the state as donated: a step has taken over its memory, and it can no longer be used."""
+        """Mark the state as unusable, because a function called with ``donate_state=True`` may have overwritten its tensors."""
         object.__setattr__(self, "spent", True)
 
     def check_unspent(self) -> None:
-        """Check that no step has taken over the memory of the state.
+        """Check that the state was not passed to a function with ``donate_state=True``, which may have overwritten its tensors.
 
         Raises:
-            ValueError: if a step has taken it over; the message names the alternatives.
+            ValueError: if it was; the message says how to continue.
         """
         if self.spent:
             raise ValueError(
@@ -182,17 +182,17 @@ class BlockState:
             )
 
     def check(self, kind: StateKind, batch: int, heads: int, accumulate: torch.dtype) -> None:
-        """Check that a call may continue the state.
+        """Check that an attention call for further tokens may continue the state.
 
         Args:
-            kind: properties of the call.
+            kind: properties of the call, such as its block size.
             batch: batch size of the call.
             heads: number of heads of the call.
-            accumulate: dtype of the sums in the call.
+            accumulate: dtype in which the call computes sums.
 
         Raises:
-            ValueError: if a property, size or dtype differs from that of the state, or if the state was donated. The message
-                names the difference.
+            ValueError: if a property, size or dtype differs between the state and the call; the message names the difference.
+                Also if the state was passed to a function with ``donate_state=True`` before.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -211,19 +211,20 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the next state owns, if all of its tensors except perhaps ``finished`` are new.
+        """Return the names of the tensors that the next state, after one more token, owns and may later overwrite in place.
+
+        These are all tensors in ``own_names``, but ``finished`` only if the previous state owned it.
 
         Args:
-            owned: names of the tensors that the previous state owned. The next state owns ``finished`` only if the previous
-                state did.
+            owned: names of the tensors that the previous state owned.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
     def may_write(self, *others: Tensor) -> bool:
-        """Return whether results computed from this state and from other tensors may be written into existing memory.
+        """Return whether results that are computed from this state and from other tensors may be written into existing memory.
 
-        The result is False while torch records a graph, if a backward pass may need the present values, or under
-        ``torch.func``, whose tensors cannot be written into ordinary ones.
+        The result is False while torch records a graph, if a backward pass may need the present values, under ``torch.func``
+        (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was made in it.
         """
         if is_traced():
             return False
@@ -239,7 +240,9 @@ class BlockState:
         return not self.open.is_inference() or torch.is_inference_mode_enabled()
 
     def advance(self, mixing: Mixing, moves: Sequence[bool], writes: bool, donated: bool = False) -> Self:
-        """Start a new block in every row that gets a token and whose open block is full; the full block becomes finished.
+        """Start a new block in every row that gets a token and whose last block is full.
+
+        The full block becomes one of the finished blocks.
 
         Args:
             mixing: mixing coefficients between blocks.
@@ -248,7 +251,7 @@ class BlockState:
             donated: whether the tensors that this state owns may be written to as well.
 
         Returns:
-            The new state, or this state if no block is closed.
+            The new state, or this state if no row starts a block.
         """
         size = self.kind.block_size
         full = [move and length > 0 and length % size == 0 for move, length in zip(moves, self.lengths, strict=True)]
@@ -261,29 +264,31 @@ class BlockState:
         return draft.state(self.lengths)
 
     def _finished_at(self, block: int) -> int:
-        """Return the number of finished blocks while block number ``block`` is open."""
+        """Return how many blocks of a row are finished while its last block has the index ``block``."""
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
-        """Open an empty block in some rows of a state under construction.
+        """Start an empty block in some rows of a generation state under construction.
 
         Args:
             draft: the state under construction.
-            rows: rows in which to open the block.
-            block: index of the block to open.
+            rows: rows in which the block starts: a slice of all rows, or a tensor of row indices.
+            block: index of the block.
         """
         raise NotImplementedError
 
 
 class Draft:
-    """Generation state under construction. Tensors are copied before they are written to, unless they are new or donated.
+    """Generation state under construction, which copies the tensors of another state before it writes to them.
+
+    Two kinds of tensors may be written to without a copy: new ones and, if ``donated``, those that the other state owns.
 
     Args:
-        state: state to start from; its tensors are written to only if ``donated``.
+        state: generation state to start from.
         mixing: mixing coefficients between blocks.
         finished: number of finished blocks to make room for.
         writes: whether any tensor may be written to in place.
-        donated: whether tensors that ``state`` owns may be written to in place.
+        donated: whether tensors that ``state`` owns may be written to in place, because ``state`` is not used afterwards.
     """
 
     def __init__(self, state: BlockState, mixing: Mixing, finished: int, writes: bool, donated: bool = False) -> None:
@@ -295,7 +300,7 @@ class Draft:
             self.put_all("finished", room)
 
     def put_all(self, name: str, x: Tensor) -> None:
-        """Replace a state tensor by a new one, which the state under construction then owns.
+        """Replace a tensor of the state under construction by a new one, which this state then owns.
 
         Args:
             name: name of the tensor.
@@ -305,11 +310,11 @@ class Draft:
         self.mine.add(name)
 
     def put(self, name: str, rows: Rows, values: Tensor) -> None:
-        """Replace the values of a state tensor in some rows of the batch.
+        """Replace the values that a tensor of the state under construction holds for some rows of the batch.
 
         Args:
             name: name of the tensor.
-            rows: rows to replace.
+            rows: rows to replace: a slice of all rows, or a tensor of row indices.
             values: new values of these rows, which must not share memory with another tensor.
         """
         x = self.tensors[name]
@@ -319,20 +324,20 @@ class Draft:
             self.put_all(name, values if isinstance(rows, slice) else x.index_copy(0, rows, values))
 
     def finish(self, rows: Rows, first: int, summaries: Tensor, reader: int) -> None:
-        """Append finished blocks to some rows, and update the mixture of all finished blocks there.
+        """Append finished blocks to some rows, and update the mixture (weighted sum) of all finished blocks in these rows.
 
         Args:
-            rows: rows of the batch that the blocks belong to.
+            rows: rows of the batch that the blocks belong to: a slice of all rows, or a tensor of row indices.
             first: index of the first appended block.
             summaries: summaries of n appended blocks in these rows, ``[rows, H, n, W]``.
-            reader: index of the block that the mixture is for.
+            reader: index of the block that reads the mixture.
         """
         in_place = self.writes and "finished" in self.mine
         self.put_all("finished", self.mixing.append(self.tensors["finished"], rows, first, summaries, in_place))
         self.put("mixture", rows, self.mixing.read(self.tensors["finished"][rows], reader))
 
     def state(self, lengths: tuple[int, ...]) -> Any:
-        """Create the finished generation state from the draft.
+        """Return the generation state that has been constructed.
 
         Args:
             lengths: number of tokens so far in each row.
@@ -343,7 +348,10 @@ class Draft:
 
 @dataclass(frozen=True, eq=False)
 class MHLAState(BlockState):
-    """Generation state that :func:`mhla_prefill` and :func:`mhla_step` take and return; see :class:`BlockState`."""
+    """Generation state that :func:`mhla_prefill` and :func:`mhla_step` take and return.
+
+    It holds block summaries in place of the keys and values of earlier tokens.
+    """
 
     @override
     def _finished_at(self, block: int) -> int:
@@ -360,20 +368,27 @@ torch.serialization.add_safe_globals([StateKind])
 
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None) -> StateKind:
-    """Return the properties that a generation state must have for a call to continue it.
+    """Return the properties that a generation state must have so that a call can continue it.
 
     Args:
         q: queries, ``[..., K]``.
         v: values, ``[..., V]``.
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        near: number of heads and width of the keys in a softmax window; None without a window.
+        near: number of heads and width of the keys in the window of softmax attention; None without such a window.
     """
     return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
 
 
 def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tensors of a state before the first token, by name; ``q`` is ``[B, N, H, K]`` and ``v`` ``[..., V]``."""
+    """Return the tensors of a generation state before the first token, by name.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        v: values, ``[..., V]``.
+        mixing: mixing coefficients between blocks.
+        dtype: dtype of the tensors.
+    """
     batch, _, heads, width = q.shape
     zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=dtype, device=q.device)
     finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])
@@ -389,7 +404,8 @@ def groups_of_rows(values: Sequence[Value], chosen: Sequence[bool], device: torc
         device: device of the returned row indices.
 
     Returns:
-        Each distinct value with its rows. The rows are indices, or a full slice if all rows are chosen and have the same value.
+        A list with each distinct value and the rows that have it. The rows are a tensor of indices, or a full slice if all rows
+        are chosen and have the same value.
     """
     distinct: list[Value] = sorted({value for value, is_chosen in zip(values, chosen, strict=True) if is_chosen})  # type: ignore[type-var]
     if len(distinct) == 1 and all(chosen):  # the common case: a slice needs no index on the device, and no copy
@@ -404,8 +420,8 @@ def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows]
     """Compute a result for each group of rows, and combine the results in the order of the rows.
 
     Args:
-        groups: values with their rows, see :func:`groups_of_rows`; every row belongs to exactly one group.
-        make: function from a value and its rows to a tensor for these rows.
+        groups: values with their rows, as :func:`groups_of_rows` returns them; every row belongs to exactly one group.
+        make: function that takes a value and its rows, and returns a tensor for these rows.
 
     Returns:
         Tensor for all rows of the batch.
@@ -418,11 +434,11 @@ def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows]
 
 
 def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
-    """Return the coefficient m[i, i] with which one block in each batch row weighs its own summary.
+    """Return, for one block i in each batch row, the coefficient m[i, i] with which the block weighs its own summary.
 
     Args:
         mixing: mixing coefficients between blocks.
-        blocks: index i of a block for each row of the batch.
+        blocks: index i of the block in each row of the batch.
 
     Returns:
         ``[B, H, 1]``, where B or H is 1 if the coefficient does not depend on it.
@@ -433,14 +449,15 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
 
 
 def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, writes: bool) -> MHLAState:
-    """Create the generation state after the tokens of a call.
+    """Create the generation state after the new tokens of an attention call.
 
     Args:
-        start: state in which the first block of the call is open in every row.
-        summaries_BHMW: summaries of the M blocks of the call; the first one includes the earlier tokens of the block.
+        start: state before the call, in which every row is ready to receive its first new token.
+        summaries_BHMW: summaries of the M blocks of the call, with W numbers each. The first summary includes the tokens that
+            the block held before.
         counts: number of new tokens in each row.
         mixing: mixing coefficients between blocks.
-        writes: whether memory may be written to, see :meth:`BlockState.may_write`.
+        writes: whether tensors that are created for the new state may be written to in place.
     """
     size = start.kind.block_size
     lengths = tuple(old_length + count for old_length, count in zip(start.lengths, counts, strict=True))
@@ -461,7 +478,7 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
 
 
 def _indices(rows: Tensor | Sequence[int], batch: int) -> list[int]:
-    """Return row indices as Python integers, after a check that they are integers in the range of the batch.
+    """Convert row indices to Python integers, and check that they are integers from 0 to ``batch - 1``.
 
     Args:
         rows: integer indices of rows.

@@ -1,4 +1,4 @@
-"""Private names of torch that the operator uses; ``tests/test_private_names.py`` states the purpose of each."""
+"""Private names of torch that this package uses; ``tests/test_private_names.py`` states the purpose of each."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Return the plain tensor inside all wrappers of ``torch.func``; a mapped tensor keeps its mapped axes."""
+    """Return the plain tensor inside all wrappers of ``torch.func``. It includes the axes that ``torch.vmap`` maps over."""
     while is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
@@ -36,7 +36,8 @@ def is_traced() -> bool:
 def has_values(*tensors: Tensor) -> bool:
     """Return whether the values of all tensors can be read.
 
-    They cannot be read while a graph is recorded, under ``torch.func``, on the meta device, and in fake tensors.
+    They cannot be read while a graph is recorded, inside transformations of ``torch.func``, on the meta device, or in fake
+    tensors.
     """
     return not is_traced() and all(not (x.is_meta or isinstance(x, FakeTensor) or is_wrapped(x)) for x in tensors)
 

@@ -1,9 +1,9 @@
-"""Decision whether ``backend="auto"`` may use a fused kernel on this machine.
+"""Decision whether ``backend="auto"`` may use a Triton kernel on this machine.
 
-Before the first use of a kind of kernel, a trial compares it with the PyTorch form. The verdict is stored in the user's cache
-under the device, the versions of the driver, torch and Triton, and a hash of the kernels' source, so that the trial runs
-once. A kernel that fails later is withdrawn for the rest of the process. See :func:`may_use`, :func:`guarded` and
-:func:`agree_on_kernels`.
+Before the first use of a kernel, a trial compares it with PyTorch. The result, called a verdict, is stored in the user's cache
+folder under the device, the versions of the driver, torch and Triton, and a hash of the package's source files, so that the
+trial runs once. A kernel that fails later is no longer used for the rest of the process. See :func:`may_use`, :func:`guarded`
+and :func:`agree_on_kernels`.
 
 Longer than other modules: a verdict's life, from the trial to its withdrawal, is in one place.
 """
@@ -49,12 +49,12 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the trial of a Triton kernel: whether its outputs and gradients agree with those of PyTorch.
+    """Result of comparing a Triton kernel with PyTorch: whether their outputs and gradients agree.
 
     Attributes:
         agrees: whether the kernel may be used.
         reason: why the kernel may not be used, or the measured errors.
-        seconds: duration of the trial, compilation included.
+        seconds: duration of the comparison in seconds, compilation included.
     """
 
     agrees: bool
@@ -71,7 +71,10 @@ _unknown: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Return the folder that stores trial results of fused kernels: ``$MHLA_CACHE``, or ``mhla`` in the user's cache folder."""
+    """Return the folder that stores the results of comparing Triton kernels with PyTorch.
+
+    This is the folder in the environment variable ``MHLA_CACHE``, or ``mhla`` in the user's cache folder if it is not set.
+    """
     if folder := os.environ.get("MHLA_CACHE"):
         return Path(folder)
     try:
@@ -82,7 +85,9 @@ def cache_folder() -> Path:
 
 @lru_cache
 def environment(device: str) -> dict[str, str]:
-    """Return the properties for which a stored verdict is valid: the device, software versions, and a hash of the kernels.
+    """Return the properties on which the result of comparing a Triton kernel with PyTorch depends, by name.
+
+    They are the device, the versions of torch, CUDA, Triton and the driver, and a hash of the package's source files.
 
     Args:
         device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
@@ -103,23 +108,34 @@ def environment(device: str) -> dict[str, str]:
 
 
 def name_of(device: str) -> str:
-    """Return the name of the folder that stores verdicts for a device: a hash of the result of :func:`environment`."""
+    """Return the name of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
+
+    The name is a hash of the device, the software versions and the package's source files.
+    """
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def folder_of(device: str) -> Path:
-    """Return the path of the folder that stores the results of kernel trials on a device."""
+    """Return the path of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
+
+    Args:
+        device: name of the device in torch, such as ``"cuda:0"``.
+    """
     return cache_folder() / "verdicts" / name_of(device)
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Return whether a Triton kernel may be used on a device; run its trial if no earlier result is stored.
+    """Return whether a Triton kernel agrees with PyTorch on a device, so that it may be used.
+
+    If no earlier result is stored, the kernel is compared with PyTorch now. During the capture of a CUDA graph this is not
+    possible, and the result is False. It is also False if this process stopped using the kernel without comparing it, for
+    example because another process had stopped (see :func:`agree_on_kernels`).
 
     Args:
-        kind: name of the kind of kernel, used in file names.
-        device: device that the kernel would run on.
-        trial: function that compares the kernel with the PyTorch form. It runs in a separate thread, where no mode of torch
-            (such as autocast) is active.
+        kind: name of the kernel, which is used in file names.
+        device: name of the device that the kernel would run on, such as ``"cuda:0"``.
+        trial: function that compares the kernel with PyTorch. It runs in a separate thread, where no mode of torch (such as
+            autocast) is active.
     """
     key = device, kind
     # True even if the kernel was withdrawn since: its operator then computes the PyTorch form. Another path would save other
@@ -143,15 +159,15 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
 
 def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run the trial of a kernel again, and replace the stored verdict by the new one.
+    """Compare a Triton kernel with PyTorch again, and replace the stored result by the new one.
 
     Args:
-        kind: kind of kernel, as for :func:`may_use`.
-        device: device that the kernel runs on.
-        trial: function that compares the kernel with the PyTorch form.
+        kind: name of the kernel, which is used in file names.
+        device: name of the device that the kernel runs on, such as ``"cuda:0"``.
+        trial: function that compares the kernel with PyTorch.
 
     Returns:
-        The new verdict.
+        The new result.
     """
     _withdrawn.pop(kind, None)
     _verdicts[device, kind] = _tried(kind, device, trial)
@@ -159,14 +175,20 @@ def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def withdraw(kind: str, device: str, reason: str) -> None:
-    """Stop using a kind of Triton kernel in this process, and warn about it once, with the reason."""
+    """Stop using a Triton kernel in this process, and warn about it once, with the reason.
+
+    Args:
+        kind: name of the kernel.
+        device: name of the device that the kernel runs on, such as ``"cuda:0"``.
+        reason: why the kernel may not be used.
+    """
     if kind not in _withdrawn:
         _withdrawn[kind] = reason
         _warn(kind, device, reason)
 
 
 def withdrawn() -> dict[str, str]:
-    """Return a dict of the kinds of Triton kernels that this process no longer uses, with the reasons as values."""
+    """Return the names of the Triton kernels that this process no longer uses, as a dict with the reasons as values."""
     return dict(_withdrawn)
 
 
@@ -174,7 +196,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
     """Run a Triton kernel; if it fails, stop using it in this process and compute the result with PyTorch.
 
     Args:
-        kind: name of the kind of kernel. If it is empty, every error of ``run`` is raised.
+        kind: name of the kernel. If it is empty, every error of ``run`` is raised.
         device: device that the kernel runs on.
         run: function that calls the kernel.
         instead: function that computes the same result with PyTorch.
@@ -200,13 +222,13 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
 def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Stop using every Triton kernel that any process of a group has stopped using.
 
-    This is a collective operation: every process of the group must call it.
+    This is a collective operation: every process of the group must call it. Without ``torch.distributed``, it changes nothing.
 
     Args:
         group: processes that agree; None for all processes.
 
     Returns:
-        A dict whose keys are the kinds of kernels that no process uses any more, and whose values are the reasons.
+        A dict whose keys are the names of the kernels that no process uses any longer, and whose values are the reasons.
     """
     if dist.is_available() and dist.is_initialized():
         withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)
@@ -218,7 +240,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear this process's record of kernel trials; verdicts stored in the cache folder stay."""
+    """Clear this process's record of which Triton kernels agree with PyTorch; results in the cache folder stay."""
     for record in (_verdicts, _withdrawn, _unknown):
         record.clear()
     environment.cache_clear()
@@ -227,8 +249,8 @@ def forget() -> None:
 def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
     """Call a function in a separate thread, where no mode of torch (fake tensors, inference, autocast) is active.
 
-    The thread uses the current stream. Backward passes run in this thread too, since autograd's own thread for the device may
-    be waiting for it.
+    The thread uses the current CUDA stream of the calling thread. Backward passes in ``run`` stay in the new thread, because
+    autograd's own thread for the device may be waiting for it.
 
     Args:
         run: function to call.
@@ -249,17 +271,17 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
 
 
 def compare(name: str, actual: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
-    """Return the relative error of a result, and a message if the error exceeds a bound.
+    """Compute the relative error of a result, and a message if the error exceeds a bound.
 
     Args:
         name: name of the result, for the message.
-        actual: the result.
+        actual: the computed result.
         want: the expected result.
         bound: largest allowed relative error.
 
     Returns:
-        The relative error (norm of the difference divided by the norm of ``want``), and a message, empty if the error is
-        allowed.
+        The relative error (norm of the difference divided by the norm of ``want``), and a message, which is empty if the error
+        is allowed.
     """
     actual, want = actual.double(), want.double()
     error = float((actual - want).norm() / want.norm().clamp(min=1e-30))
@@ -268,7 +290,7 @@ def compare(name: str, actual: Tensor, want: Tensor, bound: float) -> tuple[floa
 
 
 def short(error: BaseException) -> str:
-    """Format an error as the name of its type and the first line of its message."""
+    """Format an error as the name of its type and up to 300 characters of the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
@@ -289,11 +311,11 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run the trial of a kernel, and store its verdict in the cache if the verdict is final.
+    """Compare a Triton kernel with PyTorch (a trial), and store the result in the cache if it is final.
 
-    A mark file exists, and is locked, while the trial runs. If the trial crashes the process, the file stays and tells later
-    processes of the crash. A verdict is final if the trial compared results, or if Triton's compiler raised an error. Any other
-    error may be temporary, and its verdict is valid for this process only.
+    While the trial runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes
+    of the crash. A result is final if the trial compared outputs, or if Triton's compiler raised an error. Any other error may
+    be temporary, and its result is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()
     mark = folder / f"{kind}.{uuid4().hex}.running"
@@ -321,13 +343,15 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
-    """Write a verdict to the cache atomically. If this fails, later processes run the trial again.
+    """Write the result of comparing a Triton kernel with PyTorch to the cache atomically.
+
+    If this fails, later processes compare the kernel again.
 
     Args:
-        verdict: verdict to write.
+        verdict: result to write.
         aside: path of the temporary file that is written first.
-        path: path of the verdict file.
-        device: device that the verdict is for.
+        path: path of the final file.
+        device: name of the device that the kernel ran on, such as ``"cuda:0"``.
     """
     text = json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n"
     with suppress(OSError):
@@ -339,9 +363,10 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored verdict on a kind of kernel; None without one.
+    """Return the stored result of comparing a Triton kernel with PyTorch, or None.
 
-    If there is none, but two trials crashed their processes, the result is a verdict against the kernel.
+    If no result is stored, the function returns None, unless at least two comparisons crashed their processes. It then returns
+    a result that rejects the kernel.
     """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):
@@ -353,7 +378,11 @@ def _kept(kind: str, device: str) -> Verdict | None:
 
 
 def _read(path: Path) -> Verdict | None:
-    """Read the verdict in a file; None if the file is missing or damaged, is a link, or belongs to a different user."""
+    """Read the result of comparing a Triton kernel with PyTorch from a file.
+
+    Returns:
+        The result; None if the file is missing or damaged, is a link, or belongs to an untrusted user.
+    """
     try:
         fields = json.loads(read_own(path, LARGEST))
         agrees, reason, seconds = fields["agrees"], fields["reason"], fields["seconds"]
@@ -366,7 +395,10 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """List the mark files of trials that crashed: the mark files that no running process has locked."""
+    """List the mark files of kernel trials that crashed their processes.
+
+    A trial compares a Triton kernel with PyTorch, and its mark file is locked while it runs. The file stays after a crash.
+    """
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:
@@ -377,7 +409,10 @@ def _ended_trials(kind: str, folder: Path) -> list[Path]:
 
 
 def forget_kept(device: str) -> None:
-    """Delete all stored verdicts for a device, so that each kind of kernel gets a new trial at its next use."""
+    """Delete all stored results of comparing Triton kernels with PyTorch on a device.
+
+    Each kernel is compared again at its next use.
+    """
     with suppress(OSError):
         for path in folder_of(device).iterdir():
             if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):

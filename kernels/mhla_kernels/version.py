@@ -1,3 +1,3 @@
-"""Version of all packages of the project."""
+"""Version of all packages of this repository."""
 
 __version__ = "0.1.0"

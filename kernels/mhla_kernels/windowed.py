@@ -1,6 +1,6 @@
 """Causal attention with softmax weights in the query's block and the previous one, and MHLA weights in all earlier blocks.
 
-For token t in block i = b(t), and tokens j <= t,
+MHLA is multi-head linear attention with mixing coefficients m between blocks. For token t in block i = b(t), and tokens j <= t,
 
     w[t, j] = exp(scale q_t . k_j)                                   b(j) >= i - 1   (near)
     w[t, j] = exp(far_t) m[i - 1, b(j)] f_t . g_j                    b(j) <= i - 2   (far)
@@ -11,8 +11,8 @@ tokens is most of what linearized language models need (LoLCATs, arXiv 2410.1025
 plain linear attention). Far tokens cost one summary per block. The two sums are combined by their logarithms, so that neither
 overflows.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W =
-K V + K numbers of a summary.
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
+``W = K V + K`` numbers of a summary.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def mhla_window_attention(
 ) -> Tensor:
     """Compute causal attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
 
-    Near tokens are those in the query's block and in the block before it. All earlier tokens are far tokens.
-    :mod:`mhla_kernels.windowed` has the definition.
+    Near tokens are in the query's block and in the block before it. All earlier tokens are far tokens. The weight of a near
+    token j for query t is ``exp(scale q_t . k_j)``. The weight of a far token is ``exp(far_t) m[i - 1, b(j)] f_t . g_j``, with
+    block i of the query, block b(j) of token j, mixing coefficients m between blocks, and features f and g of queries and keys.
+    Each output is the mean of the values with these weights.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``.
+        q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk.
         k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
@@ -65,14 +67,16 @@ def mhla_window_attention(
         block_size: tokens in a block.
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        key_mask: ``[B, N]`` bool; False tokens are not attended to and give zeros.
-        cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1.
+        key_mask: ``[B, N]`` bool, False for masked tokens. No token attends to them, and their outputs are zero. None masks no
+            token.
+        cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
+            followed by N. None if each row is one sequence.
 
     Returns:
-        Outputs ``[B, N, H, V]`` in the dtype of v; sums are held in float32 (float64 for float64 inputs).
+        Outputs ``[B, N, H, V]`` in the dtype of v. Sums are computed in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if the shapes do not fit together.
+        ValueError: if the shapes do not fit together, or if features are negative.
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -103,19 +107,24 @@ def mhla_window_attention(
 
 
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
-    """Return zero outputs for a call without batch rows, tokens, heads or features; all its tensors get zero gradients.
+    """Return zero outputs ``[B, N, H, V]`` for windowed attention without batch rows, tokens, heads or features.
+
+    Windowed attention has softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors
+    gradients of zeros.
 
     Args:
         problem: checked arguments of the call.
-        f: features of the queries.
-        g: features of the keys.
-        far: logarithm of a factor on the weights of far tokens, or None.
+        f: features of the queries, ``[B, N, H, K]``.
+        g: features of the keys, ``[B, N, H, K]``.
+        far: logarithm of a factor on the weights of far tokens; None if it was not given.
     """
     return nothing(problem, f, g, *([] if far is None else [far]))
 
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
-    """Expand the logarithmic factor on the weights of far tokens to one number for each query and head.
+    """Expand the logarithm of a factor on the weights of far tokens to one number for each query and head.
+
+    Far tokens are those before the window of softmax attention.
 
     Args:
         far: tensor broadcastable to ``[B, N, H]``; None for zeros.
@@ -130,7 +139,6 @@ def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
 
 
 def _later(x: Tensor) -> Tensor:
-    """Shift a tensor of blocks ``[B, H, M, ...]`` by one: block i moves to index i + 1, and index 0 is filled with zeros."""
     # concatenate first, then cut: torch.export would make a constant of M - 1 blocks, which may be 1
     return torch.cat([torch.zeros_like(x[:, :, :1]), x], 2)[:, :, :-1]
 
@@ -148,7 +156,9 @@ def joined(
     visible_before: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute the outputs of tokens in M blocks of C slots, from near tokens and mixed summaries.
+    """Compute the outputs of windowed attention for tokens in M blocks of C slots, from near tokens and mixed summaries.
+
+    The near tokens are in the query's block and in the block before it. The far tokens are in all earlier blocks.
 
     Args:
         q: queries, ``[B, H, M, C, Dk]``.
@@ -158,7 +168,7 @@ def joined(
         far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
         k_before: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v_before: values of the block before each block, ``[B, H, M, C, V]``.
-        mixed: mixed summaries of the far blocks, with totals of their weights, ``[B, H, M, K, V + 1]``.
+        mixed: mixed summaries of the far blocks, ``[B, H, M, K, V + 1]``. The last column holds sums of weights.
         visible: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
         visible_before: the same mask for the block before each block, ``[B, M, C]`` bool.
         scale: factor on the scores of near tokens.
@@ -174,16 +184,16 @@ def joined(
 
 
 def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
-    """Combine near tokens and far tokens into one output for each query.
+    """Combine softmax attention to near tokens and linear attention to far tokens into one output for each query.
 
-    For stability, all weights of a query are divided by about the largest of them. This divisor is a constant for autograd,
-    since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients of zero
-    would then get no gradient.
+    For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
+    autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
+    of zero would then get no gradient.
 
     Args:
         scores: scores of the S near tokens for each of C queries, ``[..., C, S]``.
-        visible: mask of near tokens that a query attends to, bool, broadcastable to ``scores``.
-        v: values of near tokens, ``[..., S, V]``.
+        visible: bool mask of the near tokens that a query attends to, broadcastable to ``scores``.
+        v: values of the near tokens, ``[..., S, V]``.
         f: features of the queries, ``[..., C, K]``.
         mixed: for each feature of the keys, V sums of weighted values and the sum of weights, ``[..., K, V + 1]``.
         far: logarithm of a factor on the weights of far tokens, ``[..., C, 1]``.
@@ -222,10 +232,9 @@ def check_window(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check the arguments of :func:`mhla_window_attention`, which documents them and the errors.
+    """Check the arguments of windowed attention, and return an object that holds all of them except the features.
 
-    Returns:
-        Checked arguments and options of the call.
+    :func:`mhla_window_attention` documents the arguments and the errors.
     """
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:

@@ -1,9 +1,9 @@
-"""Generation with a softmax window: :mod:`mhla_kernels.windowed` on a few tokens at a time.
+"""Generation with windowed attention: softmax weights for near tokens, MHLA weights for far tokens, a few tokens at a time.
 
 The state holds the keys and values of two blocks, and the summaries of all earlier blocks.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W =
-K V + K numbers of a summary.
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
+``W = K V + K`` numbers of a summary.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from mhla_kernels.windowed import check_window, combine, heads_last, joined, not
 
 @dataclass(frozen=True, eq=False)
 class MHLAWindowState(BlockState):
-    """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return; see :class:`BlockState`.
+    """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return.
 
-    The softmax window consists of the open block, to which tokens are added, and the block before it. Earlier blocks are
-    finished.
+    The window of softmax attention consists of two blocks: the open block, to which tokens are added, and the block before it.
+    Of all earlier blocks, the state holds only summaries, as :class:`BlockState` describes.
 
     Attributes:
-        previous: summary of the block before the open one, ``[B, H, W]``.
-        keys: keys of the window, first those of the block before the open one, ``[B, 2 C, Hkv, Dk]``; empty slots are zero.
+        previous: summary of the block before the open one, ``[B, H, W]`` with W numbers.
+        keys: keys of the window in 2 C slots for blocks of C tokens, ``[B, 2 C, Hkv, Dk]``. The block before the open one comes
+            first. Empty slots are zero.
         values: values of the window in the same order, ``[B, 2 C, Hkv, V]``.
     """
 
@@ -91,24 +92,28 @@ def mhla_window_prefill(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for the next tokens of every row, and return the generation state after them.
 
+    Windowed attention has softmax weights for tokens in the query's block and the block before it (near tokens), and MHLA
+    weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`.
+
     Args:
-        q: queries, ``[B, N, H, Dk]``.
+        q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk.
         k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
-        mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
+        mixing: nonnegative coefficients. A matrix of coefficients must cover all blocks up to the last token of the call.
         block_size: tokens in a block.
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        lengths: number of tokens in each row that are not padding on its right, ``[B]`` integers; None if there is no padding.
+        lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
+            no padding.
         state: state from the last call; None at the start. It is not changed.
 
     Returns:
-        Outputs ``[B, N, H, V]``, zero for padding, and the new state.
+        Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
 
     Raises:
-        ValueError: if shapes, lengths or the state do not fit together.
+        ValueError: if shapes, lengths or the state do not fit together, or if features are negative.
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     check_tokens(q)
@@ -179,27 +184,28 @@ def mhla_window_step(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    A step takes time O(C Dk + K V) for blocks of C tokens. The first token of a block takes longer, as in
-    :func:`mhla_kernels.mhla_step`.
+    Windowed attention has softmax weights for tokens in the query's block and the block before it (near tokens), and MHLA
+    weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`. A step takes time
+    ``O(C Dk + K V)`` for blocks of C tokens. The first token of a block takes longer, because finished blocks are then mixed.
 
     Args:
-        q: query, ``[B, H, Dk]``.
-        k: key, ``[B, Hkv, Dk]``.
+        q: query, ``[B, H, Dk]``, for B batch rows and H heads of width Dk.
+        k: key, ``[B, Hkv, Dk]``; Hkv divides H.
         v: value, ``[B, Hkv, V]``.
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
-        mixing: nonnegative coefficients for at least as many blocks as the tokens so far fill.
-        state: state from the last call. It is not changed unless it is donated.
+        mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
+        state: state from the last call. It is not changed unless ``donate_state`` is on.
         block_size: tokens in a block.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards.
+        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: if shapes or the state do not fit together.
+        ValueError: if shapes or the state do not fit together, or if features are negative.
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     check_one_token(q, k, v)
@@ -251,7 +257,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
-    """Return the state before the first token, for queries with features ``f``."""
+    """Return the generation state of windowed attention before the first token, for queries with features ``f``."""
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
@@ -260,7 +266,7 @@ def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
 
 
 def _with_totals(mixed: Tensor, width: int) -> Tensor:
-    """Reshape mixed summaries to matrices whose last column holds the sums of weights.
+    """Reshape mixed block summaries to matrices whose last column holds the sums of weights.
 
     Args:
         mixed: mixed summaries, ``[..., K V + K]``: K V sums of weighted values, then K sums of weights.
@@ -274,14 +280,14 @@ def _with_totals(mixed: Tensor, width: int) -> Tensor:
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Compute, for each block of a call, the mixed summary of all blocks before its softmax window.
+    """Compute for each block with new tokens the mixed summary of all blocks before its window of softmax attention.
 
-    The window includes the previous block, so the result equals the causal mixture for that block.
+    The window includes the previous block. The result is therefore the mixed summary that the previous block reads.
 
     Args:
-        start: state in which the first block of the call is open in every row.
-        sums: summaries of the M blocks of the call, ``[B, H, M, W]``.
-        firsts: index of the call's first block in each row.
+        start: state before the new tokens, in which every row is ready to receive the first of them.
+        sums: summaries of the M blocks with new tokens, with W numbers each, ``[B, H, M, W]``.
+        firsts: index of the first of these blocks in each row.
         mixing: mixing coefficients between blocks.
 
     Returns:
@@ -308,16 +314,17 @@ def _close(
     mixing: Mixing,
     writes: bool,
 ) -> MHLAWindowState:
-    """Create the generation state after the tokens of a call.
+    """Create the generation state of windowed attention after new tokens.
 
     Args:
-        start: state in which the first block of the call is open in every row.
-        new_blocks: keys and values of the call in M blocks of C slots, ``[B, Hkv, M, C, D]`` each.
-        sums: summaries of these blocks, ``[B, H, M, W]``; the first one includes the earlier tokens of the block.
+        start: state before the new tokens, in which every row is ready to receive the first of them.
+        new_blocks: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block
+            includes the tokens that it held before.
+        sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``.
         counts: number of new tokens in each row.
-        firsts: index of the call's first block in each row.
+        firsts: index of the first of these blocks in each row.
         mixing: mixing coefficients between blocks.
-        writes: whether memory may be written to, see :meth:`BlockState.may_write`.
+        writes: whether tensors that are created for the new state may be written to in place.
     """
     size = start.kind.block_size
     lengths = tuple(previous + count for previous, count in zip(start.lengths, counts, strict=True))

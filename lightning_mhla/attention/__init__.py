@@ -1,4 +1,7 @@
-"""Attention kinds behind one interface; a new kind is a new file with one class, imported here."""
+"""Attention layers, one class for each kind of attention, all with the interface of :class:`Attention`.
+
+To add a kind to this package, define its class in a new module and import the class here.
+"""
 
 from lightning_mhla.attention.base import Attention, build_attention
 from lightning_mhla.attention.config import AttentionConfig, attention_per_layer, layout_for

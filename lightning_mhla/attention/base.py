@@ -1,7 +1,8 @@
-"""The attention layer: how it is composed, and the way of the tokens through it.
+"""Base class of the attention layers: construction, forward pass, and generation token by token.
 
-Its parts have modules of their own: what a kind declares and implements (``kind``), projections (``projections``), token order
-(``order``), rotary positions (``positions``), and norm, local positional encoding and gate (``output``, ``lepe``).
+Other modules contain the parts of a layer: the methods that a kind of attention implements (``kind``), projections
+(``projections``), token order (``order``), rotary positions (``positions``), and output norm, local positional encoding and
+gate (``output``, ``lepe``).
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 
 class Attention(AttentionKind):
-    """Self-attention layer and base class of all kinds: projections, an attention operator, then norm, ``lepe`` and gate.
+    """Self-attention layer, and base class of all kinds of attention.
 
-    ``lepe`` is a depthwise convolution of the values that is added to the output. Norm, ``lepe`` and gate are optional.
+    The layer projects tokens to queries, keys and values and computes attention from them. Kinds of attention, such as softmax
+    or mhla, differ in this computation. The layer then applies an RMSNorm to the output, adds a depthwise convolution of the
+    values (``lepe``), multiplies by a gate, and projects the result. Norm, ``lepe`` and gate are optional.
 
-    An attention kind derives from this class, states its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend`, and :meth:`continue_from` if it can generate. The options of a kind are declared in a nested dataclass
-    ``Options``. YAML sets them as ``attention: {kind: mine, options: {...}}``, and the layer holds them in ``self.options``.
+    To add a kind, derive a class from this one, for example ``class Mine(Attention, kind="mine")``, and implement
+    :meth:`attend`. If the kind supports generation token by token, also implement :meth:`continue_from`. Declare the options of
+    the kind in a nested dataclass named ``Options``. YAML sets these options as ``attention: {kind: mine, options: {...}}``,
+    and the layer stores them in ``self.options``.
 
     Args:
         dim: width of the tokens.
         heads: number of query heads.
-        layout: token grid and its blocks.
-        config: configuration, see :class:`AttentionConfig`.
-        key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
-        key_width: width of a key; None for ``dim // heads``.
-        value_width: width of a value; None for ``dim // heads``.
+        layout: token grid and its partition into blocks.
+        config: configuration of the layer, see :class:`AttentionConfig`.
+        key_value_heads: number of key heads and of value heads, a divisor of ``heads``; None for ``heads``.
+        key_width: width of the keys of one head; None for ``dim // heads``.
+        value_width: width of the values of one head; None for ``dim // heads``.
         bias: whether the projections have a bias.
-        causal: whether token t attends to tokens ``j <= t`` only; needs a 1-D grid.
-        block_ordered: whether tokens enter and leave in the layout's block order instead of raster order.
-            :class:`lightning_mhla.Backbone` sets this, and reorders the tokens once for all layers.
-        projections: whether the layer has its own projections. If not, :meth:`forward` takes the projections and rotary angles
-            of a different module.
-        gate: whether the output has a gate, regardless of the configuration; None for ``config.gate``.
+        causal: whether each token attends only to itself and earlier tokens. This requires a 1-D grid.
+        block_ordered: whether inputs and outputs are in block order, in which the tokens of each block are contiguous, instead
+            of raster order. :class:`lightning_mhla.Backbone` sets this, and reorders the tokens once for all layers.
+        projections: whether the layer has its own projections. If not, callers pass the projections of another module to
+            :meth:`forward`.
+        gate: whether the output has a gate; None for the value of ``config.gate``.
 
     Raises:
-        ValueError: if the configuration has a different kind, widths and heads do not fit, or the layout does not support
-            causal attention or rotary positions.
+        ValueError: if the configuration names a kind other than that of the class, widths and numbers of heads do not fit
+            together, or the kind or the layout does not support causal attention or rotary positions.
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = KINDS
@@ -104,7 +108,7 @@ class Attention(AttentionKind):
         """Adapt the layer to a different token layout. Learned parameters stay the same.
 
         Args:
-            layout: layout with as many axes and prefix tokens as the one that the layer was built with.
+            layout: new layout. It must have as many axes and prefix tokens as the layout that the layer was built with.
             device: device of the tokens; None for the CPU.
         """
         self.layout = layout
@@ -116,17 +120,21 @@ class Attention(AttentionKind):
                     part.fit(operator_layout, device)
 
     def flops(self, tokens: int) -> float:
-        """Count the floating-point operations of the forward pass on one sequence of ``tokens`` tokens, with projections."""
+        """Return the number of floating-point operations of the forward pass, including the projections.
+
+        Args:
+            tokens: number of tokens of one sequence.
+        """
         projections = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)]
         return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
 
     @property
     def max_tokens(self) -> int | None:
-        """Number of tokens of the longest supported sequence; None for any length."""
+        """Maximum length of a sequence in tokens; None if the length is not limited."""
         return None if self.causal else self.layout.num_tokens
 
     def extend(self, tokens: int) -> None:
-        """Extend a causal layer to sequences of ``tokens`` tokens. Its outputs for shorter sequences stay the same."""
+        """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same."""
         assert self.causal
         # causal layers have blocks of equal sizes, however many the layout was built with
         size = self.layout.block_size or (self.layout.block_sizes[0] if self.uses_blocks else tokens)
@@ -142,24 +150,28 @@ class Attention(AttentionKind):
         share: SequenceShare | None = None,
         layout: BlockLayout | None = None,
     ) -> Tensor:
-        """Apply the layer to tokens ``[B, N, dim]``; the output has the same shape.
+        """Compute the attention outputs ``[B, N, dim]`` of tokens ``[B, N, dim]``.
 
         Args:
-            x: tokens, in raster order unless ``block_ordered``.
-            key_mask: mask of visible tokens, ``[B, N]`` bool, in the order of ``x``. Hidden tokens do not influence others,
-                whatever they hold, and their outputs are zero. None without a mask.
-            rotary: rotary angles of the tokens, in the order of ``x``; None for positions counted from 0 (see
-                :func:`lightning_mhla.attention.positions.rotary_angles`). Images always use
-                :func:`lightning_mhla.attention.positions.grid_angles`.
-            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
-            projections: projections to use if the layer has none of its own.
-            share: part of each sequence that this process holds, if sequences are distributed over processes; causal attention
-                only. None for complete sequences.
-            layout: layout of these tokens, for this call only; None for the layout of the last :meth:`fit`. Compiled graphs use
-                it, because :meth:`fit` would be a side effect.
+            x: tokens, in raster order, or in block order if the layer was built with ``block_ordered``.
+            key_mask: mask of visible tokens, ``[B, N]`` bool, in the order of ``x``. Hidden tokens do not influence other
+                tokens, even if they contain NaN, and their outputs are zero. None if all tokens are visible.
+            rotary: rotary angles of the tokens, in the order of ``x``; None to compute them from positions counted from 0.
+                Layers for images always compute the angles from row and column.
+            cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N. Only for causal
+                attention. None for one sequence in each row.
+            projections: projections to use if the layer has none of its own; None for the layer's own.
+            share: part of each sequence that this process holds, if sequences are distributed over processes. Only for causal
+                attention. None for complete sequences.
+            layout: token layout for this call only; None for the layout of the last :meth:`fit`. Compiled graphs pass it,
+                because :meth:`fit` would modify the layer inside the graph.
+
+        Returns:
+            Outputs in the shape and order of ``x``.
 
         Raises:
-            ValueError: if the number of tokens does not fit the layout, or the kind does not support an input.
+            ValueError: if the number of tokens does not fit the layout, or the kind of attention does not support one of the
+                arguments.
         """
         self._check_tokens(x, key_mask, cu_seqlens, share, layout)
         projections = self._own_projections() if projections is None else projections
@@ -184,20 +196,21 @@ class Attention(AttentionKind):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> tuple[Tensor, Any]:
-        """Apply the causal layer to the next tokens of every row, during generation.
+        """Compute the outputs of the next tokens of each row during generation. The layer must be causal.
 
         Args:
-            x: tokens ``[B, N, dim]``. Tokens of a row beyond its count are padding on the right.
-            state: state after the previous tokens, see :meth:`continue_from`; None at the start.
-            counts: number of tokens in each row without padding.
-            rotary: rotary angles of these tokens; None for positions that follow those of the state.
-            projections: projections to use if the layer has none of its own.
+            x: tokens ``[B, N, dim]``. Rows with fewer than N tokens are padded on the right.
+            state: state after the previous tokens, as this method returned it; None for the first tokens. It is modified in
+                place.
+            counts: number of tokens in each row, without padding.
+            rotary: rotary angles of these tokens; None to continue counting positions from the previous tokens.
+            projections: projections to use if the layer has none of its own; None for the layer's own.
 
         Returns:
             Outputs ``[B, N, dim]``, and the state after these tokens.
 
         Raises:
-            ValueError: if the kind cannot generate, or the layer is not causal.
+            ValueError: if the kind of attention does not support generation token by token, or the layer is not causal.
         """
         self.require("state")
         if not self.causal:
@@ -220,9 +233,18 @@ class Attention(AttentionKind):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> Tensor:
-        """Compute the attention weights ``[B, H, N, N]``, rows and columns in the order of ``x``.
+        """Compute the attention weights ``[B, H, N, N]`` of H heads. Rows are queries, columns are keys.
 
-        Arguments are those of :meth:`forward`.
+        Args:
+            x: tokens ``[B, N, dim]``, in raster order, or in block order if the layer was built with ``block_ordered``. Rows
+                and columns of the result have the same order.
+            key_mask: mask of visible tokens, ``[B, N]`` bool; None if all tokens are visible.
+            rotary: rotary angles of the tokens, in the order of ``x``; None to compute them.
+            projections: projections to use if the layer has none of its own; None for the layer's own.
+
+        Raises:
+            ValueError: if the number of tokens does not fit the layout, or the kind of attention does not support one of the
+                arguments.
         """
         self._check_tokens(x, key_mask)
         projections = self._own_projections() if projections is None else projections
@@ -239,7 +261,9 @@ class Attention(AttentionKind):
         return weights.index_select(2, placement.inverse).index_select(3, placement.inverse)
 
     def open_gate(self) -> None:
-        """Initialize gate and ``lepe`` so that they leave the output unchanged, for weights trained without them.
+        """Initialize the gate and ``lepe`` (a convolution of the values) so that they leave the output unchanged.
+
+        The layer can then start from weights that were trained without a gate and without ``lepe``.
 
         Raises:
             ValueError: if the gate has no bias.
@@ -254,7 +278,7 @@ class Attention(AttentionKind):
         share: SequenceShare | None = None,
         layout: BlockLayout | None = None,
     ) -> None:
-        """Check that the tokens of a call fit the layout and the longest supported sequence."""
+        """Raise ValueError if the number of tokens does not fit the layout or exceeds the maximum sequence length."""
         if share is not None and (not self.causal or key_mask is not None or cu_seqlens is not None):
             raise ValueError("a sequence spread over processes is causal, without padding and not packed")
         tokens, present = x.shape[1] if share is None else share.tokens, self.layout if layout is None else layout
@@ -270,9 +294,9 @@ class Attention(AttentionKind):
             )
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Compute the permutation of the tokens into block order for one call with a given layout.
+        """Return the permutation of tokens into block order for a ``layout`` that is passed to :meth:`forward`.
 
-        Slots stay empty only if the attention kind supports a key mask.
+        Blocks are padded to equal length only if the kind of attention supports a key mask, which hides the padding.
         """
         if not self.uses_blocks:
             return Placement(layout, None, None, {})
@@ -288,5 +312,13 @@ class Attention(AttentionKind):
 
 
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:
-    """Build the attention layer that ``config.kind`` names; ``options`` are keyword arguments of :class:`Attention`."""
+    """Build an attention layer of the kind that ``config.kind`` names.
+
+    Args:
+        config: configuration of the layer.
+        dim: width of the tokens.
+        heads: number of query heads.
+        layout: token grid and its partition into blocks.
+        **options: further keyword arguments of :class:`Attention`, such as ``causal``.
+    """
     return Attention.kinds[config.kind](dim, heads, layout, config, **options)

@@ -1,4 +1,4 @@
-"""Configuration of attention, the same in every domain, and the registry of attention kinds."""
+"""Configuration of attention layers, and the registry of the kinds of attention."""
 
 from __future__ import annotations
 
@@ -40,41 +40,48 @@ MIXING_OPTIONS = (
 
 @dataclass
 class AttentionConfig:
-    """Configuration of attention, with the same keys in every domain.
+    """Configuration of an attention layer, with the same options for text, images and video.
 
     Args:
-        kind: mhla (mixed block summaries), mhla_window (softmax in the current and the previous block, mhla before them;
-            causal), linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet,
-            mamba2, gated_conv (a short convolution, not attention), or your own kind, whose module --allow=MODULE imports. The
-            error for an unknown kind lists the known ones.
+        kind: kind of attention: mhla (mixed block summaries), mhla_window (causal; softmax in the current and the previous
+            block, mhla for earlier blocks), linear (one summary of all tokens), softmax, rala and mala (images), retention,
+            gla, gated_deltanet, mamba2, gated_conv (a short convolution instead of attention), or your own kind from a module
+            that --allow=MODULE imports. An unknown name raises an error that lists the known ones.
         block_grid: number of blocks along each axis of the token grid (images, video).
-        block_size: number of tokens in a block (sequences). Give either block_grid or block_size; only mhla uses them.
-        mixing: parametrization of the mixing coefficients. dense is one free coefficient for each pair of blocks,
-            exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
-        mixing_terms: number of exponentials.
-        mixing_init: initial coefficients. locality gives near blocks more weight, uniform gives all blocks the same.
-        mixing_per_head: whether every head has its own coefficients.
-        mixing_trainable: whether the coefficients are trained.
-        normalize: whether the weights of a query are divided by their sum (mhla, linear).
-        feature_map: feature map of queries and keys (mhla, mhla_window, linear). relu is relu(x) + 1e-6 and elu is elu(x) + 1;
-            sana is relu(x), with 1e-15 instead of 1e-6 added to the normalizer, as in diffusers' SANA; learned is
-            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), applied after rotary. In
-            mhla_window every map is applied after rotary, and relu and sana are both relu(x).
-        lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
-        rotary: whether queries and keys are rotated by their position, after the feature map; for sequences and images (row
-            and column). Rotation makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
+        block_size: number of tokens in a block (sequences). mhla and mhla_window need either block_grid or block_size; no other
+            kind uses them.
+        mixing: parametrization of the mixing coefficients, the weights with which a block reads the summaries of other blocks.
+            dense has one free coefficient for each pair of blocks. exponential is a sum of exponentials of the distance between
+            blocks, and its cost is linear in the number of blocks.
+        mixing_terms: number of exponentials in exponential mixing.
+        mixing_init: initial mixing coefficients. locality gives nearby blocks more weight, uniform gives all blocks the same.
+        mixing_per_head: whether each head has its own mixing coefficients.
+        mixing_trainable: whether the mixing coefficients are trained.
+        normalize: whether the attention weights of each query are divided by their sum, the normalizer (mhla, linear).
+        feature_map: feature map of queries and keys (mhla, mhla_window, linear): relu, elu, softplus, sana, identity or
+            learned. relu is relu(x) + 1e-6, and elu is elu(x) + 1. sana is relu(x), and adds 1e-15 instead of 1e-6 to the
+            normalizer, as SANA does in diffusers. learned concatenates exp(W x) and exp(-W x) with a learned matrix W
+            (Hedgehog, arXiv 2402.04347), and is applied after rotary. In mhla_window, every map is applied after rotary, and
+            relu and sana are both relu(x).
+        lepe: width of a depthwise convolution of the values that is added to the output. It must be odd; 0 means no
+            convolution.
+        rotary: whether queries and keys are rotated by their position after the feature map; for sequences and images (by row
+            and column). Rotated features may be negative, so mhla and linear also need either normalize off or
+            normalize_before_rotary on.
         rotary_base: base of the geometric series of rotary frequencies.
-        normalize_before_rotary: whether the normalizer is computed from queries and keys before rotation (RoFormer,
-            arXiv 2104.09864, equation 19); mhla and linear, not causal.
-        key_weighting: whether each head's keys are multiplied by their softmax weight for the mean query, over all tokens,
-            times the number of tokens (RALA, arXiv 2411.07635); mhla and linear, not causal.
-        gate: whether the output is multiplied by an activation of a projection of the input.
-        gate_activation: silu or identity.
-        output_norm: whether each head's output passes an RMSNorm; null to do so if and only if normalize is off.
+        normalize_before_rotary: whether the normalizer is computed from queries and keys before rotation (RoFormer, arXiv
+            2104.09864, equation 19). Only for mhla and linear without causal attention.
+        key_weighting: whether each key is multiplied by the number of tokens times its softmax weight for the mean query of its
+            head (RALA, arXiv 2411.07635). Only for mhla and linear without causal attention.
+        gate: whether the output is multiplied by a gate, a projection of the input followed by gate_activation.
+        gate_activation: activation of the gate, silu or identity.
+        output_norm: whether an RMSNorm is applied to the output of each head; null applies it only if normalize is off.
         options: options of the kind itself, by name. retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
             forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
-            (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (default 4); mamba2 has groups
-            (default None); gated_conv has conv (default 3). Other kinds of the package have none.
+            (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (width of a convolution over
+            tokens, default 4); mamba2 has groups (number of key and query heads, default None), where None means
+            key_value_heads if it is smaller than the number of heads, otherwise 1; gated_conv has conv (width of its
+            convolution, default 3). The other built-in kinds have no options of their own.
     """
 
     kind: str = "mhla"
@@ -131,7 +138,7 @@ class AttentionConfig:
             )
 
     def _checked_options(self) -> dict[str, Any] | None:
-        """Return the checked options of the attention kind, with defaults filled in; None for a kind without options."""
+        """Return the options of the attention kind, checked and with defaults filled in; None for a kind without options."""
         kind = KINDS[self.kind].Options
         if kind is None:
             if self.options:
@@ -140,17 +147,33 @@ class AttentionConfig:
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
     def at_layer(self, layer: int) -> AttentionConfig:
-        """Return the configuration for the layer with index ``layer``; options such as ``direction`` may depend on it."""
+        """Resolve the options that depend on the layer, and return the configuration of one layer.
+
+        For example, the option ``direction: alternate`` becomes ``forward`` or ``backward``.
+
+        Args:
+            layer: index of the layer, counted from 0.
+        """
         options = KINDS[self.kind].options_at(self.options, layer)
         return self if options == self.options else replace(self, options=options)
 
     def with_kind(self, kind: str) -> AttentionConfig:
-        """Return a copy of the configuration with ``kind`` set, without ``options`` if the kind changes."""
+        """Return a copy of the configuration with the given kind of attention.
+
+        ``options`` are removed if the kind changes, because they belong to the former kind.
+        """
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
-    """Log, once for each kind, the options that are set in ``config`` although its kind does not use them."""
+    """Log which options are set in ``config`` although its kind of attention ignores them.
+
+    The same message is logged only once.
+
+    Args:
+        config: configuration of a layer.
+        unused: names of the options that the kind ignores.
+    """
     _report(
         config.kind, tuple(f.name for f in fields(config) if f.name in unused and getattr(config, f.name) != f.default)
     )
@@ -163,10 +186,16 @@ def _report(kind: str, names: tuple[str, ...]) -> None:
 
 
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
-    """Build the layout that all layers of a model share, a single block if no layer uses blocks.
+    """Build the token layout that all layers of a model share. It has a single block if no layer uses blocks.
+
+    Args:
+        configs: configurations of the layers.
+        grid: number of tokens along each axis.
+        prefix_tokens: number of tokens before the grid, such as class tokens.
 
     Raises:
-        ValueError: if layers ask for different blocks, or a kind that uses blocks has none.
+        ValueError: if two layers need different blocks, or a layer that uses blocks sets neither ``block_grid`` nor
+            ``block_size``.
     """
     using = [config for config in configs if KINDS[config.kind].uses_blocks]
     if not using:
@@ -181,10 +210,20 @@ def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_t
 
 
 def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
-    """Return one configuration for each of ``depth`` layers: ``kinds`` repeated, or ``config.kind`` for all layers.
+    """Return the attention configurations of a model's layers, which may alternate between kinds of attention.
+
+    Args:
+        config: configuration that all layers share, except for the kind.
+        kinds: kinds of attention of the first layers, repeated for the layers after them; None for ``config.kind`` in all
+            layers.
+        depth: number of layers.
+
+    Returns:
+        One configuration for each layer.
 
     Raises:
-        ValueError: if the number of kinds does not divide the depth, or none of them takes ``config.options``.
+        ValueError: if ``depth`` is not a multiple of the number of kinds, or ``config`` sets options of a kind that is not in
+            ``kinds``.
     """
     if kinds is None:
         return [config] * depth

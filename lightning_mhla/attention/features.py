@@ -18,14 +18,14 @@ LARGEST_EXPONENT = 30.0
 
 
 class LearnedFeatures(nn.Module):
-    """Learned feature map ``exp([W x, -W x])`` (Hedgehog, arXiv 2402.04347, section 4.2).
+    """Learned feature map ``exp([W x, -W x])`` of a query or key x (Hedgehog, arXiv 2402.04347, section 4.2).
 
-    Each head has a matrix W for queries and one for keys. To avoid overflow, the features of a query are divided by the largest
-    one, whose logarithm is returned too. Exponents of keys are clamped at :data:`LARGEST_EXPONENT`; gradients ignore the clamp,
-    so that training can reduce the exponents again.
+    Each head has one matrix W for queries and one for keys. To avoid overflow, the features of each query are divided by the
+    largest of them, and the forward pass also returns the logarithm of this divisor. Exponents of keys are clamped at 30.
+    Gradients ignore the clamp, so that training can reduce exponents above it.
 
-    W starts as ``Dk ** -0.25`` times the identity. An attention weight is then a sum over the Dk features i, each of which adds
-    ``exp(Dk ** -0.25 (q_i + k_i))`` and its inverse. The weight is largest where q and k are large in the same feature.
+    W starts as ``Dk ** -0.25`` times the identity matrix, where Dk is the width of a key. The attention weight of a query q and
+    a key k is then the sum of ``exp(s_i) + exp(-s_i)`` over their components i, with ``s_i = Dk ** -0.25 * (q_i + k_i)``.
 
     Args:
         heads: number of query heads.
@@ -40,7 +40,7 @@ class LearnedFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the query and key matrices of every head to ``Dk ** -0.25`` times the identity."""
+        """Set the query and key matrices of every head to ``Dk ** -0.25`` times the identity, for keys of width Dk."""
         width = self.query.shape[-1]
         for weight in (self.query, self.key):
             weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)
@@ -49,8 +49,9 @@ class LearnedFeatures(nn.Module):
         """Compute the features of queries and keys, both ``[B, N, H, Dk]``.
 
         Returns:
-            Features of queries ``[B, N, H, 2 Dk]`` divided by the largest one, the logarithm ``[B, N, H]`` of that divisor,
-            and features of keys ``[B, N, H, 2 Dk]``; float32, or float64 for float64 inputs.
+            Three tensors, in float32, or in float64 for float64 inputs: the features of the queries, ``[B, N, H, 2 Dk]``,
+            divided by the largest feature of each query; the logarithm of this divisor, ``[B, N, H]``; and the features of the
+            keys, ``[B, N, H, 2 Dk]``.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         with without_autocast(q.device.type):
@@ -65,10 +66,10 @@ class LearnedFeatures(nn.Module):
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """Compute ``elu(x) + 1``, which is ``x + 1`` above 0 and ``exp(x)`` below, to the full precision of the dtype.
+    """Compute ``elu(x) + 1``, which is ``x + 1`` for positive x and ``exp(x)`` otherwise, in the full precision of the dtype.
 
-    ``F.elu(x) + 1`` would round ``exp(x)`` to the spacing of numbers near 1, and thus to 0 below -17 in float32 and below -6
-    in bfloat16.
+    ``F.elu(x) + 1`` loses precision where ``exp(x)`` is small. In float32 it returns 0 for x below -17, in bfloat16 for x below
+    -6.
     """
     # masked first, so that a large x makes neither an infinite exponential nor NaN of its gradient; clamp has none at 0
     return F.relu(x) + x.masked_fill(x > 0, 0).exp()
@@ -87,14 +88,15 @@ def apply_features(
     Args:
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
-        features: name of the feature map.
+        features: name of the feature map, such as ``"elu"``. The learned feature map is not applied here, see
+            :class:`LearnedFeatures`.
         rotary: rotary angles of the tokens; None for no rotation.
-        key_weighting: whether to scale the keys by :func:`weighted_keys`.
-        key_mask: ``[B, N]`` bool, False for hidden tokens; None without a mask.
+        key_weighting: whether to scale each key by its softmax weight for the mean query, see :func:`weighted_keys`.
+        key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
 
     Returns:
-        Queries, keys, and the feature map that the operator still has to apply: ``"relu"``, which the operator computes at no
-        extra cost, or ``"identity"``.
+        Queries, keys, and the feature map that the caller still has to apply to them. It is ``"relu"`` if the attention kernel
+        can apply the map ``relu`` itself at no extra cost, otherwise ``"identity"``.
     """
     remaining_map: Literal["identity", "relu"] = "identity"
     if features == "elu":
@@ -117,12 +119,16 @@ def apply_features(
 def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
     """Scale each key by N times its softmax weight for the mean query (RALA, arXiv 2411.07635).
 
-    The result is ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j``.
+    The weights are ``softmax_j(Dk ** -0.5 * mean_t(q_t) . k_j)`` over the N tokens j.
 
     Args:
-        q: mapped queries ``[B, N, H, Dk]``.
-        k: mapped keys ``[B, N, H, Dk]``.
-        key_mask: ``[B, N]`` bool, False for hidden tokens, which count neither for the mean nor for N.
+        q: queries after the feature map, ``[B, N, H, Dk]``.
+        k: keys after the feature map, ``[B, N, H, Dk]``.
+        key_mask: ``[B, N]`` bool, False for hidden tokens, which are excluded from the mean, the softmax and the count N; None
+            if no token is hidden.
+
+    Returns:
+        Scaled keys, ``[B, N, H, Dk]``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if key_mask is None:

@@ -1,4 +1,4 @@
-"""Gated short convolution, to alternate with layers of linear attention that have no convolution of their own."""
+"""Gated short convolution, a layer to alternate with layers of linear attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConvolutionOptions:
     """Options of the gated convolution.
 
     Args:
-        conv: number of taps of the convolution: how many tokens an output depends on, including its own.
+        conv: width of the convolution: the number of tokens that each output depends on, including its own.
     """
 
     conv: int = 3
@@ -36,10 +36,10 @@ class ConvolutionOptions:
 
 
 class GatedConvolution(Attention, kind="gated_conv"):
-    """Causal depthwise convolution of the values, times the queries: ``q * conv(v)``. Arguments as for :class:`Attention`.
+    """Gated short convolution ``q * conv(v)``: a causal depthwise convolution of the values, multiplied by the queries.
 
     This is BaseConv of Zoology and Based (arXiv 2312.04927, equation 3; arXiv 2402.18668), which alternates with attention
-    layers. Queries are as wide as values, and there are no keys.
+    layers. Queries are as wide as values, and there are no keys. The constructor takes the arguments of :class:`Attention`.
     """
 
     Options = ConvolutionOptions
@@ -56,7 +56,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def projected_heads(self) -> tuple[int, int, int]:
-        """Return the numbers of query, key and value heads that the projection outputs; there are no keys."""
+        """Return the numbers of query, key and value heads that the input projection computes. There are no key heads."""
         return self.heads, 0, self.heads
 
     @override
@@ -83,7 +83,10 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the convolution weights as a matrix ``[B, H, N, N]``, averaged over each head's features, without the gate."""
+        """Return the convolution weights as an attention matrix ``[B, H, N, N]``.
+
+        The weights are averaged over the features of each head. They do not include the queries, which act as a gate.
+        """
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
         head_weights = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a decaying state in which every token replaces the value stored under its key."""
+"""Gated DeltaNet: attention with a decaying state, in which each token replaces the value stored under its key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lightning_mhla.recurrence import gated_delta_rule
 
 
 class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
-    """Attention layer of Gated DeltaNet (arXiv 2412.06464, section 3.4); arguments as for :class:`Attention`.
+    """Attention layer of Gated DeltaNet (arXiv 2412.06464, section 3.4).
 
-    Queries, keys and values pass a causal depthwise convolution over 4 tokens and SiLU. Queries and keys are then normalized to
-    unit length. The gates of :func:`lightning_mhla.recurrence.gated_delta_rule` are ``beta = sigmoid(W_b x)`` and
-    ``log_decay = -exp(rate) softplus(W_a x + bias)`` for each head, where ``rate`` and ``bias`` are learned. The output passes
-    an RMSNorm for each head and a SiLU gate. There is no positional encoding.
+    A causal depthwise convolution over 4 tokens (option ``conv``) and SiLU are applied to queries, keys and values. Queries and
+    keys are then normalized to unit length. For a token x, each head has the gates ``beta = sigmoid(W_b x)`` and
+    ``log_decay = -exp(rate) softplus(W_a x + bias)`` of :func:`lightning_mhla.recurrence.gated_delta_rule`, where ``W_a``,
+    ``W_b``, ``rate`` and ``bias`` are learned. The output of each head is normalized by an RMSNorm and multiplied by a SiLU
+    gate. There is no positional encoding. The constructor takes the arguments of :class:`Attention`.
     """
 
     Options = ConvolvedOptions
@@ -52,6 +53,6 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
 
 
 def _of_length_one(x: Tensor) -> Tensor:
-    """Normalize ``[..., D]`` to unit length, computed in float32. Zeros stay zeros."""
+    """Normalize vectors ``[..., D]`` to unit length, with sums in float32 or wider. Zero vectors stay zero."""
     wide = x.float() if x.dtype != torch.float64 else x
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

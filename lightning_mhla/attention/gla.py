@@ -1,4 +1,4 @@
-"""Gated linear attention: a state whose features decay at rates computed from each token."""
+"""Gated linear attention: attention with a recurrent state whose decay rates are computed from each token."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class GLAOptions(RecurrentOptions):
     """Options of gated linear attention.
 
     Args:
-        direction: see :class:`RecurrentOptions`.
-        backend: see :class:`RecurrentOptions`.
-        decay_rank: rank of the projection that computes the decays.
-        decay_divisor: divisor of the log-decays, so that decays start near 1.
+        direction: direction in which bidirectional attention reads the tokens: both (sum of a forward and a backward
+            recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
+        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
+        decay_rank: rank of the projection from tokens to decays.
+        decay_divisor: number that divides the log-decays. The larger it is, the closer to 1 the decays start.
     """
 
     decay_rank: int = 16
@@ -37,11 +38,13 @@ class GLAOptions(RecurrentOptions):
 
 
 class GatedLinearAttention(RecurrentAttention, kind="gla"):
-    """Gated linear attention (GLA, arXiv 2312.06635, section 4); arguments as for :class:`Attention`.
+    """Gated linear attention (GLA, arXiv 2312.06635, section 4).
 
-    The decay of a key's features at a token x is given by ``log_decay = logsigmoid(W2 W1 x + b) / 16``, with W1 of rank 16
-    (options ``decay_divisor`` and ``decay_rank``). The output passes an RMSNorm for each head and a SiLU gate. There is no
-    feature map, normalizer or positional encoding. In the paper, keys are half as wide as the model, which ``key_width`` sets.
+    For a token x, the log-decays of the key features are ``logsigmoid(W2 W1 x + b) / 16``, where W1 has rank 16. The options
+    ``decay_divisor`` and ``decay_rank`` change these two numbers. The output of each head is normalized by an RMSNorm and
+    multiplied by a SiLU gate. There is no feature map, normalizer or positional encoding. In the paper, all keys of a token
+    together are half as wide as the token; set ``key_width`` accordingly. The constructor takes the arguments of
+    :class:`Attention`.
     """
 
     Options = GLAOptions

@@ -1,4 +1,4 @@
-"""Parameters per head of Mamba-2 and Gated DeltaNet: step sizes, decays, and the scale of the skip connection."""
+"""Learned decays, step sizes and skip-connection scales for each head, used by Mamba-2 and Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 
 class HeadDecay(nn.Module):
-    """Module for step size and decay of each token and head (Mamba-2, arXiv 2405.21060; Gated DeltaNet, 2412.06464).
+    """Learned step size and decay of each token and head.
 
-    ``step = softplus(W x + bias)`` and ``log_decay = -exp(rate) step``. Initially, ``exp(rate)`` is uniform between
-    ``least_rate`` and 16, and the steps for x = 0 are log-uniform between 0.001 and 0.1.
+    Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464) use them. For a token x, ``step = softplus(W x + bias)``
+    and ``log_decay = -exp(rate) step``, where W, ``rate`` and ``bias`` are learned. Initially, ``exp(rate)`` is uniform between
+    ``least_rate`` and 16, and ``softplus(bias)`` is log-uniform between 0.001 and 0.1.
 
     Args:
         dim: width of a token.
@@ -29,20 +30,28 @@ class HeadDecay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new initial values for ``rate`` and ``bias``. The weights of the projection do not change."""
+        """Draw new initial values for the learned ``rate`` and ``bias`` of each head, but not for the linear map of tokens."""
         rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
         self.rate.copy_(rates.clamp(min=1e-3).log())
         steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()
         self.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the steps and the log-decays of tokens ``[B, N, dim]``, both ``[B, N, H]`` float32."""
+        """Compute the step sizes and the log-decays of tokens ``[B, N, dim]``.
+
+        Returns:
+            Step sizes and log-decays, both ``[B, N, H]`` float32.
+        """
         steps = F.softplus(self.proj(x).float() + self.bias.float())
         return steps, -self.rate.float().exp() * steps
 
 
 class HeadScale(nn.Module):
-    """Module with one learned factor for each of ``heads`` heads, initially 1: the parameter D of Mamba-2."""
+    """Learned scale of each head's skip connection, initially 1 (the parameter D of Mamba-2).
+
+    Args:
+        heads: number of heads.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -50,5 +59,5 @@ class HeadScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set all factors to 1."""
+        """Set the scales of all heads to 1."""
         nn.init.ones_(self.weight)

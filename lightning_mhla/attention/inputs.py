@@ -1,4 +1,4 @@
-"""Inputs of an attention kind: tokens, queries, keys, values, masks and positions."""
+"""Inputs of the attention computation: tokens, queries, keys, values, masks and positions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of :meth:`Attention.attend`, with tokens in the operator's order: block order, or raster order for a scan.
+    """Inputs of :meth:`Attention.attend`: queries, keys and values, with optional masks and positions.
+
+    Tokens are in raster order for kinds of attention that scan them, and otherwise in block order, in which the tokens of each
+    block are contiguous.
 
     Attributes:
         x: tokens ``[B, N, dim]``.
         q: queries ``[B, N, H, Dk]``, before the feature map.
-        k: keys ``[B, N, H, Dk]``, before the feature map; ``Hkv`` heads if :meth:`Attention.operator_inputs` does
-            not repeat them.
+        k: keys ``[B, N, H, Dk]``, before the feature map. A kind that supports fewer key heads than query heads gets
+            ``[B, N, Hkv, Dk]``.
         v: values ``[B, N, H, Dv]``, with as many heads as ``k``.
-        key_mask: ``[B, N]`` bool, False for hidden tokens, which are zero. None without a mask.
-        rotary: angles by which q and k are rotated; None without rotary embedding.
-        cu_seqlens: first token of each packed sequence (B = 1), followed by N; None for one sequence per row.
+        key_mask: ``[B, N]`` bool, False for hidden tokens, which are zero in ``x``. None if no token is hidden.
+        rotary: rotary angles of the tokens; None without rotary embedding.
+        cu_seqlens: index of the first token of each packed sequence (B = 1), followed by N; None for one sequence in each row.
         share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
             sequences.
-        placement: permutation of the tokens if :meth:`Attention.forward` was called with ``layout``; None for the permutation
-            of the layer's own layout.
+        placement: permutation of the tokens, if :meth:`Attention.forward` was called with ``layout``; None if the layer's own
+            layout applies.
     """
 
     x: Tensor
@@ -55,16 +58,19 @@ class AttentionInputs:
 
     @property
     def given(self) -> list[str]:
-        """Names of the optional inputs that are not None."""
+        """Names of those optional inputs (``key_mask``, ``rotary``, ``cu_seqlens``, ``share``) that are not None."""
         return [name for name in OPTIONAL if getattr(self, name) is not None]
 
     def repeated(self, repeats: int) -> AttentionInputs:
-        """Return inputs with every key and value head repeated ``repeats`` times in a row, once for each query head."""
+        """Return the inputs with ``repeats`` adjacent copies of each key head and value head.
+
+        This gives every query head its own key head and value head.
+        """
         if repeats == 1:
             return self
         return replace(self, k=self.k.repeat_interleave(repeats, 2), v=self.v.repeat_interleave(repeats, 2))
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys after rotary embedding, or unchanged if ``rotary`` is None."""
+        """Queries and keys after rotary embedding; unchanged if ``rotary`` is None."""
         return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

@@ -1,4 +1,4 @@
-"""Declarations and methods of an attention kind, with their defaults."""
+"""Interface of a kind of attention: class attributes and methods, with their defaults."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ REMOVED = {
 
 
 class AttentionKind(nn.Module):
-    """Base class that declares the interface of attention kinds, without the forward pass of the layer.
+    """Interface of a kind of attention, such as softmax or mhla.
 
-    Kinds do not derive from it directly, but from the complete layer, :class:`lightning_mhla.attention.Attention`. A kind
-    implements :meth:`attend`, and :meth:`continue_from` if it can generate. It overrides these members if their defaults do not
-    fit its operator:
+    The class of a kind does not derive from this class directly, but from the complete layer,
+    :class:`lightning_mhla.attention.Attention`. It implements :meth:`attend`. If the kind supports generation token by token,
+    the class also implements :meth:`continue_from`. It overrides the following members if their defaults are not suitable:
 
-    - ``Order``, the class that puts the tokens into the order of the operator;
-    - :meth:`projected_heads`, the numbers of heads that the projection outputs;
-    - :meth:`operator_inputs`, which converts the projected heads to those that the operator takes;
-    - :meth:`finish`, which applies norm, ``lepe`` and gate.
+    - ``Order``, the class that puts the tokens into the order that :meth:`attend` needs;
+    - :meth:`projected_heads`, which returns the numbers of heads that the input projection computes;
+    - :meth:`operator_inputs`, which converts the projected heads to the inputs of :meth:`attend`;
+    - :meth:`finish`, which applies norm, ``lepe`` (a depthwise convolution of the values) and gate to the output of
+      :meth:`attend`.
     """
 
     kind: ClassVar[str | None] = None
@@ -70,11 +71,16 @@ class AttentionKind(nn.Module):
             KINDS[kind] = cls
 
     def check_supported(self, config: AttentionConfig, layout: BlockLayout, causal: bool) -> None:
-        """Check that the kind supports a configuration, a token layout and causal or bidirectional attention.
+        """Check that this kind of attention supports a configuration and a token layout.
+
+        Args:
+            config: configuration of the layer.
+            layout: token grid and its partition into blocks.
+            causal: whether the layer is causal.
 
         Raises:
-            ValueError: if the configuration has a different kind, the kind is only causal, or the layout or ``lepe`` does not
-                support causal attention.
+            ValueError: if the configuration names a different kind, the kind supports only causal attention but the layer is
+                not causal, or a causal layer has ``lepe``, prefix tokens or a grid with more than one axis.
         """
         if self.kind not in (None, config.kind):
             raise ValueError(
@@ -89,63 +95,69 @@ class AttentionKind(nn.Module):
             raise ValueError("lepe sees later tokens too; leave it out of causal attention")
 
     def projected_heads(self) -> tuple[int, int, int]:
-        """Return the numbers of query, key and value heads that the projection outputs."""
+        """Return the numbers of query, key and value heads that the input projection computes."""
         return self.heads, self.key_value_heads, self.key_value_heads
 
     @classmethod
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
-        """Return the options for one layer, from those of the configuration; unchanged unless the kind overrides this method.
+        """Return the options of one layer. The default implementation returns ``options`` unchanged.
 
         Args:
-            options: options of the kind; None for a kind without options.
+            options: options of this kind in the model's configuration; None for a kind without options.
             layer: index of the layer, counted from 0.
         """
         return options
 
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Convert inputs to the form that the operator takes: repeat keys and values to the number of query heads.
+        """Convert projected heads to inputs of :meth:`attend`: repeat keys and values to the number of query heads.
 
-        A kind whose operator supports fewer key heads than query heads overrides this method and returns ``inputs``.
+        A kind that supports fewer key heads than query heads overrides this method and returns ``inputs`` unchanged.
         """
         return inputs.repeated(self.heads // self.key_value_heads)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens. Every attention kind implements this method.
+        """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens. Each kind of attention implements this method.
 
         Args:
-            inputs: queries, keys and values, and the optional inputs, with tokens in the operator's order. Optional inputs are
-                None unless the class attribute ``handles`` names them.
+            inputs: queries, keys, values and optional inputs. An optional input is None unless the class attribute ``handles``
+                contains its name.
         """
         raise NotImplementedError
 
     def weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the attention matrix ``[B, H, N, N]`` that :meth:`attend` applies to the values, for analysis.
 
-        The default implementation applies :meth:`attend` to one-hot values, so that its output is the matrix. A kind whose
-        outputs are not linear in the values has no such matrix.
+        The default implementation calls :meth:`attend` with one-hot values, so that the output is the matrix. This is valid
+        only for kinds whose outputs are linear in the values.
         """
         batch, tokens, heads, _ = inputs.v.shape
         units = torch.eye(tokens, dtype=inputs.v.dtype, device=inputs.v.device)[None, :, None]
         return self.attend(replace(inputs, v=units.expand(batch, tokens, heads, tokens))).transpose(1, 2)
 
     def finish(self, out: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Apply norm, ``lepe`` and gate to the operator's output ``[B, N, H, Dv]`` and return ``[B, N, H * Dv]``.
+        """Apply norm, ``lepe`` (a depthwise convolution of the values) and gate to the output of :meth:`attend`.
 
         Args:
-            out: output of :meth:`attend`.
-            inputs: inputs of the layer, with as many key and value heads as the projection outputs.
+            out: output of :meth:`attend`, ``[B, N, H, Dv]``.
+            inputs: inputs of the layer, before :meth:`operator_inputs` repeats key and value heads.
+
+        Returns:
+            Input of the output projection, ``[B, N, H * Dv]``.
         """
         out = out if self.norm is None else self.norm(out)
         return apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, self.config.gate_activation)
 
     def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
-        """Compute causal attention for the next tokens of every row, from the state after the previous tokens.
+        """Compute causal attention for the next tokens of each row, given the state after the previous tokens.
+
+        A state has the attributes ``lengths`` (number of previous tokens in each row) and ``bytes`` (size in memory), and a
+        method ``select(rows)`` that returns the state of the given rows.
 
         Args:
-            inputs: inputs of the next tokens. Tokens of a row beyond its count are padding on the right.
-            state: state after the previous tokens, modified in place and not to be used again; None at the start. It has
-                ``lengths`` (number of previous tokens in each row), ``bytes`` and ``select(rows)``.
-            counts: number of tokens in each row without padding.
+            inputs: inputs of the next tokens. Rows with fewer tokens than others are padded on the right.
+            state: state after the previous tokens; None for the first tokens. The method may modify it in place. Do not use it
+                again.
+            counts: number of next tokens in each row, without padding.
 
         Returns:
             Outputs ``[B, N, H, Dv]``, and the state after these tokens.
@@ -153,14 +165,21 @@ class AttentionKind(nn.Module):
         raise NotImplementedError
 
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of :meth:`attend` on a sequence of ``tokens`` tokens: two per multiply-add."""
+        """Return the number of floating-point operations of :meth:`attend`, counting two for each multiply-add.
+
+        Args:
+            tokens: number of tokens of one sequence.
+
+        Raises:
+            NotImplementedError: if the kind of attention does not count its operations.
+        """
         raise NotImplementedError(f"the operations of {type(self).__name__} are not counted")
 
     def require(self, *names: str) -> None:
-        """Check that the kind supports the named optional inputs, or generation.
+        """Check that this kind of attention supports certain optional inputs, or generation.
 
         Args:
-            *names: keys of :data:`UNHANDLED`: optional inputs, or ``"state"`` for generation.
+            *names: names of optional inputs, such as ``"key_mask"``, or ``"state"`` for generation.
 
         Raises:
             ValueError: if the kind does not support one of them.

@@ -1,4 +1,4 @@
-"""Partition of a token grid into blocks: sequences, images and clips alike."""
+"""Partition of a token grid into blocks, for sequences, images and video clips."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from torch import Tensor, nn
 
 
 class Placement(NamedTuple):
-    """Permutation of an input's tokens into the operator's order.
+    """Permutation of a layer's input tokens into the order in which attention processes them.
+
+    The N tokens are put into S slots. S is larger than N if blocks are padded to equal length. Slots without a token are
+    masked.
 
     Attributes:
-        layout: token grid and its blocks; sizes may be symbolic.
-        order: ``[S]`` int64, raster index of the token in each slot; None if the order does not change.
-        inverse: ``[N]`` int64, slot of each raster token; None if the order does not change.
-        blocks: keyword arguments that describe the blocks to the operator: ``block_size`` or ``block_offsets``.
+        layout: token grid and its partition into blocks; sizes may be symbolic in a compiled graph.
+        order: ``[S]`` int64, index of the input token in each slot; None if the order does not change.
+        inverse: ``[N]`` int64, slot of each input token; None if the order does not change.
+        blocks: keyword argument that describes the blocks to the attention function, ``block_size`` or ``block_offsets``; empty
+            if the layer takes it from its own layout.
         filled: ``[S]`` bool, True for slots that hold a token; None if all slots do.
     """
 
@@ -32,7 +36,16 @@ class Placement(NamedTuple):
     filled: Tensor | None = None
 
     def enter(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Put tokens ``[B, N, dim]`` and their mask ``[B, N]`` into the operator's order. The mask hides empty slots."""
+        """Put input tokens and their mask into the order in which attention processes them.
+
+        Args:
+            x: tokens ``[B, N, dim]``.
+            key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
+
+        Returns:
+            Tokens ``[B, S, dim]``, where S is larger than N if blocks are padded, and their mask ``[B, S]``, which is also
+            False for the padding. The mask is None if there is no padding and ``key_mask`` is None.
+        """
         if self.order is None:
             return x, key_mask
         x = x.index_select(1, self.order)
@@ -44,22 +57,23 @@ class Placement(NamedTuple):
         return x, filled if key_mask is None else key_mask & filled
 
     def leave(self, out: Tensor) -> Tensor:
-        """Put outputs ``[B, S, dim]`` back into the order in which their tokens entered."""
+        """Put attention outputs ``[B, S, dim]`` back into the order of the input tokens, ``[B, N, dim]``, without padding."""
         return out if self.inverse is None else out.index_select(1, self.inverse)
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Partition of a 1-D, 2-D or 3-D token grid into blocks, and the token order in which each block is contiguous.
+    """Partition of a 1-D, 2-D or 3-D token grid into blocks.
 
-    Tokens are numbered in raster order (last axis fastest), after the prefix tokens. If the number of blocks does not divide
-    an axis, blocks differ in size; tokens are never padded.
+    In raster order, the prefix tokens come first, then the tokens of the grid with the last axis varying fastest. In block
+    order, the tokens of each block are contiguous. If the number of blocks does not divide the length of an axis, blocks differ
+    in size; tokens are never padded.
 
     Args:
-        grid: tokens along each axis: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
+        grid: number of tokens along each axis: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
         blocks: number of blocks along each axis. Give either ``blocks`` or ``block_size``.
         block_size: number of tokens in a block of a 1-D grid; the last block may be shorter.
-        prefix_tokens: number of tokens before the grid, such as class and register tokens. They form one block.
+        prefix_tokens: number of tokens before the grid, such as class and register tokens. They form one additional block.
 
     Raises:
         ValueError: if an axis has more blocks than tokens, or the arguments contradict each other.
@@ -102,7 +116,7 @@ class BlockLayout:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis, the index of the first token of each block along it, followed by the length of the axis."""
+        """Block boundaries along each axis: the index of the first token of each block, followed by the length of the axis."""
         if self.block_size is not None:
             return ((*range(0, self.grid[0], self.block_size), self.grid[0]),)
         return tuple(
@@ -118,7 +132,7 @@ class BlockLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including the prefix."""
+        """Number of tokens, including the prefix tokens."""
         return prod(self.grid) + self.prefix_tokens
 
     @property
@@ -128,7 +142,7 @@ class BlockLayout:
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """Number of tokens in each block, in block order."""
+        """Number of tokens in each block, in block order. The block of prefix tokens, if any, comes first."""
         sizes = [1]
         for axis in self.edges:
             sizes = [size * (end - start) for size in sizes for start, end in pairwise(axis)]
@@ -136,12 +150,15 @@ class BlockLayout:
 
     @cached_property
     def block_offsets(self) -> Tensor:
-        """Index of the first token of each block in block order, and the number of tokens: ``[M + 1]`` int64 on the CPU."""
+        """Block-order index of the first token of each of the M blocks, followed by the number of tokens.
+
+        The tensor is ``[M + 1]`` int64 on the CPU.
+        """
         return torch.tensor([0, *accumulate(self.block_sizes)], device="cpu")
 
     @cached_property
     def order(self) -> Tensor:
-        """Raster index of the token at each position of the block order: ``[N]`` int64 on the CPU."""
+        """Raster index of the token at each position in block order: ``[N]`` int64 on the CPU."""
         block = torch.zeros(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
             along = torch.bucketize(
@@ -153,40 +170,46 @@ class BlockLayout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """Position of each raster token in the block order: ``[N]`` int64 on the CPU."""
+        """Position of each token in block order, listed in raster order: ``[N]`` int64 on the CPU."""
         return self.order.argsort()
 
     @cached_property
     def is_raster(self) -> bool:
         """Whether the block order equals the raster order.
 
-        This is so if every block is contiguous in raster order: of all axes before the last one that is cut into several
-        blocks, each is cut into single tokens.
+        The orders are equal if each block is contiguous in raster order, for example if an image is divided into bands of
+        complete rows.
         """
         last_cut = max((axis for axis, count in enumerate(self.block_grid) if count > 1), default=0)
         return self.block_grid[:last_cut] == self.grid[:last_cut]
 
     @cached_property
     def centers(self) -> Tensor:
-        """Centers of the blocks in units of one block, without the prefix block: ``[M, axes]`` float64 on the CPU."""
+        """Position of each of the M blocks on the block grid, in units of one block: ``[M, axes]`` float64 on the CPU.
+
+        The block of prefix tokens has no position and is left out.
+        """
         axes = [torch.arange(count, dtype=torch.float64, device="cpu") for count in self.block_grid]
         return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
 
     @cached_property
     def operator_blocks(self) -> dict[str, Any]:
-        """Keyword argument of the operator: ``block_size`` if only the last block may be shorter, else ``block_offsets``."""
+        """Keyword argument that describes the blocks to the functions of ``mhla_kernels``.
+
+        It is ``block_size`` if all blocks have the same size, except for a shorter last one. Otherwise it is ``block_offsets``.
+        """
         sizes = self.block_sizes
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}
         return {"block_offsets": (0, *accumulate(sizes))}
 
     def place(self, device: torch.device, gaps: bool = True) -> Placement:
-        """Compute the permutation of the tokens into block order, for use in a compiled graph.
+        """Compute the permutation of the tokens from raster order to block order, for use in a compiled graph.
 
         Args:
             device: device of the tokens.
-            gaps: whether slots may stay empty. If so, every block gets as many slots as the largest block has tokens, empty
-                slots are masked, and tensor arithmetic keeps sizes symbolic. If not, sizes become constants of the graph.
+            gaps: whether blocks of unequal size are padded to equal length. If True, a mask hides the padding, and sizes stay
+                symbolic. If False, sizes become constants of the graph.
         """
         if self.block_size is not None:
             return Placement(self, None, None, {"block_size": self.block_size})
@@ -209,15 +232,14 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Compute which token is in each slot of each block, and which slots hold a token. Prefix tokens are not counted.
+        """Compute the raster index of the token in each slot of the padded blocks, without the prefix tokens.
 
         Args:
-            sizes: number of slots of a block along each axis.
+            sizes: number of slots of a padded block along each axis.
             device: device of the results.
 
         Returns:
-            Raster indices of the tokens, int64, and a mask that is True for slots with a token, bool; both ``[M, C]`` for M
-            blocks of C slots.
+            Raster indices, int64, and a mask that is True for slots that hold a token; both ``[M, C]`` for M blocks of C slots.
         """
         axes = len(self.grid)
         token = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)
@@ -234,11 +256,11 @@ class BlockLayout:
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
-        """Compute the slot of each raster token, ``[N]`` int64, without prefix tokens.
+        """Compute the slot of each token in the padded blocks, listed in raster order without the prefix tokens: ``[N]`` int64.
 
         Args:
-            sizes: number of slots of a block along each axis.
-            slots: total number of slots of a block.
+            sizes: number of slots of a padded block along each axis.
+            slots: total number of slots of a padded block.
             device: device of the result.
         """
         block = within = torch.zeros(1, dtype=torch.int64, device=device)
@@ -252,14 +274,14 @@ class BlockLayout:
 
 
 class LayoutTables(nn.Module):
-    """Base class of modules with buffers that depend only on the token layout and are not stored in checkpoints.
+    """Base class of modules whose buffers depend only on the token layout and are not stored in checkpoints.
 
     The buffers are computed again whenever the module moves to a different device or dtype. This is necessary because
-    ``to_empty`` and FSDP2 leave buffers from the meta device uninitialized.
+    ``to_empty`` and FSDP2 do not initialize buffers that were on the meta device.
     """
 
     def tables(self) -> dict[str, Tensor]:
-        """Compute the buffers from the layout and return them by name, on the CPU."""
+        """Compute this module's buffers from the token layout, on the CPU, and return them by name."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:

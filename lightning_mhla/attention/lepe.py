@@ -11,10 +11,18 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class LocalPositionalEncoding(LayoutTables):
-    """Depthwise convolution of the values over the token grid; ``lepe`` in configurations, CPE in the MHLA paper.
+    """Local positional encoding: a depthwise convolution of the values over the token grid.
 
-    Inputs and outputs are in block order. Precomputed indices bring the values into the order of the grid and back. The output
-    of prefix tokens, which have no neighbors, is zero.
+    Configurations call it ``lepe``, and the MHLA paper (arXiv 2601.07832) calls it CPE. Inputs and outputs are in block order.
+    Precomputed indices put the values into the order of the grid and back. The output of prefix tokens, which have no
+    neighbors, is zero.
+
+    Args:
+        layout: token grid and its partition into blocks.
+        channels: number of features of the values of all heads.
+        width: width of the convolution along each axis, odd.
+        buffers: whether the indices are buffers. If not, they are plain attributes, and copies of the module may have indices
+            of different sizes.
     """
 
     to_grid: Tensor
@@ -30,7 +38,12 @@ class LocalPositionalEncoding(LayoutTables):
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Adapt the module to a different token layout; the weights of the convolution stay the same."""
+        """Adapt the module to a different token layout. The weights of the convolution stay the same.
+
+        Args:
+            layout: new layout, with as many axes as the old one.
+            device: device of the tokens; None for the CPU.
+        """
         self.layout = layout
         for name, values in self.tables().items():
             setattr(self, name, values.to(device))
@@ -45,8 +58,9 @@ class LocalPositionalEncoding(LayoutTables):
 
         Args:
             v: values in block order.
-            key_mask: ``[B, N]`` bool, False for hidden tokens, which count as zeros.
-            placement: permutation of the tokens into block order; None for the one of the last :meth:`fit`.
+            key_mask: ``[B, N]`` bool, False for hidden tokens, which count as zeros; None if no token is hidden.
+            placement: permutation of the tokens into block order, for this call only; None for the layout of the last
+                :meth:`fit`.
         """
         v = hide_rows(v, key_mask)
         if placement is not None:
@@ -56,7 +70,7 @@ class LocalPositionalEncoding(LayoutTables):
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
     def _placed(self, v: Tensor, placement: Placement) -> Tensor:
-        """Convolve values in block order when blocks may have empty slots; the outputs of empty slots have no meaning."""
+        """Convolve values in block order, where blocks may contain padding. The outputs of padding are arbitrary."""
         layout, order, inverse = placement.layout, placement.order, placement.inverse
         prefix = layout.prefix_tokens
         tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])
@@ -68,7 +82,12 @@ class LocalPositionalEncoding(LayoutTables):
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Set tokens of ``out`` ``[B, N, ...]`` to zero where ``key_mask`` ``[B, N]`` is False."""
+    """Set the vectors of hidden tokens to zero.
+
+    Args:
+        out: vectors of the tokens, ``[B, N, ...]``.
+        key_mask: ``[B, N]`` bool, False for hidden tokens; None to return ``out`` unchanged.
+    """
     if key_mask is None:
         return out
     return torch.where(key_mask.view(*key_mask.shape, *(1,) * (out.dim() - 2)), out, 0)

@@ -18,15 +18,24 @@ CHUNK = 64
 
 
 class LinearAttention(SummaryAttention, kind="linear"):
-    """Linear attention, computed as MHLA with mixing coefficients of 1. Arguments as for :class:`Attention`."""
+    """Linear attention, in which all queries share one key-value summary: the sum of ``k v^T`` over the visible tokens.
+
+    It is computed as multi-head linear attention (MHLA) with mixing coefficients of 1. The constructor takes the arguments of
+    :class:`Attention`.
+    """
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return mixing coefficients of 1, and the block size as a keyword argument of the operator.
+        """Return mixing coefficients of 1, and a dict with the ``block_size`` to pass to the functions of ``mhla_kernels``.
 
-        For causal attention, the coefficients are exponential mixing without decay.
+        The coefficients of causal attention are an ``ExponentialMixing`` without decay, which fits any number of blocks.
+        Otherwise, all tokens form one block, whose only coefficient is 1.
+
+        Args:
+            q: queries, ``[B, N, H, Dk]``.
+            placement: ignored; the coefficients do not depend on the order of the tokens.
         """
         if self.causal:
             ones = q.new_ones(1)

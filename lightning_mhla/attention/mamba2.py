@@ -1,4 +1,4 @@
-"""The mixer of Mamba-2, a selective state-space model, as an attention kind."""
+"""Mixer layer of Mamba-2, a selective state-space model, as a kind of attention."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ from lightning_mhla.recurrence import state_space_dual
 
 @dataclass(frozen=True)
 class Mamba2Options(ConvolvedOptions):
-    """Options of Mamba-2's mixer.
+    """Options of the mixer layer of Mamba-2.
 
     Args:
-        direction: see :class:`RecurrentOptions`.
-        backend: see :class:`RecurrentOptions`.
-        conv: see :class:`ConvolvedOptions`.
-        groups: number of heads of B and C (keys and queries), a divisor of the number of heads. None means the layer's number
-            of key and value heads if it is smaller than the number of heads, else 1.
+        direction: direction in which a bidirectional layer reads the tokens: both (sum of a forward and a backward recurrence),
+            alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
+        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
+        conv: width in tokens of the causal convolution of queries, keys and values; 0 for no convolution.
+        groups: number of key heads (B) and query heads (C), a divisor of the number of heads. None means the layer's
+            ``key_value_heads`` if it is smaller than the number of heads, otherwise 1.
     """
 
     groups: int | None = None
 
 
 class Mamba2(RecurrentAttention, kind="mamba2"):
-    """The mixer layer of Mamba-2 (arXiv 2405.21060, sections 6 and 7); arguments as for :class:`Attention`.
+    """Mixer layer of Mamba-2, a selective state-space model (arXiv 2405.21060, sections 6 and 7).
 
     In the notation of Mamba-2, queries are C, keys are B, and values are x. The width of a key is the state size N, and the
     width of a value is the head width P. B and C have only ``groups`` heads, each of which serves several heads of x.
 
-    C, B and x pass a causal depthwise convolution over 4 tokens and SiLU. Then ``state = exp(dt A) state + dt B x^T`` and
-    ``y = C state + D x``, where ``dt = softplus(W x + bias)``, and A = -exp(rate) and D are learned for each head. The output
-    is ``y SiLU(z)``, normalized by an RMSNorm over all heads together, where z is a projection of the input. There is no
-    positional encoding.
+    First, a causal depthwise convolution over 4 tokens (option ``conv``) and SiLU are applied to C, B and x. Then
+    ``state = exp(dt A) state + dt B x^T`` and ``y = C state + D x`` are computed. The step ``dt = softplus(W u + bias)``
+    depends on the token u. ``A = -exp(rate)`` and D are learned for each head. The output is ``y SiLU(z)``, normalized by one
+    RMSNorm over all heads, where z is a projection of the token. There is no positional encoding.
 
-    The published models have N = 128, P = 64 and heads that are together twice as wide as the model.
+    In the published models, N is 128, P is 64, and all heads together are twice as wide as the model. The constructor takes the
+    arguments of :class:`Attention`.
     """
 
     Options = Mamba2Options
@@ -63,7 +65,10 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
 
     @override
     def projected_heads(self) -> tuple[int, int, int]:
-        """Return the numbers of heads of C, B and x: ``groups``, ``groups`` and H if the layer has its own projections."""
+        """Return the numbers of query (C), key (B) and value (x) heads that the input projection computes.
+
+        C and B have ``groups`` heads. A layer without its own projections ignores this option.
+        """
         if not self.projects:
             return super().projected_heads()
         fewer = self.key_value_heads if self.key_value_heads < self.heads else 1
@@ -91,11 +96,19 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
 
     @override
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """Add the skip connection ``D x`` to the outputs, where D is a learned factor for each head and x are the values."""
+        """Add the skip connection ``D x`` to the outputs, where x are the values and D is a learned factor of each head."""
         return out + self.through.weight.to(out.dtype)[:, None] * operands.v
 
     @override
     def finish(self, out: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Merge the heads, add ``lepe`` if any, multiply by the gate, and normalize over all heads together."""
+        """Merge the heads, add the convolved values (``lepe``) if configured, apply the gate, and normalize over all heads.
+
+        Args:
+            out: output of the recurrence, ``[B, N, H, Dv]``.
+            inputs: inputs of the layer.
+
+        Returns:
+            Input of the output projection, ``[B, N, H * Dv]``.
+        """
         assert self.norm is not None
         return self.norm(apply_gate(merge_heads(out, inputs, self.lepe), inputs.x, self.gate, "silu"))

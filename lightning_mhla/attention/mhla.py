@@ -1,4 +1,4 @@
-"""MHLA: every query block mixes the key-value summaries of all blocks with learned coefficients."""
+"""Multi-head linear attention (MHLA): each block of queries mixes the key-value summaries of all blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from lightning_mhla.attention.summaries import SummaryAttention
 
 
 class MHLA(SummaryAttention, kind="mhla"):
-    """Multi-head linear attention over blocks of tokens (arXiv 2601.07832), as a self-attention layer for any model.
+    """Self-attention layer with multi-head linear attention over blocks of tokens (MHLA, arXiv 2601.07832).
 
-    Tokens enter and leave in raster order, unless ``block_ordered``.
+    Each block has a key-value summary, the sum of ``k v^T`` over its tokens. The queries of a block read a sum of all
+    summaries, weighted by learned mixing coefficients. Tokens are in raster order, unless ``block_ordered`` is True. For
+    example, this layer divides 16 x 16 tokens into 4 x 4 blocks:
 
         layout = BlockLayout((16, 16), blocks=(4, 4))
         attention = MHLA(dim=384, heads=6, layout=layout)
@@ -27,21 +29,22 @@ class MHLA(SummaryAttention, kind="mhla"):
     Args:
         dim: width of the tokens.
         heads: number of query heads.
-        layout: token grid and its blocks: ``BlockLayout((height, width), blocks=(rows, columns))`` for an image,
-            ``BlockLayout((tokens,), block_size=64)`` for a sequence.
-        config: configuration of kind ``"mhla"``: feature map, mixing, and the modules around the operator; None for the
-            defaults. If it sets ``block_grid`` or ``block_size``, they must be those of ``layout``.
-        key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
-        key_width: width of a key; None for ``dim // heads``.
-        value_width: width of a value; None for ``dim // heads``.
+        layout: token grid and its partition into blocks, such as ``BlockLayout((height, width), blocks=(rows, columns))`` for
+            an image or ``BlockLayout((tokens,), block_size=64)`` for a sequence.
+        config: configuration of kind ``"mhla"``, with options such as feature map and mixing; None for the defaults. If it sets
+            ``block_grid`` or ``block_size``, they must agree with ``layout``.
+        key_value_heads: number of key heads and of value heads, a divisor of ``heads``; None for ``heads``.
+        key_width: width of the keys of one head; None for ``dim // heads``.
+        value_width: width of the values of one head; None for ``dim // heads``.
         bias: whether the projections have a bias.
-        causal: whether token t attends to tokens ``j <= t`` only; needs a 1-D layout.
-        block_ordered: whether tokens enter and leave in the layout's block order.
-        projections: whether the layer has its own projections. If not, :meth:`forward` takes those of a different module.
+        causal: whether each token attends only to itself and earlier tokens. This requires a 1-D grid.
+        block_ordered: whether inputs and outputs are in block order, in which the tokens of each block are contiguous.
+        projections: whether the layer has its own projections. If not, callers pass the projections of another module to
+            :meth:`forward`.
 
     Raises:
-        ValueError: if the configuration has a different kind or different blocks, widths do not fit, or a causal layer has
-            a grid with several axes or uneven blocks.
+        ValueError: if the configuration is for a different kind or different blocks, widths and numbers of heads do not fit
+            together, or a causal layer has a grid with several axes or uneven blocks.
     """
 
     uses_blocks = True
@@ -98,14 +101,21 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Adapt the layer to a different token layout. The coefficients of a grid are resized in each forward pass."""
+        """Adapt the layer to a different token layout. Learned parameters stay the same.
+
+        If the number of blocks along an axis changes, each forward pass adapts the mixing coefficients to it.
+
+        Args:
+            layout: new layout. It must have as many axes and prefix tokens as the layout that the layer was built with.
+            device: device of the tokens; None for the CPU.
+        """
         super().fit(layout, device)
         self.blocks = layout.operator_blocks
 
     @property
     @override
     def max_tokens(self) -> int | None:
-        """Number of tokens of the longest supported sequence; None for causal exponential coefficients."""
+        """Maximum length of a sequence in tokens; None (no limit) for a causal layer with exponential mixing coefficients."""
         if not self.causal:
             return self.layout.num_tokens
         return (
@@ -116,22 +126,35 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def extend(self, tokens: int) -> None:
-        """Extend a causal layer to ``tokens`` tokens. :func:`mhla_kernels.extend_mixing` extends dense coefficients."""
+        """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same.
+
+        Dense mixing coefficients of new blocks are extrapolated from the existing ones.
+        """
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return the learned coefficients, and the operator's keyword arguments that describe the blocks."""
+        """Return the learned mixing coefficients, and keyword arguments that describe the blocks.
+
+        Args:
+            q: queries, not used here.
+            placement: permutation of the tokens into block order, for this call only; None for the layout of the last
+                :meth:`fit`.
+
+        Returns:
+            Mixing coefficients, and the keyword argument ``block_size`` or ``block_offsets`` of the functions of
+            ``mhla_kernels``.
+        """
         if placement is not None:
             return self.mixing(placement.layout.block_grid), placement.blocks
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Return the number of weighted block summaries that mixing adds up, over all blocks of a sequence.
+        """Return how many weighted block summaries are added up to compute the mixtures of all blocks of a sequence.
 
         Args:
-            tokens: number of tokens in the sequence.
+            tokens: number of tokens of the sequence.
         """
         blocks = tokens * self.layout.num_blocks / self.layout.num_tokens
         if isinstance(self.mixing, ExponentialCoefficients):
@@ -141,6 +164,10 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of attention with block summaries, on a sequence of ``tokens`` tokens."""
+        """Return the number of floating-point operations of MHLA on one sequence, without the projections.
+
+        Args:
+            tokens: number of tokens of the sequence.
+        """
         size = self.layout.num_tokens / self.layout.num_blocks
         return self.summary_flops(tokens, size if self.causal else None, self.summaries_mixed(tokens))

@@ -1,6 +1,6 @@
-"""Mixing coefficients as a module: initial values, bounds, and resizing to a different block grid.
+"""Modules for mixing coefficients of MHLA: initial values, bounds, and resizing to a different number of blocks.
 
-Longer than other modules: both parametrizations are here, because their bounds and resizing correspond.
+This module contains both parametrizations, dense and exponential, because their bounds and resizing correspond.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MixingInit = Literal["locality", "uniform"]
 
 
 def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
-    """Map values of any size into ``low`` .. ``high`` by reflection at the bounds.
+    """Map values of any size into the range from ``low`` to ``high`` by reflection at the bounds.
 
-    Values inside the bounds do not change. An optimizer that steps past a bound gets the reflected coefficient, with a gradient
-    of the opposite sign, and thus turns around. Alternatives are worse: ``torch.clamp`` has no gradient outside of the bounds,
-    so that a coefficient would stay there. A rule that depends on the sign of the gradient would not be linear, so that the sum
-    of gradients over batches or processes would give a different step.
+    Values inside the range do not change. If an optimizer step moves a parameter past a bound, the reflected value is inside
+    the range, and its gradient has the opposite sign, so that later steps lead back. Two alternatives are worse. With
+    ``torch.clamp``, the gradient outside the range is zero, so a parameter would stay there. A rule that depends on the sign of
+    the gradient is not linear, so its result would depend on how the gradient is summed over batches or processes.
     """
     width = high - low
     beyond = (values - low).remainder(2 * width)
@@ -44,14 +44,19 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
 
 
 def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
-    """Compute locality-biased coefficients ``1 - dist(i, j) / max_k dist(i, k)``, rows summing to 1 (MHLA paper, section 3).
+    """Compute initial mixing coefficients that decrease with the distance between blocks (arXiv 2601.07832, section 3).
 
-    Distances are Euclidean, between block centers on the block grid. Causal coefficients are ``1 - dist / M`` on the lower
-    triangle, so that the coefficients of all visible blocks start above zero. A block of prefix tokens has distance 0 to all
-    blocks.
+    Row i contains the coefficients with which block i reads the summaries of blocks j. They are proportional to
+    ``1 - dist(i, j) / max_k dist(i, k)``, where ``dist`` is the Euclidean distance on the block grid. For causal attention,
+    they are proportional to ``1 - dist(i, j) / M`` for ``j <= i``, so that all visible blocks start above zero. The block of
+    prefix tokens has distance 0 to all blocks. Each row sums to 1.
+
+    Args:
+        layout: token grid and its partition into M blocks.
+        causal: whether blocks read only themselves and earlier blocks.
 
     Returns:
-        ``[M, M]`` float32.
+        ``[M, M]`` float32 on the CPU.
     """
     centers = layout.centers
     distance = torch.cdist(centers, centers)
@@ -65,7 +70,16 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
-    """Compute equal weights for all visible blocks, ``1 / M`` or causal ``1 / (i + 1)``: ``[M, M]`` float32."""
+    """Compute initial mixing coefficients that weight all visible blocks equally.
+
+    Args:
+        layout: token grid and its partition into M blocks.
+        causal: whether blocks read only themselves and earlier blocks.
+
+    Returns:
+        ``[M, M]`` float32 on the CPU. Each entry is ``1 / M``. For causal attention, the entries of row i are ``1 / (i + 1)``
+        up to the diagonal and 0 after it.
+    """
     weight = torch.ones(layout.num_blocks, layout.num_blocks, device="cpu")
     if causal:
         weight = weight.tril()
@@ -78,10 +92,11 @@ def _check_init(init: str) -> None:
 
 
 class MixingCoefficients(nn.Module):
-    """Base class of modules that hold a layer's mixing coefficients, in float32 regardless of the model's precision.
+    """Base class of modules that hold the mixing coefficients of a layer.
 
-    The operator needs non-negative coefficients. :meth:`forward` and :meth:`matrix` return :func:`bounded` values, so that any
-    optimizer, average or checkpoint may set the parameters.
+    Parameters stay in float32 regardless of the model's precision. Coefficients must not be negative. :meth:`forward` and
+    :meth:`matrix` therefore reflect parameters outside the allowed range back into it (:func:`bounded`), so that an optimizer,
+    a weight average or a checkpoint may set parameters to any value.
     """
 
     @override
@@ -89,10 +104,10 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the coefficients in a form that :func:`mhla_kernels.mhla_attention` takes as ``mixing``.
+        """Return the mixing coefficients in a form that :func:`mhla_kernels.mhla_attention` accepts as ``mixing``.
 
         Args:
-            block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
+            block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for.
         """
         raise NotImplementedError
 
@@ -101,17 +116,26 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def resize(self, block_grid: tuple[int, ...]) -> None:
-        """Resize the parameters to a different number of blocks along each axis."""
+        """Resize the parameters to a different number of blocks along each axis.
+
+        Args:
+            block_grid: new number of blocks along each axis.
+        """
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
-        """Return the coefficients as a matrix ``[M, M]`` or ``[H, M, M]``, for analysis."""
+        """Return the mixing coefficients between all pairs of blocks as a matrix, for analysis.
+
+        Returns:
+            ``[M, M]`` for M blocks, or ``[H, M, M]`` if each of H heads has its own coefficients.
+        """
         raise NotImplementedError
 
     def bring_inside_(self) -> None:
-        """Replace the parameters by their :func:`bounded` values, for programs that read them directly.
+        """Reflect parameters outside the allowed range back into it, in place.
 
-        The outputs of the model do not change.
+        The outputs of the model do not change, because each forward pass computes with the reflected values. Programs that
+        read the parameters directly then see these values too.
         """
         raise NotImplementedError
 
@@ -120,12 +144,12 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert a parameter of another layer's mixing coefficients to the number of blocks and heads of this layer.
+        """Convert a mixing parameter of another layer to the number of blocks and heads of this layer.
 
         Args:
             name: name of the parameter.
-            values: its values in the other layer.
-            block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
+            values: values of the parameter in the other layer.
+            block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
@@ -142,14 +166,17 @@ class MixingCoefficients(nn.Module):
 
 
 class DenseCoefficients(MixingCoefficients):
-    """Module of dense mixing coefficients: one free coefficient for each pair of blocks.
+    """Dense mixing coefficients: one free coefficient for each pair of blocks.
 
     Args:
-        layout: token grid and its blocks.
-        heads: number of heads, each with its own matrix; None for one matrix shared by all heads.
-        init: ``"locality"`` (:func:`locality_mixing`) or ``"uniform"`` (:func:`uniform_mixing`).
-        causal: whether blocks see only themselves and earlier blocks.
+        layout: token grid and its partition into blocks.
+        heads: number of heads, each with its own matrix of coefficients; None for one matrix shared by all heads.
+        init: initial coefficients: ``"locality"`` (decreasing with the distance between blocks) or ``"uniform"``.
+        causal: whether blocks read only themselves and earlier blocks.
         trainable: whether the coefficients are trained.
+
+    Raises:
+        ValueError: if ``init`` is unknown.
     """
 
     def __init__(
@@ -175,10 +202,16 @@ class DenseCoefficients(MixingCoefficients):
         self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
-        """Return the coefficients, ``[M, M]`` or ``[H, M, M]``.
+        """Return the mixing coefficients of M blocks, ``[M, M]``, or ``[H, M, M]`` if each of H heads has its own.
 
-        For a different number of blocks, a sequence with ``block_size`` uses the first rows and columns, as if padding
-        followed, and a grid is resized by :func:`mhla_kernels.resize_mixing`.
+        Args:
+            block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for. If
+                it differs from that number, a layout with ``block_size`` uses the first rows and columns, and other layouts
+                resize the matrix by interpolation.
+
+        Raises:
+            ValueError: if a layout with ``block_size`` has more blocks than the parameters were made for, or a layout with
+                prefix tokens would have to be resized.
         """
         if block_grid in (None, self.grid):
             return bounded(self.weight)
@@ -208,12 +241,14 @@ class DenseCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert another layer's matrix to this layer's blocks and heads: extend or cut it if causal, otherwise resize it.
+        """Convert the mixing coefficients of another layer to the number of blocks and heads of this layer.
+
+        Causal coefficients are extended or cut. Others are resized by interpolation.
 
         Args:
             name: name of the parameter.
-            values: matrix of the other layer, ``[M', M']`` or ``[H', M', M']``.
-            block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
+            values: coefficients of the other layer, ``[M', M']`` or ``[H', M', M']`` for M' blocks and H' heads.
+            block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
@@ -245,26 +280,31 @@ class DenseCoefficients(MixingCoefficients):
         self.weight.copy_(bounded(self.weight))
 
     def extend(self, blocks: int) -> None:
-        """Extend causal coefficients to ``blocks`` blocks by :func:`mhla_kernels.extend_mixing`."""
+        """Extend causal coefficients to ``blocks`` blocks. Existing coefficients do not change.
+
+        New rows and columns are extrapolated by :func:`mhla_kernels.extend_mixing`.
+        """
         if blocks > self.weight.shape[-1]:
             self._start = extend_mixing(bounded(self.weight.detach()), blocks)
             self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)
 
 
 class ExponentialCoefficients(MixingCoefficients):
-    """Module of exponential mixing coefficients: a sum of exponentials of block distance, at linear cost.
+    """Exponential mixing coefficients: a sum of exponentials of the distance between blocks.
+
+    The cost of attention with these coefficients is linear in the number of blocks.
 
     Args:
-        layout: token grid and its blocks, without prefix tokens, which have no position on the grid.
-        terms: number of exponentials, R.
+        layout: token grid and its partition into blocks, without prefix tokens, which have no position on the grid.
+        terms: number of exponentials.
         heads: number of heads, each with its own sum; None for one sum shared by all heads.
-        init: ``"locality"`` for decays from 0.05 to 2.5 per block, spaced evenly on a logarithmic scale; ``"uniform"`` for
-            decays close to 0, so that all blocks have about the same weight.
-        causal: whether blocks see only themselves and earlier blocks. Causal coefficients fit any length.
+        init: ``"locality"`` for initial decays from 0.05 to 2.5 per block, spaced evenly on a logarithmic scale; ``"uniform"``
+            for decays close to 0, so that all blocks have about the same weight.
+        causal: whether blocks read only themselves and earlier blocks. Causal coefficients fit any number of blocks.
         trainable: whether the coefficients are trained.
 
     Raises:
-        ValueError: if the layout has prefix tokens, ``init`` is unknown, or there is no term.
+        ValueError: if the layout has prefix tokens, ``init`` is unknown, or ``terms`` is less than 1.
     """
 
     def __init__(
@@ -310,12 +350,12 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """Return the coefficients as an :class:`ExponentialMixing`.
-
-        For a different block grid, decays per block are rescaled: the decay over the full length of an axis stays the same.
+        """Return the mixing coefficients of the layer as an :class:`ExponentialMixing`.
 
         Args:
-            block_grid: number of blocks along each axis of the tokens in this call; None for the block grid of the parameters.
+            block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for. If
+                it differs from that number, decays are rescaled so that the decay over the full length of an axis stays the
+                same.
         """
         amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
@@ -332,14 +372,14 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert another layer's amplitudes or decays to this layer's blocks and heads.
+        """Convert amplitudes or decays of another layer to the number of blocks and heads of this layer.
 
         Decays are rescaled so that the decay over the full length of an axis stays the same.
 
         Args:
-            name: ``"amplitude"`` or ``"decay"``.
+            name: name of the parameter, ``"amplitude"`` or ``"decay"``.
             values: values of the parameter in the other layer.
-            block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
+            block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
@@ -355,7 +395,7 @@ class ExponentialCoefficients(MixingCoefficients):
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
 
     def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
-        """Compute decays per block for a different block grid, with the same decay over the full length of each axis."""
+        """Rescale the decays per block to a different block grid, keeping the decay over the full length of each axis."""
         grid = (self.blocks,) if self.grid is None else self.grid
         scale = self.decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
         return bounded(self.decay, high=LARGEST_DECAY) * (scale[0] if self.grid is None else scale)
@@ -372,19 +412,22 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def extend(self, blocks: int) -> None:
-        """Set the number of blocks of :meth:`matrix` to ``blocks``. The parameters do not change, since they fit any length."""
+        """Set the number of blocks of causal coefficients. The parameters fit any number and do not change."""
         self.blocks = blocks
 
 
 def _for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
-    """Convert coefficients to the heads of ``parameter``: repeat shared ones for every head, or average over all heads.
+    """Convert a parameter of another layer to the number of heads of ``parameter``.
+
+    Values shared by all heads are repeated for each head. Values of several heads are averaged if ``parameter`` is shared by
+    all heads.
 
     Args:
-        values: coefficients, with an axis of heads in front if each head has its own.
-        parameter: parameter that determines the shape of the result.
+        values: parameter of the other layer; its first axis is the head axis if each head has its own values.
+        parameter: parameter of this layer.
 
     Returns:
-        Converted values; None if both have an axis of heads, of different lengths.
+        Converted values; None if both have a head axis but different numbers of heads.
     """
     if values.dim() < parameter.dim():
         return values.expand(parameter.shape[0], *values.shape).clone()

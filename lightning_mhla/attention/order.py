@@ -1,4 +1,4 @@
-"""Order of the tokens in an operator: in blocks for most kinds, in raster order for scans."""
+"""Order in which attention processes the tokens: block order for most kinds, raster order for recurrences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class TokenOrder(LayoutTables):
-    """Permutation of a layer's tokens into the order of its operator, and back. Call :meth:`fit` before the first use.
+    """Base class of modules that permute the tokens of a layer into the order that its kind of attention needs.
+
+    Call :meth:`fit` before the first use.
 
     Args:
-        block_ordered: whether tokens enter and leave in block order instead of raster order.
-        buffers: whether the permutations are buffers. If not, they are plain attributes, which may have different sizes in a
-            copy of the model, such as a weight average.
+        block_ordered: whether inputs and outputs of the layer are in block order instead of raster order.
+        buffers: whether the permutations are buffers. If not, they are plain attributes, and copies of the model, such as a
+            weight average, may have permutations of different sizes.
     """
 
     order: Tensor | None
@@ -31,7 +33,12 @@ class TokenOrder(LayoutTables):
             self.register_buffer("inverse", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the permutation for a token layout, on ``device`` (None for the CPU)."""
+        """Compute the permutation for a token layout.
+
+        Args:
+            layout: token grid and its partition into blocks.
+            device: device of the tokens; None for the CPU.
+        """
         self.layout = layout
         tables = self.tables()
         self.order = tables["order"].to(device) if tables else None
@@ -39,21 +46,27 @@ class TokenOrder(LayoutTables):
 
     @property
     def placement(self) -> Placement:
-        """Permutation of the tokens, for the layout of the last :meth:`fit`."""
+        """Permutation of input tokens into the order that the attention needs, for the layout of the last :meth:`fit`."""
         return Placement(self.layout, self.order, self.inverse, {})
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the token layout whose block order is the order in which the operator takes the tokens."""
+        """Return a layout of the same token grid, whose block order is the order into which this class puts tokens."""
         raise NotImplementedError
 
 
 class BlockOrder(TokenOrder):
-    """Token order in which the tokens of each block are consecutive; also for operators to which the order does not matter."""
+    """Module that puts tokens into block order, in which the tokens of each block are contiguous.
+
+    Attention that works in any token order also uses it.
+    """
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from raster to block order and its inverse, by name; empty if no permutation is needed."""
+        """Return the permutation from raster to block order (``order``) and its ``inverse``, by name.
+
+        The dictionary is empty if no permutation is needed.
+        """
         if self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.order, "inverse": self.layout.inverse}
@@ -65,11 +78,14 @@ class BlockOrder(TokenOrder):
 
 
 class RasterOrder(TokenOrder):
-    """Token order of an operator that scans the tokens one after the other, in raster order."""
+    """Module that puts tokens into raster order (row by row), for attention that reads them one after the other."""
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from block to raster order and its inverse, by name; empty if no permutation is needed."""
+        """Return the permutation from block to raster order (``order``) and its ``inverse``, by name.
+
+        The dictionary is empty if no permutation is needed.
+        """
         if not self.block_ordered or self.layout.is_raster:
             return {}
         return {"order": self.layout.inverse, "inverse": self.layout.order}
@@ -77,5 +93,5 @@ class RasterOrder(TokenOrder):
     @staticmethod
     @override
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return the layout of the same token grid as a single block, whose block order is raster order."""
+        """Return a layout in which the token grid is a single block, so that its block order is raster order."""
         return replace(layout, blocks=(1,) * len(layout.grid), block_size=None)

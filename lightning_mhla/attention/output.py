@@ -1,4 +1,4 @@
-"""Stage between an operator and the projection of its output: norm, local positional encoding, gate."""
+"""Output stage of an attention layer, before the output projection: norm, local positional encoding and gate."""
 
 from __future__ import annotations
 
@@ -18,13 +18,30 @@ OPEN_GATE = 1.2784645427610738
 
 
 def build_norm(config: AttentionConfig, width: int) -> nn.RMSNorm | None:
-    """Build the RMSNorm over the ``width`` output features of a head; None if the configuration has no such norm."""
+    """Build the RMSNorm for the output of each head, if the configuration has one.
+
+    Args:
+        config: configuration of the layer.
+        width: number of output features of a head.
+
+    Returns:
+        The norm; None if the configuration turns it off.
+    """
     has_norm = not config.normalize if config.output_norm is None else config.output_norm
     return nn.RMSNorm(width, OUTPUT_NORM_EPS) if has_norm else None
 
 
 def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncoding | None) -> Tensor:
-    """Merge the heads, ``[B, N, H, Dv]`` to ``[B, N, H * Dv]``, and add the values convolved by ``lepe`` unless it is None."""
+    """Merge the heads of an attention output, and add the local positional encoding.
+
+    Args:
+        out: attention output, ``[B, N, H, Dv]``.
+        inputs: queries, keys and values of the layer. The encoding is computed from the values.
+        lepe: local positional encoding; None to add nothing.
+
+    Returns:
+        Merged output, ``[B, N, H * Dv]``.
+    """
     if lepe is None:
         return out.flatten(2)
     values = inputs.v.repeat_interleave(out.shape[2] // inputs.v.shape[2], 2).flatten(2)
@@ -32,7 +49,14 @@ def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncod
 
 
 def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateActivation) -> Tensor:
-    """Multiply ``out`` ``[B, N, H * Dv]`` by ``activation(gate(x))`` for tokens ``x``; return it unchanged without a gate."""
+    """Multiply an attention output by the gate ``activation(gate(x))``.
+
+    Args:
+        out: attention output, ``[B, N, H * Dv]``.
+        x: tokens, ``[B, N, dim]``.
+        gate: projection from tokens to the features of ``out``; None to return ``out`` unchanged.
+        activation: ``"silu"`` or ``"identity"``.
+    """
     if gate is None:
         return out
     values = gate(x)
@@ -41,7 +65,12 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
 
 @torch.no_grad()
 def open_stage(gate: nn.Linear | None, lepe: LocalPositionalEncoding | None, activation: GateActivation) -> None:
-    """Initialize the output gate and ``lepe``, if there are any, so that they leave the output unchanged.
+    """Initialize gate and local positional encoding, if present, so that they leave the layer's output unchanged.
+
+    Args:
+        gate: projection of the gate; None for a layer without a gate.
+        lepe: local positional encoding; None for a layer without one.
+        activation: activation of the gate.
 
     Raises:
         ValueError: if the gate has no bias.

@@ -1,4 +1,4 @@
-"""Rotary position embedding: positions of tokens, their angles, and the part of a layer that has them."""
+"""Rotary position embedding: token positions, rotary angles, and the objects that compute the angles of a layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 
 class Rotary(NamedTuple):
-    """Angles by which rotary position embedding rotates queries and keys.
+    """Cosines and sines of the angles by which rotary position embedding rotates queries and keys.
 
     Attributes:
-        cos: cosine, ``[N, D / 2]`` or ``[B, N, D / 2]``.
-        sin: sine, of the same shape.
-        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
+        cos: cosines, ``[N, D / 2]`` or ``[B, N, D / 2]``, for N tokens and D features of a head.
+        sin: sines, in the same shape.
+        interleaved: whether features 2i and 2i + 1 are rotated as a pair; otherwise, features i and i + D / 2 are.
     """
 
     cos: Tensor
@@ -29,18 +29,18 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
     def turn(self, x: Tensor, feature_map: Literal["identity", "relu"] = "identity") -> Tensor:
-        """Apply the feature map to ``[B, N, H, D]`` and rotate; see :func:`mhla_kernels.rotary_features`."""
+        """Apply a feature map to queries or keys ``[B, N, H, D]``, then rotate them by the angles."""
         return rotary_features(x, self.cos, self.sin, feature_map=feature_map, interleaved=self.interleaved)
 
     def select(self, order: Tensor) -> Rotary:
-        """Return the angles reordered by ``[N]`` token indices."""
+        """Return the angles of the tokens with indices ``order``, ``[N]``, in that order."""
         return Rotary(self.cos.index_select(-2, order), self.sin.index_select(-2, order), self.interleaved)
 
 
 def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rotary:
-    """Compute cosine and sine of rotary angles (RoFormer, arXiv 2104.09864, equation 15).
+    """Compute the rotary angles of tokens from their positions (RoFormer, arXiv 2104.09864, equation 15).
 
-    Pair i of the D features of a head is rotated by ``position * base^(-2 i / D)``.
+    Each pair i of the D features of a head is rotated by ``position * base^(-2 i / D)``, in radians.
 
     Args:
         positions: positions of the tokens, ``[N]`` or ``[B, N]`` integers.
@@ -48,7 +48,7 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
         base: base of the geometric series of frequencies.
 
     Returns:
-        Cosine and sine ``[..., N, D / 2]``, float32.
+        Cosines and sines, ``[..., N, D / 2]`` float32.
     """
     device = positions.device
     if device.type == "mps":  # has no float64, which far positions need
@@ -59,18 +59,18 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
 
 
 def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Rotary:
-    """Compute rotary angles for the tokens of an image: half of a head's features encode the row, half the column.
+    """Compute the rotary angles of the tokens of an image. Half of a head's features encode the row, half the column.
 
-    Pair i of the n = D / 4 pairs in each half is rotated by ``position * base^(-i / (n - 1))``, as in the code of RAVLT
+    Each half has n = D / 4 pairs of features. Pair i is rotated by ``position * base^(-i / (n - 1))``, as in the code of RAVLT
     (arXiv 2411.07635). Frequencies range from 1 to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
 
     Args:
-        grid: number of rows and of columns of tokens.
+        grid: number of rows and number of columns of tokens.
         width: number of features of a head, D, a multiple of 4.
         base: base of the geometric series of frequencies.
 
     Returns:
-        Cosine and sine ``[N, D / 2]``, float32, on the CPU, tokens in raster order.
+        Cosines and sines, ``[N, D / 2]`` float32 on the CPU, with tokens in raster order.
 
     Raises:
         ValueError: if the width is not a multiple of 4.
@@ -85,11 +85,15 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
 
 
 def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """Compute the position of each token in its sequence, ``[N]`` int64.
+    """Compute the position of each token in its sequence, counted from 0.
 
     Args:
         x: tokens ``[B, N, ...]``.
-        cu_seqlens: ``[S + 1]``, first token of each sequence packed into the row, followed by N; None for one sequence.
+        cu_seqlens: ``[S + 1]``, index of the first token of each of the S sequences packed into a row, followed by N; None for
+            one sequence in each row.
+
+    Returns:
+        ``[N]`` int64.
     """
     position = torch.arange(x.shape[1], device=x.device)
     if cu_seqlens is None:
@@ -99,10 +103,14 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
-    """Compute the positions of new tokens ``[B, N, dim]``, in rows that already have ``lengths`` tokens.
+    """Compute the positions of new tokens that follow the previous tokens of each row.
+
+    Args:
+        lengths: number of previous tokens in each row; empty if there are none.
+        x: new tokens ``[B, N, dim]``.
 
     Returns:
-        ``[N]`` int64 if all rows are equally long, else ``[B, N]``.
+        Positions, int64: ``[N]`` if all rows have the same number of previous tokens, otherwise ``[B, N]``.
     """
     position = torch.arange(x.shape[1], device=x.device)
     if len(set(lengths)) < 2:
@@ -112,7 +120,9 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceRotary:
-    """Rotary angles of a layer for sequences: those that the caller provides, or else computed from token positions.
+    """Source of a layer's rotary angles for sequences.
+
+    The angles are those that the caller provides. If there are none, they are computed from the positions of the tokens.
 
     Attributes:
         width: width of a key.
@@ -123,7 +133,7 @@ class SequenceRotary:
     base: float
 
     def angles(self, positions: Tensor) -> Rotary:
-        """Compute the angles of tokens at ``positions``, ``[N]`` or ``[B, N]``."""
+        """Compute the rotary angles of tokens from their positions, ``[N]`` or ``[B, N]``."""
         return rotary_angles(positions, self.width, self.base)
 
     def of_tokens(
@@ -134,13 +144,14 @@ class SequenceRotary:
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
     ) -> Rotary:
-        """Return the angles of tokens ``[B, N, dim]`` in the operator's order.
+        """Return the rotary angles of the tokens ``x``, in the order of ``x``.
 
         Args:
-            x: tokens in the operator's order.
-            rotary: angles from the caller, in the order in which the tokens entered; None for positions counted from 0.
-            order: permutation from the order of entry into that of the operator, ``[N]``; None if they are the same.
-            cu_seqlens: bounds of packed sequences, see :func:`sequence_positions`.
+            x: tokens ``[B, N, dim]``, in the order in which attention processes them.
+            rotary: angles from the caller, in the order of the layer's input; None to compute them from positions counted from
+                0.
+            order: ``[N]``, index in the layer's input of each token of ``x``; None if the orders are equal.
+            cu_seqlens: index of the first token of each packed sequence, followed by N; None for one sequence in each row.
             share: part of each sequence that this process holds; None for complete sequences.
         """
         if rotary is not None:
@@ -150,7 +161,7 @@ class SequenceRotary:
 
 
 class GridRotary(LayoutTables):
-    """Source of a layer's rotary angles for images, see :func:`grid_angles`. Call :meth:`fit` before the first use.
+    """Source of a layer's rotary angles for images, which depend on row and column. Call :meth:`fit` before the first use.
 
     Args:
         width: width of a key.
@@ -167,7 +178,12 @@ class GridRotary(LayoutTables):
         self.register_buffer("sin", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the angles of the tokens of a 2-D layout, in its block order, on ``device`` (None for the CPU)."""
+        """Compute the rotary angles of all tokens of a 2-D layout, in block order.
+
+        Args:
+            layout: token grid and its partition into blocks.
+            device: device of the angles; None for the CPU.
+        """
         self.layout = layout
         for name, values in self.tables().items():
             setattr(self, name, values.to(device))
@@ -179,7 +195,12 @@ class GridRotary(LayoutTables):
         return {"cos": angles.cos, "sin": angles.sin}
 
     def of_tokens(self, x: Tensor, *others: Any) -> Rotary:
-        """Return the angles of all tokens of the layout on the device of ``x``; further arguments are ignored."""
+        """Return the rotary angles of all tokens of the layout, in block order.
+
+        Args:
+            x: tokens; the angles are moved to their device.
+            *others: ignored. :meth:`SequenceRotary.of_tokens` needs them, and callers call both methods in the same way.
+        """
         cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
         return Rotary(cos, sin, interleaved=True)
 
@@ -191,10 +212,11 @@ def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool
         layout: token grid of the layer.
         width: width of a key.
         base: base of the geometric series of frequencies.
-        projections: whether the layer has its own projections. If not, a different module provides projections and angles.
+        projections: whether the layer has its own projections. If not, the module that provides the projections also provides
+            the angles.
 
     Raises:
-        ValueError: if the layout has three axes or prefix tokens, and the layer has its own projections.
+        ValueError: if a layer with its own projections has prefix tokens or a grid with three axes.
     """
     if not projections:
         return SequenceRotary(width, base)

@@ -1,4 +1,4 @@
-"""Projections of tokens to queries, keys and values, and of the heads' outputs to tokens."""
+"""Projections from tokens to queries, keys and values, and from the outputs of the heads to tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from torch import Tensor
 
 
 class Projections(NamedTuple):
-    """Projections before and after an operator: a layer's own, or those of a different module (see :mod:`lightning_mhla.swap`).
+    """Input and output projections of an attention layer.
+
+    They are the layer's own, or those of an attention module that the layer replaces in a pretrained model (see
+    :mod:`lightning_mhla.swap`).
 
     Attributes:
-        split: function from tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
-        merge: function from ``[B, N, H * Dv]`` to tokens.
-        in_raster: whether ``split`` expects tokens in raster order, the order of the surrounding module, or in block order.
+        split: function from tokens ``[B, N, dim]`` to queries ``[B, N, H, Dk]``, keys ``[B, N, Hkv, Dk]`` and values
+            ``[B, N, Hkv, Dv]``.
+        merge: function from outputs of the heads, ``[B, N, H * Dv]``, to tokens ``[B, N, dim]``.
+        in_raster: whether ``split`` needs the tokens in raster order, for example because it applies positions. If not, it
+            takes them in any order.
     """
 
     split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -22,12 +27,12 @@ class Projections(NamedTuple):
     in_raster: bool = False
 
     def heads(self, x: Tensor, raster: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project tokens to queries, keys and values in the operator's order.
+        """Project tokens to queries, keys and values, in the order in which attention processes the tokens.
 
         Args:
-            x: tokens ``[B, S, dim]`` in the operator's order.
-            raster: the same tokens ``[B, N, dim]`` in the order in which they entered.
-            order: index ``[S]`` in ``raster`` of each token of ``x``; None if the orders are the same.
+            x: tokens ``[B, S, dim]`` in the order in which attention processes them.
+            raster: tokens ``[B, N, dim]`` in the order of the layer's input.
+            order: ``[S]``, index in ``raster`` of each token of ``x``; None if the orders are equal.
         """
         if order is None or not self.in_raster:
             return self.split(x)
@@ -41,8 +46,15 @@ def check_heads(
 ) -> None:
     """Check that the numbers of heads fit each other and the width of the tokens.
 
+    Args:
+        dim: width of the tokens.
+        heads: number of query heads.
+        key_value_heads: number of key heads and of value heads.
+        key_width: width of a key; None for ``dim // heads``.
+        value_width: width of a value; None for ``dim // heads``.
+
     Raises:
-        ValueError: if ``key_value_heads`` does not divide ``heads``, or ``heads`` does not divide ``dim`` and a width is None.
+        ValueError: if ``key_value_heads`` does not divide ``heads``, or a width is None and ``heads`` does not divide ``dim``.
     """
     if heads % key_value_heads:
         raise ValueError(f"key_value_heads={key_value_heads} must divide heads={heads}")
@@ -53,13 +65,16 @@ def check_heads(
 def split_heads(
     projected: Tensor, sections: Sequence[int], key_width: int, value_width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a joint projection into queries and keys ``[B, N, heads, Dk]`` and values ``[B, N, heads, Dv]``.
+    """Split a joint projection into the heads of queries, keys and values.
 
     Args:
         projected: joint projection, ``[B, N, sum(sections)]``.
         sections: total widths of all queries, all keys and all values.
         key_width: width of a query or key, Dk.
         value_width: width of a value, Dv.
+
+    Returns:
+        Queries and keys ``[B, N, heads, Dk]``, and values ``[B, N, heads, Dv]``. The three may differ in the number of heads.
     """
     q, k, v = projected.split(list(sections), dim=-1)
     return q.unflatten(-1, (-1, key_width)), k.unflatten(-1, (-1, key_width)), v.unflatten(-1, (-1, value_width))

@@ -24,12 +24,12 @@ FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting",
 
 
 class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
-    """Rank-augmented linear attention (RALA, arXiv 2411.07635). Arguments as for :class:`Attention`.
+    """Rank-augmented linear attention (RALA, arXiv 2411.07635).
 
-    This is linear attention with features ELU + 1. Keys are multiplied by their softmax weights for the mean query
+    This is linear attention with the feature map ``elu(x) + 1``. Each key is scaled by its softmax weight for the mean query
     (``key_weighting``), and the normalizer is computed before rotary embedding. The normalizer adds 1e-6 to the mean of a
     query's weights, not to their sum. The RAVLT model combines this layer with the options ``lepe: 5``, ``gate: true``,
-    ``gate_activation: identity`` and ``rotary: true``.
+    ``gate_activation: identity`` and ``rotary: true``. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
         ValueError: if the layer is causal.
@@ -54,12 +54,13 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
 
 
 class MagnitudeAwareLinearAttention(Attention, kind="mala"):
-    r"""Magnitude-aware linear attention (MALA, arXiv 2507.00698). Arguments as for :class:`Attention`.
+    """Magnitude-aware linear attention (MALA, arXiv 2507.00698).
 
-    The features of queries and keys are ELU + 1. The output is
-    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``, with ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and
-    ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``, where rot is rotary embedding. The magnitude of a query changes how sharp its
-    weights are, as with softmax. Without rotary embedding, the weights sum to 1.
+    The feature map of queries and keys is ``elu(x) + 1``. The output for token t is
+    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``, with means over all tokens j,
+    ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``, where ``rot`` is rotary embedding. As with
+    softmax, the weights of a query become sharper as its magnitude grows. Without rotary embedding, the weights sum to 1. The
+    constructor takes the arguments of :class:`Attention`.
 
     Raises:
         ValueError: if the layer is causal.

@@ -1,4 +1,4 @@
-"""Base of the kinds that compute a recurrence over the tokens: retention, gla, gated_deltanet and mamba2."""
+"""Base class, options and state of recurrent kinds of attention: retention, gla, gated_deltanet and mamba2."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class RecurrentOptions:
-    """Options that all recurrent attention kinds have in common.
+    """Options that all recurrent kinds of attention have in common.
 
     Args:
-        direction: direction in which bidirectional attention reads the tokens: both (the sum of two recurrences), alternate
-            (forward in even layers, backward in odd ones), forward or backward.
-        backend: torch, triton (the kernels of fla-core, which need a GPU) or auto.
+        direction: direction in which bidirectional attention reads the tokens: both (sum of a forward and a backward
+            recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
+        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
     """
 
     direction: Literal["both", "alternate", "forward", "backward"] = "both"
@@ -42,12 +42,13 @@ class RecurrentOptions:
 
 @dataclass(frozen=True)
 class ConvolvedOptions(RecurrentOptions):
-    """Options of recurrent attention kinds that begin with a short convolution.
+    """Options of recurrent kinds of attention that begin with a short convolution.
 
     Args:
-        direction: see :class:`RecurrentOptions`.
-        backend: see :class:`RecurrentOptions`.
-        conv: number of taps of the causal convolution of queries, keys and values; 0 for no convolution.
+        direction: direction in which bidirectional attention reads the tokens: both (sum of a forward and a backward
+            recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
+        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
+        conv: width in tokens of the causal convolution of queries, keys and values; 0 for no convolution.
     """
 
     conv: int = 4
@@ -59,12 +60,13 @@ class ConvolvedOptions(RecurrentOptions):
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """State of a recurrent layer between two calls of generation.
+    """State of a recurrent layer between two calls during generation.
 
     Attributes:
         lengths: number of tokens so far in each row.
-        memory: state of the recurrence, ``[B, H, Dk, Dv]``.
-        last: ``[B, taps - 1, channels]``, latest inputs of the short convolution; None without convolution.
+        memory: state of the recurrence, ``[B, H, Dk, Dv]``; empty for a layer without a recurrence.
+        last: latest inputs of the short convolution, ``[B, taps - 1, channels]``, where each output depends on ``taps`` tokens;
+            None without a convolution.
     """
 
     lengths: tuple[int, ...]
@@ -81,7 +83,7 @@ class RecurrentState:
 
     @property
     def bytes(self) -> int:
-        """Memory of all tensors of the state, in bytes."""
+        """Size of all tensors of the state, in bytes."""
         return sum(x.numel() * x.element_size() for x in (self.memory, self.last) if x is not None)
 
 
@@ -92,7 +94,7 @@ class Operands(NamedTuple):
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
-        gates: gates by name, ``[B, N, H, ...]`` each. Gates of 0, with a key and a value of 0, leave the state unchanged.
+        gates: gates by name, ``[B, N, H, ...]`` each. A token whose key, value and gates are all 0 leaves the state unchanged.
     """
 
     q: Tensor
@@ -101,7 +103,11 @@ class Operands(NamedTuple):
     gates: dict[str, Tensor]
 
     def hide(self, real: Tensor | None) -> Operands:
-        """Set keys, values and gates to zero where ``real`` ``[B, N]`` is False: these tokens leave the state unchanged."""
+        """Set keys, values and gates to zero where ``real`` is False, so that these tokens leave the state unchanged.
+
+        Args:
+            real: ``[B, N]`` bool, False for tokens to hide; None to hide no token.
+        """
         if real is None:
             return self
         gates = {name: hide_rows(gate, real) for name, gate in self.gates.items()}
@@ -109,15 +115,16 @@ class Operands(NamedTuple):
 
 
 class RecurrentAttention(Attention):
-    """Attention with a recurrent state, to which each token is added after a decay. Arguments as for :class:`Attention`.
+    """Base class of attention with a recurrent state, which decays before each token is added to it.
 
-    Bidirectional attention reads the tokens in raster order, in one or both directions (``direction``). Hidden tokens leave
-    the state unchanged. A kind implements :meth:`operands` and :meth:`recur`. The output passes an RMSNorm for each head and
-    is multiplied by SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet.
+    Bidirectional attention reads the tokens in raster order, in the directions that the option ``direction`` sets. Hidden
+    tokens leave the state unchanged. The output of each head is normalized by an RMSNorm and multiplied by SiLU of a projection
+    of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement :meth:`operands` and :meth:`recur`. The
+    constructor takes the arguments of :class:`Attention`.
 
     Raises:
-        ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. :meth:`AttentionConfig.at_layer`
-            replaces it by the direction of a layer.
+        ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. Use :meth:`AttentionConfig.at_layer` to
+            replace it by ``"forward"`` or ``"backward"`` in each layer.
     """
 
     Options: ClassVar[type] = RecurrentOptions
@@ -150,18 +157,21 @@ class RecurrentAttention(Attention):
         return inputs  # the short convolution reads the projected heads, and _prepared repeats what comes out
 
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """Compute queries, keys, values and gates of the recurrence, with as many heads as the projection outputs.
+        """Compute the queries, keys, values and gates of the recurrence.
 
         Args:
             inputs: inputs of the layer, with queries, keys and values after the short convolution and rotary embedding.
+
+        Returns:
+            Inputs of the recurrence. Keys and values may have fewer heads than the layer; the caller repeats them.
         """
         raise NotImplementedError
 
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """Run the recurrence.
+        """Compute the recurrence of this kind of attention over all tokens.
 
         Args:
-            operands: inputs, with keys and values repeated to all heads.
+            operands: queries, keys, values and gates, all with the number of heads of the layer.
             options: keyword arguments of the recurrence: ``initial_state``, ``cu_seqlens`` and ``backend``.
 
         Returns:
@@ -175,7 +185,7 @@ class RecurrentAttention(Attention):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention matrix ``[B, H, N, N]``, which is applied to the values after the short convolution."""
+        """Return the attention matrix ``[B, H, N, N]`` that maps the values, after their short convolution, to the outputs."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
@@ -196,11 +206,11 @@ class RecurrentAttention(Attention):
         return forward + back.flip(1)
 
     def _read(self, inputs: AttentionInputs, values: Tensor | None) -> Tensor:
-        """Compute the outputs ``[B, N, H, D]`` of a forward scan over the tokens.
+        """Compute the recurrence from the first token to the last, and return the outputs ``[B, N, H, D]``.
 
         Args:
             inputs: inputs of the layer.
-            values: values to use instead of ``inputs.v``, ``[B, N, H, D]``; None to use ``inputs.v``.
+            values: values ``[B, N, H, D]`` to use instead of those of ``inputs``; None to use those of ``inputs``.
         """
         positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
         operands = self._prepared(inputs, inputs.key_mask, None, positions)
@@ -210,7 +220,12 @@ class RecurrentAttention(Attention):
         return self.skip(out, operands)
 
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """Add the kind's skip connection to the outputs; the default implementation returns ``out`` unchanged."""
+        """Add a skip connection to the outputs of the recurrence. The default implementation adds nothing.
+
+        Args:
+            out: outputs of the recurrence, ``[B, N, H, Dv]``.
+            operands: inputs of the recurrence.
+        """
         return out
 
     @override
@@ -242,9 +257,9 @@ class RecurrentAttention(Attention):
 
         Args:
             inputs: inputs of the layer.
-            real: ``[B, N]`` bool, False for tokens without any effect; None if there are none.
-            last: inputs of the convolution at the tokens before these; None for zeros.
-            positions: position of each token in its packed sequence, ``[N]``; None without packing.
+            real: ``[B, N]`` bool, False for tokens that must not affect the state; None if all tokens may affect it.
+            last: inputs of the convolution for the previous tokens; None for zeros.
+            positions: position of each token in its packed sequence, ``[N]``; None if sequences are not packed.
         """
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.conv is not None:
@@ -260,10 +275,13 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize gate, ``lepe``, convolution and decays of a layer whose other weights were trained without them.
+        """Initialize gate, ``lepe``, short convolution and decays, which the weights that the layer starts from do not include.
 
-        Gate, ``lepe`` and convolution are initialized so that they leave the output unchanged. The parameters of the decays are
-        drawn from a fixed seed, so that they are the same on all machines.
+        Gate, ``lepe`` (a convolution of the values) and short convolution initially leave the output unchanged. The parameters
+        of the decays are drawn from a fixed seed, so that they are the same on all machines.
+
+        Raises:
+            ValueError: if the gate has no bias.
         """
         super().open_gate()
         if self.conv is not None:
@@ -273,11 +291,15 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw new initial values for the parameters of the decays; by default, there are no such parameters."""
+        """Draw new initial values for the parameters of the decays. The default implementation does nothing."""
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of the recurrence on a sequence of ``tokens`` tokens, computed in chunks."""
+        """Return the number of floating-point operations of convolution and recurrence on one sequence.
+
+        Args:
+            tokens: number of tokens of the sequence.
+        """
         directions = 2 if not self.causal and self.options.direction == "both" else 1
         chunk = chunk_tokens(max(self.key_width, self.value_width))
         multiply_adds = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
@@ -286,7 +308,7 @@ class RecurrentAttention(Attention):
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with the order of the tokens reversed, including mask, rotary angles and packed sequences."""
+    """Return the inputs with the order of the tokens reversed, including mask, rotary angles and sequence bounds."""
     x, q, k, v = (tensor.flip(1) for tensor in (inputs.x, inputs.q, inputs.k, inputs.v))
     mask, rotary = inputs.key_mask, inputs.rotary
     mask = None if mask is None else mask.flip(1)
@@ -300,7 +322,7 @@ def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
-    """Concatenate the tensors of two inputs with the same number of rows, along the batch axis."""
+    """Concatenate two attention inputs along the batch axis. Both have the same number of rows."""
     x, q, k, v = (torch.cat([getattr(one, name), getattr(two, name)]) for name in ("x", "q", "k", "v"))
     mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
     if one.rotary is None or two.rotary is None:

@@ -14,20 +14,21 @@ from lightning_mhla.recurrence import state_space_dual
 
 
 class Retention(RecurrentAttention, kind="retention"):
-    """Multi-scale retention (RetNet, arXiv 2307.08621, equations 5 to 8); arguments as for :class:`Attention`.
+    """Multi-scale retention (RetNet, arXiv 2307.08621, equations 5 to 8).
 
     The weight of token j for token t is ``gamma^(t - j) q_t . k_j / sqrt(Dk)``, with ``gamma = 1 - 2^(-5 - h)`` in head h. The
-    output passes a norm for each head, here an RMSNorm with learned scale, and a SiLU gate. RetNet itself also rotates queries
-    and keys by their positions (``rotary: true``) and has values twice as wide as keys (``value_width``).
+    output of each head is normalized by an RMSNorm with learned scale and multiplied by a SiLU gate. RetNet itself also rotates
+    queries and keys by their positions (``rotary: true``) and has values twice as wide as keys (``value_width``). The
+    constructor takes the arguments of :class:`Attention`.
     """
 
     unused = tuple(name for name in RecurrentAttention.unused if name != "rotary")
 
     @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """Return queries, keys, values and, as gates, the constant log-decay of each head.
+        """Return queries, keys, values and the constant log-decay of each head.
 
-        The log-decays have an entry for every token, so that those of padding can be set to 0.
+        The log-decay is repeated for each token, ``[B, N, H]``, so that it can be set to 0 for padding.
         """
         head = torch.arange(self.heads, device=inputs.x.device)
         rates = torch.log1p(-(2.0 ** (-5 - head)))

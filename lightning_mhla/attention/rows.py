@@ -1,4 +1,4 @@
-"""Rows of different lengths in the forms of transformers: padded on either side, or packed into one row."""
+"""Masks, token orders and bounds of padded or packed sequences, as transformers represents them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from torch.nn import functional as F
 
 
 def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
-    """Compute the mask of non-padding tokens in ``x``.
+    """Compute the mask of non-padding tokens in ``x``, ``[B, N]`` bool.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding. Its last N columns belong to ``x``, earlier ones to previous tokens.
-            None without padding.
+        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``, earlier columns to previous tokens.
+            None if there is no padding.
         x: tokens ``[B, N, ...]``.
 
-    Returns:
-        ``[B, N]`` bool.
-
     Raises:
-        ValueError: if the mask has a different batch size or fewer columns than ``x``.
+        ValueError: if the mask has a different batch size or fewer columns than ``x`` has tokens.
     """
     if attention_mask is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -29,15 +26,29 @@ def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 def padding_last(real: Tensor) -> Tensor:
-    """Compute the order ``[B, N]`` that puts the non-padding tokens (``real`` ``[B, N]`` bool) of each row first."""
+    """Compute a permutation of the tokens of each row that moves padding to the end.
+
+    Args:
+        real: ``[B, N]`` bool, False for padding.
+
+    Returns:
+        ``[B, N]`` int64, index of the token to put at each position.
+    """
     columns = torch.arange(real.shape[1], device=real.device).expand(real.shape)
     return torch.zeros_like(columns).scatter(1, places_padding_last(real), columns)
 
 
 def places_padding_last(real: Tensor) -> Tensor:
-    """Compute the position ``[B, N]`` of each token in the order of :func:`padding_last`, its inverse permutation.
+    """Compute the position of each token after :func:`padding_last` has moved padding to the end of each row.
 
-    Cumulative sums replace a stable sort, which ONNX does not have.
+    This is the inverse permutation of :func:`padding_last`. It is computed with cumulative sums, because ONNX has no stable
+    sort.
+
+    Args:
+        real: ``[B, N]`` bool, False for padding.
+
+    Returns:
+        ``[B, N]`` int64.
     """
     places = real.long().cumsum(1)
     return torch.where(real, places - 1, places[:, -1:] + (~real).long().cumsum(1) - 1)
@@ -46,12 +57,16 @@ def places_padding_last(real: Tensor) -> Tensor:
 def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
     """Find the non-padding tokens of each row.
 
-    This function waits for the device, because the numbers of tokens are Python integers, as generation states require.
-    :func:`real_mask` and :func:`padding_last` compute mask and order without waiting, also in a compiled graph.
+    The call waits for the device, because it returns the numbers of tokens as Python integers. In a compiled graph, use
+    :func:`real_mask` and :func:`padding_last`, which do not wait.
+
+    Args:
+        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``. None if there is no padding.
+        x: tokens ``[B, N, ...]``.
 
     Returns:
-        Mask of non-padding tokens, ``[B, N]`` bool; their number in each row; and the order ``[B, N]`` that puts them first, or
-        None if they are first already.
+        Three values: the mask of non-padding tokens, ``[B, N]`` bool; the number of these tokens in each row; and a permutation
+        ``[B, N]`` that puts them first in each row, or None if they already come first.
     """
     real = real_mask(attention_mask, x)
     if attention_mask is None:
@@ -63,19 +78,20 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
 
 
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder the tokens ``[B, N, D]`` of every row by ``[B, N]`` indices."""
+    """Reorder the tokens ``[B, N, D]`` of each row by token indices ``order``, ``[B, N]``."""
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of packed documents from position ids, which restart at each document as in transformers' collators.
+    """Find the bounds of packed documents from position ids, which restart at each document.
 
     Args:
-        position_ids: position of each token in its document, ``[N]``, ``[1, N]`` or ``[B, N]``.
+        position_ids: position of each token in its document, ``[N]``, ``[1, N]`` or ``[B, N]``, as in transformers' collators.
         x: tokens ``[B, N, ...]``.
 
     Returns:
-        ``cu_seqlens`` ``[S + 1]`` of the concatenated rows; None if every row is one document.
+        Index of the first token of each document in the concatenated rows, followed by the number of all tokens: ``[S + 1]``
+        for S documents. None if each row is one document, or if ``position_ids`` does not have N columns.
     """
     if position_ids.shape[-1] != x.shape[1]:
         return None
@@ -84,17 +100,18 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
 
 
 def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
-    """Find the bounds of packed documents from the number of each token's document.
+    """Find the bounds of packed documents from the document number of each token.
 
     Args:
         documents: document number of each token, ``[N]`` or ``[B, N]``. A document begins where the number changes.
         x: tokens ``[B, N, ...]``.
 
     Returns:
-        ``cu_seqlens`` ``[S + 1]`` of the concatenated rows; None if every row is one document.
+        Index of the first token of each document in the concatenated rows, followed by the number of all tokens: ``[S + 1]``
+        for S documents. None if each row is one document.
 
     Raises:
-        ValueError: if the numbers do not have the shape of the tokens.
+        ValueError: if ``documents`` has neither the shape ``[N]`` nor ``[B, N]``.
     """
     if documents.shape not in (x.shape[:2], x.shape[1:2]):
         raise ValueError(f"seq_idx {list(documents.shape)} does not fit tokens {list(x.shape[:2])}")
@@ -103,13 +120,14 @@ def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _bounds(starts: Tensor) -> Tensor | None:
-    """Compute the bounds of documents from a mask of the tokens at which documents begin.
+    """Compute the bounds of packed documents from a mask of the tokens at which documents begin.
 
     Args:
-        starts: ``[B, N - 1]`` bool, whether a document begins at token 1, 2, ..., N - 1. One always begins at token 0.
+        starts: mask of tokens 1 to N - 1 of each row, ``[B, N - 1]`` bool. A document always begins at token 0.
 
     Returns:
-        ``cu_seqlens`` ``[S + 1]`` of the concatenated rows; None if every row is one document.
+        Index of the first token of each document in the concatenated rows, followed by the number of all tokens: ``[S + 1]``
+        for S documents. None if each row is one document.
     """
     if not bool(starts.any()):
         return None

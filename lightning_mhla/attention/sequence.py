@@ -1,4 +1,4 @@
-"""Assignment of the tokens of one sequence to several processes."""
+"""Distribution of the tokens of a sequence over several processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """Part of a sequence that this process holds; the processes of a group hold consecutive parts, in order of rank.
+    """Part of each sequence that this process holds, if sequences are distributed over a group of processes.
 
-    Parts consist of complete blocks, distributed as evenly as possible.
+    The processes hold consecutive parts, in order of rank. Each part consists of complete blocks, and the blocks are
+    distributed as evenly as possible.
 
     Args:
         group: process group.
         tokens: number of tokens of the complete sequence.
-        block_size: number of tokens in a block.
+        block_size: number of tokens in a block; the last block may be shorter.
 
     Raises:
         ValueError: if there are fewer blocks than processes.
@@ -43,27 +44,30 @@ class SequenceShare:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Index of the first token of each process, followed by the number of tokens."""
+        """Index of the first token of each process, followed by the number of tokens of the complete sequence."""
         return share_tokens(self.tokens, self.processes, block_size=self.block_size)
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens that each process holds."""
+        """Number of tokens that each process holds, in order of rank."""
         return [end - start for start, end in pairwise(self.bounds)]
 
     @property
     def start(self) -> int:
-        """Index of the first token of this process."""
+        """Index of the first token of this process in the complete sequence."""
         return self.bounds[dist.get_rank(self.group)]
 
     @property
     def end(self) -> int:
-        """Index after the last token of this process."""
+        """Index of the last token of this process in the complete sequence, plus 1."""
         return self.bounds[dist.get_rank(self.group) + 1]
 
     @property
     def weight(self) -> float:
-        """Factor on this process's mean over its tokens, so that the average over processes is the mean over all tokens."""
+        """Weight for a mean over the tokens of this process.
+
+        The average of the weighted means of all processes is the mean over all tokens.
+        """
         return (self.end - self.start) * self.processes / self.tokens
 
     def of(self, sequences: Tensor) -> Tensor:
@@ -71,15 +75,16 @@ class SequenceShare:
         return sequences[:, self.start : self.end]
 
     def agree(self, *batch: Tensor) -> None:
-        """Overwrite tensors in place with those of the first process, so that all processes work on the same sequences.
+        """Overwrite tensors, in place, with those of the first process of the group.
 
-        The tensors differ only if one process skipped a broken sample or reads different data.
+        All processes then work on the same sequences, even if one of them skipped a broken sample or reads different data. Each
+        process of the group must call this method.
         """
         for tensor in batch:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def mean(self, value: Tensor) -> Tensor:
-        """Average ``value`` over the group, without gradient. Every process of the group must call this method."""
+        """Average ``value`` over the processes of the group, without gradient. Each process must call this method."""
         value = value.detach().clone()
         dist.all_reduce(value, group=self.group)
         return value / self.processes

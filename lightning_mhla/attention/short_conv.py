@@ -1,4 +1,4 @@
-"""Short causal convolution over the tokens, with a state for generation."""
+"""Short causal convolution over the tokens, with a state for generation token by token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution along the tokens, optionally without mixing packed sequences.
+    """Causal depthwise convolution over the tokens, which can keep packed sequences separate.
 
     Args:
         channels: number of channels of a token.
-        taps: number of tokens that an output depends on, including its own.
-        bias: whether a bias is added.
+        taps: width of the convolution: the number of tokens that each output depends on, including its own.
+        bias: whether the convolution has a bias.
     """
 
     def __init__(self, channels: int, taps: int, bias: bool) -> None:
@@ -26,14 +26,14 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw uniform weights in the range that torch's convolutions use; set the bias to 0."""
+        """Draw the weights uniformly from the range that PyTorch's convolutions use, and set the bias to 0."""
         nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @torch.no_grad()
     def pass_through(self) -> None:
-        """Set the weights so that the output equals the input."""
+        """Set the weights so that the output equals the input, apart from the bias."""
         nn.init.zeros_(self.weight)
         self.weight[-1] = 1.0
 
@@ -42,8 +42,8 @@ class ShortConvolution(nn.Module):
 
         Args:
             x: tokens.
-            last: ``[B, taps - 1, channels]``, the tokens before ``x``; None for zeros.
-            positions: ``[N]``, position of each token in its packed sequence; None for one sequence per row.
+            last: the ``taps - 1`` tokens before ``x``, ``[B, taps - 1, channels]``; None for zeros.
+            positions: position of each token in its packed sequence, ``[N]``; None for one sequence in each row.
         """
         tokens, weight = x.shape[1], self.weight.to(x.dtype)
         x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
@@ -56,12 +56,15 @@ class ShortConvolution(nn.Module):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """Return the latest inputs ``[B, taps - 1, channels]``, to pass as ``last`` with the tokens that follow ``x``.
+        """Return the latest ``taps - 1`` tokens of each row, which :meth:`forward` needs as ``last`` in the next call.
 
         Args:
-            x: tokens ``[B, N, channels]``, padded on the right.
-            last: latest inputs before ``x``; None for zeros.
-            counts: number of tokens of ``x`` in each row without padding.
+            x: tokens ``[B, N, channels]``. Rows with fewer tokens than others are padded on the right.
+            last: the ``taps - 1`` tokens before ``x``; None for zeros.
+            counts: number of tokens of ``x`` in each row, without padding.
+
+        Returns:
+            ``[B, taps - 1, channels]``.
         """
         last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
         x = torch.cat([last.to(x.dtype), x], 1)

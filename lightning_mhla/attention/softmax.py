@@ -1,4 +1,4 @@
-"""Softmax attention: a baseline of quadratic cost."""
+"""Softmax attention, a baseline whose cost is quadratic in the number of tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from lightning_mhla.attention.sequence import SequenceShare
 
 @dataclass(frozen=True)
 class KeyValueState:
-    """Generation state of softmax attention: keys and values of all tokens so far.
+    """Generation state of softmax attention: the keys and values of all tokens so far.
+
+    Only the first ``lengths[i]`` entries of row i are in use.
 
     Attributes:
         lengths: number of tokens so far in each row.
-        keys: ``[B, capacity, H, Dk]``, after rotary embedding.
-        values: ``[B, capacity, H, Dv]``.
+        keys: keys after rotary embedding, ``[B, capacity, Hkv, Dk]`` for Hkv key heads.
+        values: values, ``[B, capacity, Hkv, Dv]``.
     """
 
     lengths: tuple[int, ...]
@@ -42,13 +44,19 @@ class KeyValueState:
 
     @property
     def bytes(self) -> int:
-        """Memory of keys and values in bytes, including unused capacity."""
+        """Size of the stored keys and values in bytes, including unused capacity."""
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
-        """Append the first ``counts[i]`` new keys and values of row i, and return the state after them.
+        """Append new keys and values, and return the new state.
 
-        The buffers are written in place. If they are too small, they are first copied to buffers of at least twice the size.
+        The keys and values are written into the existing buffers. If these are too small, they are first copied into new
+        buffers of at least twice the size.
+
+        Args:
+            keys: new keys, ``[B, N, Hkv, Dk]``.
+            values: new values, ``[B, N, Hkv, Dv]``.
+            counts: number of new tokens in each row; the rest of the row is padding, which is not stored.
         """
         after = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
@@ -67,7 +75,10 @@ class KeyValueState:
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
-    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v`` with torch's fused kernels. Arguments as for :class:`Attention`."""
+    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v``, computed with PyTorch's fused kernels.
+
+    The constructor takes the arguments of :class:`Attention`.
+    """
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
@@ -80,7 +91,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
 
-        Packed sequences are processed one by one, so a tensor ``cu_seqlens`` is copied to the CPU.
+        Packed sequences are processed one after the other. If ``cu_seqlens`` is a tensor, it is copied to the CPU for this
+        purpose.
         """
         q, k = inputs.turned
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
@@ -96,10 +108,10 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return hide_rows(out, key_mask)
 
     def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare) -> Tensor:
-        """Compute the outputs of this process's tokens, in sequences that are distributed over processes.
+        """Compute the outputs of this process's tokens in causal sequences that are distributed over processes.
 
-        Keys and values are gathered from all processes, and their gradients are summed in float32. If torch has no fused kernel
-        for the call, it builds a mask of local tokens times all tokens.
+        Keys and values are gathered from all processes, and their gradients are summed in float32. If PyTorch has no fused
+        kernel for these inputs, PyTorch builds a mask over all pairs of a local query and a gathered key.
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
@@ -142,12 +154,18 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of softmax attention over all visible pairs of ``tokens`` tokens."""
+        """Return the number of floating-point operations of softmax attention on one sequence.
+
+        Only pairs of a query and a visible key are counted.
+
+        Args:
+            tokens: number of tokens of the sequence.
+        """
         pairs = tokens * (tokens + 1) / 2 if self.causal else tokens**2
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Compute softmax attention ``[B, N, H, Dv]`` with torch's kernels.
+        """Compute softmax attention ``[B, N, H, Dv]`` with PyTorch's ``scaled_dot_product_attention`` and its ``options``.
 
         Keys and values may have fewer heads than queries.
         """
@@ -156,9 +174,9 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Build the attention mask, ``[B, 1, N, N]`` bool, True where a query attends to a key; None without a key mask.
+        """Build an attention mask, ``[B, 1, N, N]`` bool, True where a query attends to a key; None without a key mask.
 
-        Hidden queries attend to themselves, so that each row has a True entry.
+        Hidden queries attend to themselves, so that each row has at least one True entry.
         """
         if key_mask is None:
             return None

@@ -1,4 +1,4 @@
-"""Base of the kinds that attend to key-value summaries of blocks: mhla and linear."""
+"""Base class of the kinds of attention that read key-value summaries of blocks, such as mhla and linear."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ EPS, SANA_EPS = 1e-6, 1e-15
 
 
 class SummaryAttention(Attention):
-    """Base class of attention computed by :func:`mhla_kernels.mhla_attention`. Arguments as for :class:`Attention`.
+    """Base class of linear attention in which the queries of a block read mixed key-value summaries of blocks.
 
-    A derived class implements :meth:`coefficients`, which returns the mixing coefficients.
+    The summary of a block is the sum of ``k v^T`` over its tokens. A mixed summary is a weighted sum of summaries. Derived
+    classes implement :meth:`coefficients`, which returns the mixing coefficients. :func:`mhla_kernels.mhla_attention` computes
+    the attention. The constructor takes the arguments of :class:`Attention`.
     """
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
@@ -41,11 +43,16 @@ class SummaryAttention(Attention):
         self.features = LearnedFeatures(heads, self.key_width) if config.feature_map == "learned" else None
 
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return the mixing coefficients, and the operator's keyword arguments that describe the blocks.
+        """Return the mixing coefficients, and keyword arguments that describe the blocks.
 
         Args:
-            q: mapped queries ``[B, N, H, Dk]``.
-            placement: permutation of the tokens into block order; None for the one of the last :meth:`fit`.
+            q: queries after the feature map, ``[B, N, H, D]``.
+            placement: permutation of the tokens into block order, for this call only; None for the layout of the last
+                :meth:`fit`.
+
+        Returns:
+            Mixing coefficients, and the keyword argument ``block_size`` or ``block_offsets`` of the functions of
+            ``mhla_kernels``.
         """
         raise NotImplementedError
 
@@ -53,7 +60,7 @@ class SummaryAttention(Attention):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
 
-        If a sequence is distributed over processes, these exchange block summaries or tokens.
+        If sequences are distributed over processes, the processes exchange block summaries or tokens.
         """
         if self._normalizes_before_rotary(inputs):
             return self._attend_normalized(inputs)
@@ -72,7 +79,7 @@ class SummaryAttention(Attention):
         return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention whose weights have rotary embedding and whose normalizer sums the weights without it."""
+        """Compute attention with rotary embedding in the weights, but not in the normalizer that divides them."""
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")
@@ -100,15 +107,14 @@ class SummaryAttention(Attention):
         return mhla_prefill(q, k, v, mixing, lengths=counts, state=state, **options)
 
     def summary_flops(self, tokens: int, chunk: float | None, mixed: float) -> float:
-        """Count the floating-point operations of attention with block summaries on one sequence.
+        """Return the number of floating-point operations of attention with block summaries on one sequence.
 
-        They are those for building, mixing and reading the summaries, for causal products inside blocks, and for learned
-        features.
+        The number includes building, mixing and reading the summaries, causal attention inside blocks, and learned features.
 
         Args:
             tokens: number of tokens of the sequence.
-            chunk: number of tokens in a causal block; None for bidirectional attention.
-            mixed: number of weighted summaries that mixing adds up.
+            chunk: number of tokens in a causal block; None to leave out attention in blocks, as for bidirectional attention.
+            mixed: number of weighted summaries that mixing adds up in each head, for all blocks of the sequence together.
         """
         width = self.key_width if self.features is None else 2 * self.key_width
         summary = width * self.value_width
@@ -129,5 +135,5 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """Return the small number that the normalizer adds to the sum of a query's weights."""
+        """Return the small constant that is added to the sum of a query's attention weights before dividing by it."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS

@@ -1,4 +1,4 @@
-"""MHLA with a softmax window: exact attention to near tokens, mixed summaries of distant blocks, one normalizer for both."""
+"""MHLA with a softmax window: softmax attention to near tokens, mixed summaries of distant blocks, a common normalizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from lightning_mhla.attention.mhla import MHLA
 
 
 class FarWeight(nn.Module):
-    """Module with a learned factor for each head on the attention weights of far tokens, stored as a logarithm.
+    """Learned factor for each head that multiplies the attention weights of far tokens.
+
+    Far tokens are the tokens before the softmax window. The factors are stored as logarithms.
 
     Args:
         heads: number of heads.
@@ -36,25 +38,26 @@ class FarWeight(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the logarithm of every head to its initial value, ``start``."""
+        """Set the logarithm of each head's factor to its initial value, ``start``."""
         nn.init.constant_(self.weight, self.start)
 
 
 class WindowedMHLA(MHLA, kind="mhla_window"):
-    """Causal softmax over the current and the previous block, MHLA over earlier ones. Arguments as for :class:`Attention`.
+    """Causal attention: softmax over the current and the previous block, MHLA over earlier blocks.
 
-    The operator is :func:`mhla_kernels.mhla_window_attention`. The feature map is applied after rotary embedding.
+    :func:`mhla_kernels.mhla_window_attention` computes the attention. The feature map is applied after rotary embedding.
     ``feature_map`` may be:
 
-    - ``relu`` or ``sana``, which both mean ``relu(x)`` here: nothing is added, since near tokens keep the sum of weights above
-      zero;
+    - ``relu`` or ``sana``, which are both ``relu(x)`` here. Unlike in MHLA, no small constant is added to them, since near
+      tokens keep the sum of weights above zero;
     - ``elu``, ``softplus`` or ``learned``.
 
     ``identity`` is not supported, because weights must not be negative.
 
-    The weights of far tokens are multiplied by a learned factor for each head (:class:`FarWeight`). The feature map ``learned``
-    divides a query's features by the largest one, and the layer multiplies the factor by that feature to compensate. Weights
-    always sum to 1, regardless of ``normalize``.
+    The weights of tokens before the softmax window are multiplied by a learned factor for each head (:class:`FarWeight`). The
+    feature map ``learned`` divides the features of each query by the largest of them, and the layer multiplies the factor by
+    the same number to compensate. The weights of a query always sum to 1, regardless of ``normalize``. The constructor takes
+    the arguments of :class:`Attention`.
     """
 
     causal_only = True
@@ -76,7 +79,11 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         return inputs  # near tokens are read with fewer key heads than query heads
 
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Compute queries, keys, values, their features and ``far``, as keyword arguments of the windowed operator."""
+        """Compute the keyword arguments of the windowed attention.
+
+        They are the queries, keys and values, the features of queries and keys for far tokens (those before the softmax
+        window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
+        """
         q, k = inputs.turned
         every = k.repeat_interleave(self.heads // k.shape[2], 2)
         far = self.far.weight.float().expand(q.shape[:3])
@@ -117,7 +124,11 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the floating-point operations of the softmax over near tokens and of the summaries, for ``tokens`` tokens."""
+        """Return the number of floating-point operations of softmax over near tokens and MHLA over distant blocks.
+
+        Args:
+            tokens: number of tokens of one sequence.
+        """
         near = 1.5 * self.layout.num_tokens / self.layout.num_blocks
         pairs = 2.0 * self.heads * tokens * near * (self.key_width + self.value_width)
         return pairs + self.summary_flops(tokens, None, self.summaries_mixed(tokens))

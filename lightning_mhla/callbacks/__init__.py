@@ -1,4 +1,4 @@
-"""Lightning callbacks that the tasks of all domains share."""
+"""Lightning callbacks for training any kind of model: checkpoints, weight averaging, reports and checks."""
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.curves import LearningCurves

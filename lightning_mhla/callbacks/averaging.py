@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, with the same sharding as the weights."""
+"""Callback that keeps an exponential moving average of a model's weights, sharded if the weights are sharded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ExponentialMovingAverage(Callback):
     therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers are not averaged.
 
     Args:
-        decay: factor on the previous average in each update, between 0 and 1, or a function without arguments that is called
-            for each update and returns the factor.
+        decay: weight of the previous average in each update, a number between 0 and 1. It may also be a function without
+            arguments, which is called at each update and returns the number.
     """
 
     def __init__(self, decay: float | Callable[[], float]) -> None:
@@ -34,11 +34,11 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the average of an earlier fit with the same callback."""
+        """Discard the moving average that an earlier fit with this callback left behind."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Initialize the average with the current weights, unless it was loaded from a checkpoint."""
+        """Initialize the average with a copy of the current weights, unless a checkpoint supplied the average."""
         if not self._average:
             self._average = _copies(pl_module)
         weights = dict(pl_module.named_parameters())
@@ -72,11 +72,11 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the optimizer step at which the average was last updated, for the checkpoint."""
+        """Return a dict for the checkpoint with the number of the optimizer step at which the average was last updated."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of the optimizer step at which the average was last updated, from a checkpoint."""
+        """Restore, from a checkpoint, the number of the optimizer step at which the average was last updated."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -100,8 +100,8 @@ class ExponentialMovingAverage(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the average and the trained weights when a fit resumes.
 
-        Lightning has already loaded ``state_dict``, which holds the average, into the module. The average is copied from the
-        module, and the trained weights are then loaded into it.
+        Lightning has already loaded ``state_dict``, which holds the average, into the module. The method copies the average
+        from the module, and then loads the trained weights into the module.
         """
         if trainer.state.fn != "fit":
             return
@@ -112,7 +112,7 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
-        """Context manager in which the module has the averaged weights; its trained weights are restored at the end."""
+        """Context manager in which the module has the averaged weights. On exit, its trained weights are restored."""
         self._swap(pl_module)
         try:
             yield
@@ -127,7 +127,10 @@ class ExponentialMovingAverage(Callback):
             foreach_copy_(weights, previous_averages)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists in the same order: this process's shards of the average, and those of the weights."""
+        """Return the averaged weights and the module's current weights, as two lists of tensors in the same order.
+
+        For sharded tensors, the lists contain only the shards of this process.
+        """
         _reshard(pl_module)
         weights = dict(pl_module.named_parameters())
         averages = [_local(tensor) for tensor in self._average.values()]
@@ -156,7 +159,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Context manager in which a module is in evaluation mode and has the averaged weights, if the run keeps an average."""
+    """Context manager that puts a module in evaluation mode, with the averaged weights if there are any.
+
+    The weights come from the trainer's :class:`ExponentialMovingAverage` callback. On exit, the module has its trained weights
+    and its previous mode again.
+    """
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training
     pl_module.eval()

@@ -1,4 +1,8 @@
-"""Best checkpoints of a run, as second names of the states that ``Recovery`` writes, also after a resume or a move."""
+"""Best checkpoints of a run: ModelCheckpoint callbacks choose them, and the ``Recovery`` callback writes them.
+
+A best checkpoint is a hard link to a state that ``Recovery`` saves. When a run resumes, the saved lists of best checkpoints are
+adapted to the current folders, so that a run can be moved.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """Request by a ModelCheckpoint callback to write a checkpoint of the current state of the run.
+    """Request by a ModelCheckpoint callback to save the current state of training.
 
     Attributes:
         callback: ModelCheckpoint that makes the request.
-        path: path or URL of the checkpoint.
+        path: path or URL of the requested checkpoint.
     """
 
     callback: ModelCheckpoint
@@ -36,11 +40,11 @@ class Request:
 
 
 class BestCheckpoints:
-    """Collector of the requests of ModelCheckpoint callbacks to write and remove checkpoints during a step.
+    """Collector of the checkpoints that ModelCheckpoint callbacks want to write and remove during a training step.
 
-    Once all callbacks of the step have run, the :class:`Recovery` callback writes a single checkpoint, and the requested paths
-    become hard links to it. The checkpoint itself lists these links and the files to remove. If the process dies before it
-    has created and removed them all, the run that resumes from the checkpoint does the rest.
+    After all callbacks of the step have run, the :class:`Recovery` callback writes one checkpoint, and hard links to it are
+    created at the requested paths. The checkpoint itself lists these links and the files to remove. If the process dies before
+    all links are created and all files are removed, the run that resumes from the checkpoint finishes this work.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,7 @@ class BestCheckpoints:
         """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Collect the requests of a trainer's ModelCheckpoints from now on, so that these no longer change files themselves."""
+        """Make a trainer's ModelCheckpoints record requests in this object instead of writing and removing files themselves."""
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -59,7 +63,7 @@ class BestCheckpoints:
             defer_saves(callback, partial(self._want, callback), self._removals.append, self._is_pending, outdated)
 
     def release(self) -> None:
-        """Let the ModelCheckpoints write and remove files themselves again, and discard the requests that are still pending."""
+        """Let the ModelCheckpoints write and remove files themselves again, and discard pending requests."""
         for callback in self._callbacks:
             stop_deferring(callback)
         self._callbacks, self._requests, self._removals = [], [], []
@@ -68,7 +72,7 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Return whether a callback's monitored metric comes from a validation of earlier weights.
+        """Return whether a callback's monitored metric comes from a validation of earlier weights than the current ones.
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
@@ -80,15 +84,15 @@ class BestCheckpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether any ModelCheckpoint has requested to save the current state."""
+        """Whether any ModelCheckpoint has requested a save of the current state."""
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
-        """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is written next.
+        """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
 
-        The checkpoint contains the states of the ModelCheckpoints, so these must name it before it is written. If a
-        ModelCheckpoint has ``save_last`` and a folder other than that of ``last``, the method requests a link to the
-        checkpoint in its folder, and sets its ``last_model_path`` to that link.
+        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. If a ModelCheckpoint has
+        ``save_last`` and its folder differs from the folder of ``last``, the method requests a link to ``last`` in the folder
+        of the ModelCheckpoint, and sets ``last_model_path`` to the link.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.
@@ -103,26 +107,28 @@ class BestCheckpoints:
                 self._want(callback, last_in_folder)
 
     def plan(self, folder: Path) -> dict[str, list[str]]:
-        """List the links to create for the next checkpoint and the files to remove, for storage in the checkpoint itself.
+        """Return the hard links to create once the next checkpoint is written, and the files to remove afterwards.
+
+        The links lead to this checkpoint, which also stores the result.
 
         Args:
             folder: folder of the run's checkpoints.
 
         Returns:
-            Dict with the links under ``names`` and the files to remove under ``removals``, both as lists of paths relative
-            to ``folder``. Paths outside the folder are left out.
+            Dict with the links under ``names`` and the files to remove under ``removals``, both as lists of paths relative to
+            ``folder``. Paths outside the folder are left out.
         """
         names = [request.path for request in self._requests if _is_second_name(request)]
         return {"names": _inside(names, folder), "removals": _inside(self._removals, folder)}
 
     def finish(self, trainer: Trainer, state: Path | None) -> None:
-        """Link the latest checkpoint to the requested paths, and remove checkpoints that are no longer among the best.
+        """Create the requested links to the latest checkpoint, and remove checkpoints that are no longer among the best.
 
         Every process must call this method.
 
         Args:
             trainer: trainer of the run.
-            state: path of the latest checkpoint; None to write a separate checkpoint to each requested path.
+            state: path of the latest checkpoint. If None, a separate checkpoint is written to each requested path.
         """
         requests, removals = self._requests, list(self._removals)
         self._requests = []
@@ -141,10 +147,13 @@ class BestCheckpoints:
 
 
 def monitored_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Return the latest values of the metrics that the ModelCheckpoints monitor, by name; those without a value are left out.
+    """Return the latest values of the metrics that the trainer's ModelCheckpoint callbacks monitor.
 
-    A ModelCheckpoint that saves every few steps judges by the validation before. A checkpoint keeps these values, or a run
-    that resumes could not judge its next steps until it validates again.
+    A ModelCheckpoint that saves between validations ranks checkpoints by the metrics of the latest validation. The values are
+    stored in checkpoints, because a resumed run needs them until its first validation.
+
+    Returns:
+        Dict from metric name to a tensor on the CPU. Metrics that have no value yet are left out.
     """
     names = {item.monitor for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)}
     values = {name: value for name, value in trainer.callback_metrics.items() if name in names}
@@ -158,14 +167,14 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Select the paths inside a folder, after resolving symbolic links, and return them relative to the folder."""
+    """Return the paths that lie in a folder once symbolic links are resolved, relative to that folder."""
     inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
     relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]
 
 
 def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
-    """Create links to a checkpoint and remove outdated files, in place of a process that died after writing the checkpoint.
+    """Create the links and remove the files that a checkpoint lists, if the process that wrote it died too early to do so.
 
     Files outside the folder are never touched, even if the checkpoint lists them.
 
@@ -185,7 +194,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Return whether a ModelCheckpoint may have written a file: a ``.ckpt`` in its folder, with symbolic links resolved."""
+    """Return whether a ModelCheckpoint may have written a file, judged by the folder and the extension of the file."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")
@@ -193,11 +202,12 @@ def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
 
 
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
-    """Adapt the saved state of a ModelCheckpoint to its current folder, and drop missing and foreign files from it.
+    """Adapt the saved state of a ModelCheckpoint to its current folder, and drop best checkpoints that cannot be used.
 
-    Lightning ignores a saved state if its folder is spelled differently: as a relative path, after the run was moved, or with
-    a new version number of the logger. A ModelCheckpoint deletes files that are no longer among its best. The
-    changed state therefore does not name files outside its folder, so that the callback cannot delete them.
+    Lightning ignores a saved state whose folder differs from the current one. The folder differs if it was a relative path, if
+    the run was moved, or if the logger has a new version number. Best checkpoints listed in ``gone`` are dropped.
+    Best checkpoints outside the callback's folder are also dropped, because a ModelCheckpoint deletes files that are no longer
+    among its best.
 
     Args:
         state: state of the callback from a checkpoint.
@@ -205,7 +215,7 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
         gone: paths, in the current folder, of checkpoints that no longer exist.
 
     Returns:
-        A changed copy of the state.
+        Changed copy of the state.
     """
     old_folder, new_folder, gone = str(state["dirpath"]), str(callback.dirpath), set(gone)
 
@@ -229,13 +239,13 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
 
 
 def relocate_all(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Adapt the saved states of all ModelCheckpoints to their current folders, in place; see :func:`relocate`.
+    """Adapt the saved states of all ModelCheckpoints, in place, to their current folders and to the files that still exist.
 
     Every process must call this function.
 
     Args:
         trainer: trainer of the run.
-        states: states of all callbacks from a checkpoint, by the callbacks' state keys.
+        states: saved states of all callbacks, by their state keys.
     """
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key)

@@ -1,4 +1,4 @@
-"""Learning curves of a run, drawn as a picture in the checkpoint folder."""
+"""Callback that draws the learning curves of a run as a picture in the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Callback that plots every logged metric against the optimizer step, in the file ``learning_curves.png``.
+    """Callback that plots the logged metrics against the optimizer step, in the file ``learning_curves.png``.
 
-    The file is in the folder of the run's checkpoints.
-
-    Metrics with the same name under ``train/`` and ``val/`` share a panel. Checkpoints contain the points of the curves, so a
-    resumed run continues them.
+    The file lies in the folder of the run's checkpoints. Metrics whose names differ only in the prefix, such as ``train/loss``
+    and ``val/loss``, share a plot. Checkpoints store the recorded values, so a resumed run continues its curves.
 
     Attributes:
-        points: metrics of the run by step, shared with :class:`RunReport`.
+        points: recorded values of each metric with their optimizer steps, shared with :class:`RunReport`.
     """
 
     def __init__(self) -> None:
@@ -32,12 +30,12 @@ class LearningCurves(Callback):
         self._path: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the points of an earlier fit."""
+        """Discard the metric values that an earlier fit recorded."""
         if stage == "fit":
             self.points.clear()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the path of the picture. Every process must call this method, because all processes agree on the folder."""
+        """Set the path of ``learning_curves.png``. Every process must call this method."""
         self._path = checkpoint_folder(trainer) / CURVES
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -47,26 +45,26 @@ class LearningCurves(Callback):
             self.points.note_logged(trainer, "train/")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation metrics, and draw the curves."""
+        """Record the validation metrics of a fit, and draw the learning curves."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self.points.note_logged(trainer, "val/")
             if trainer.is_global_zero:
                 self.draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the final curves."""
+        """Draw the learning curves at the end of training, and write the picture."""
         if trainer.is_global_zero:
             self.draw()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all recorded points, for the checkpoint."""
+        """Return the recorded values of all metrics with their optimizer steps, for the checkpoint."""
         return as_lists(self.points)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the recorded points from a checkpoint."""
+        """Restore the recorded values of all metrics from a checkpoint."""
         self.points.restore(state_dict)
 
     def draw(self) -> None:
-        """Draw all points and write the picture, if training has started."""
+        """Draw the recorded metrics and write the picture. Before training starts, the method does nothing."""
         if self._path is not None:
             draw_curves(self.points, self._path)

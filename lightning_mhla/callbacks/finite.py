@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 class FiniteWatch(Callback):
     """Callback that checks before each optimizer step that the loss and the norm of all gradients are finite.
 
-    If one of them is NaN or infinite, the batch runs again with hooks on every module, and the run stops or skips the step.
-    The error or warning names the first module with a non-finite output or, in the backward pass, the module where the
-    gradient stops being finite. All processes make the same decision.
+    If one of them is NaN or infinite, the batch is repeated with hooks that inspect the values of every module. Training then
+    stops or skips the step. The error or warning names the first module with a non-finite output or, in the backward pass, the
+    module where the gradient stops being finite. All processes make the same decision.
 
     Args:
         action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
@@ -61,9 +61,12 @@ class FiniteWatch(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the losses of the accumulated batches and the norm of their gradients.
 
+        If a value is not finite and the step may be skipped, the gradients are discarded, so that the optimizer changes
+        nothing.
+
         Raises:
-            ValueError: if a loss or the norm is not finite, and the step cannot be skipped: ``action`` is ``stop``, the weights
-                already contain non-finite values, or ``max_skipped`` steps were skipped before.
+            ValueError: if a value is not finite and the step may not be skipped. This is the case if ``action`` is ``stop``, if
+                the weights already contain non-finite values, or if ``max_skipped`` steps have already been skipped.
         """
         batches, self._seen = self._seen, []
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
@@ -127,8 +130,8 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         batch_idx: index of the batch in its epoch.
 
     Returns:
-        Phrase that names the entry of the batch, the weight, the module or the gradient with the first non-finite value; None
-        if all values of the repeated step are finite.
+        Phrase that says where the first non-finite value occurs: in the batch, the weights, the output of a module, the loss or
+        a gradient. None if all values of the repeated step are finite.
     """
     bad_inputs = [name for name, value in _named(batch) if not _is_finite(value)]
     bad_weights = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
@@ -163,8 +166,8 @@ def _everywhere(where: str | None, processes: int) -> str:
         processes: number of processes.
 
     Returns:
-        The chosen phrase, the same on every process; with several processes, followed by the rank it comes from. If all
-        results are None, a phrase which says that the problem did not occur again when the step was repeated.
+        The chosen phrase, the same on every process. With several processes, it ends with the rank that reported it. If all
+        results are None, a phrase that says that the problem did not recur when the step was repeated.
     """
     answers: list[str | None] = [where]
     if processes > 1:
@@ -190,7 +193,7 @@ def _is_finite(value: Tensor) -> bool:
 
 @contextmanager
 def _silent(module: LightningModule) -> Iterator[None]:
-    """Context manager in which a module's calls of ``log`` and ``log_dict`` do nothing."""
+    """Context manager that makes the methods ``log`` and ``log_dict`` of a module do nothing."""
     nothing: Any = lambda *_, **__: None  # noqa: E731
     module.log, module.log_dict = nothing, nothing  # type: ignore[method-assign]
     try:

@@ -1,4 +1,4 @@
-"""Estimates of a run's memory and duration, printed at its start."""
+"""Callback that prints how much memory a run needs, and later how long it will take."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ GIB = 1 << 30
 
 
 class Forecast(Callback):
-    """Callback that prints parameters, memory per device and steps at the start, and later the speed and remaining time.
+    """Callback that prints the model size, memory needs and length of a run, and later its speed and remaining time.
+
+    The first lines appear when training starts: the number of parameters, the memory per device and the number of steps.
 
     Args:
-        warm_up_steps: optimizer steps before the speed is measured.
-        measured_steps: optimizer steps over which the speed is measured.
+        warm_up_steps: number of optimizer steps before the speed is measured.
+        measured_steps: number of optimizer steps over which the speed is measured.
     """
 
     def __init__(self, warm_up_steps: int = 5, measured_steps: int = 20) -> None:
@@ -34,7 +36,7 @@ class Forecast(Callback):
         self.warm_up_steps, self.measured_steps = warm_up_steps, measured_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the number of parameters, the memory per device and the number of steps."""
+        """Print the number of parameters, the estimated memory per device and the number of steps."""
         self._first = trainer.global_step
         self._clock: float | None = None
         self._said = False
@@ -45,16 +47,16 @@ class Forecast(Callback):
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the timer during validation."""
+        """Pause the measurement of the training speed during validation."""
         self._stopped = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the timer after validation."""
+        """Resume the measurement of the training speed after validation."""
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Print the speed and the remaining time once, after the measured steps."""
+        """Print the speed and the remaining time once, as soon as the speed has been measured."""
         # Optimizer steps, not batches: under gradient accumulation several batches end at the same step.
         done = trainer.global_step - self._first
         if self._said or done < self.warm_up_steps:
@@ -89,14 +91,14 @@ class Forecast(Callback):
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
-    """Describe in one line how many parameters a module has, and how much memory training needs per device.
+    """Describe in one line how many parameters a module has, and how much memory its training needs per device.
 
     The memory includes weights, gradients, the optimizer's state and the moving average of the weights, but not activations.
 
     Args:
         module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
-        processes: number of processes, which the text states.
+        processes: number of processes to mention in the description.
 
     Returns:
         The description, as one line of text.

@@ -1,4 +1,4 @@
-"""Callback by which all processes of a run agree on the fused kernels they use."""
+"""Callback that makes all processes of a run use the same Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mhla_kernels import agree_on_kernels
 class KernelAgreement(Callback):
     """Callback that makes all processes stop using a Triton kernel once any process has stopped using it.
 
-    The processes agree after the first batch of each epoch or resumed run, and after each validation. With a single process
-    the callback does nothing. See :func:`mhla_kernels.agree_on_kernels`.
+    The processes exchange this information after the first batch of each epoch, after the first batch of a resumed run, and
+    after each validation. With a single process, the callback does nothing.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,16 @@ class KernelAgreement(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Agree with all processes on the kernels to use, after the first batch of an epoch."""
+        """After the first batch of an epoch, stop using each Triton kernel that any process has stopped using."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             self._agree(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree with all processes on the kernels to use, after a validation, which may use different kernels than training."""
+        """After a validation, stop using each Triton kernel that any process has stopped using.
+
+        Validation may use different kernels than training.
+        """
         self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Web page that reports on a run, ``report.html``: one file with embedded pictures, which needs no other files or sites."""
+"""Writer of ``report.html``, a web page that reports on a run and embeds its pictures, so that it needs no other files."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
     """Write the web page of a run, ``report.html``, atomically.
 
     Args:
-        folder: folder of the run.
+        folder: folder of the run, to which the page is written.
         checkpoints: folder of the run's checkpoints.
-        record: contents of ``run.json``.
+        record: metrics, duration, library versions and other facts about the run, as stored in ``run.json``.
     """
     name = html.escape("/".join(folder.parts[-2:]))
     state = "finished" if record["finished"] else "not finished"
@@ -115,7 +115,7 @@ def _figure(value: float | None) -> str:
 
 
 def _curves(record: Mapping[str, Any]) -> str:
-    """Return HTML with curves of the validation metrics that change during the run; an empty string if none does."""
+    """Return an HTML plot of the validation metrics that change during the run, or an empty string if none changes."""
     finite = {
         name: [(step, value) for step, value in points if value is not None]
         for name, points in record["metrics"].items()
@@ -139,9 +139,10 @@ def _embedded(caption: str, kind: str, content: bytes) -> str:
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """Return parts of HTML with the pictures in a run's folders; an empty list if there are none.
+    """Return a section of HTML with the pictures of a run, as a list with one string.
 
-    Of pictures whose names differ only in the optimizer step, only the latest is included.
+    The list is empty if the run has no pictures. Among pictures whose names differ only in the optimizer step, only the latest
+    is included.
     """
     last: dict[str, Path] = {}
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
@@ -164,7 +165,7 @@ def _text(title: str, path: Path, open_: bool = False) -> list[str]:
 
 
 def _resume(folder: Path, checkpoints: Path) -> str:
-    """Return HTML with the command that resumes the run; an empty string if the run cannot be resumed."""
+    """Return HTML with the command that resumes the run, or an empty string if the run cannot be resumed."""
     shown_folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if checkpoints.parent == folder and (folder / "lock").exists():
         command = f"lightning fit --run_dir {shlex.quote(str(shown_folder))}"

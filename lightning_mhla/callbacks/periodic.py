@@ -15,13 +15,13 @@ from lightning_mhla.callbacks.stalls import StallWatch
 class PeriodicEvaluation(Callback):
     """Base class of callbacks that evaluate the model every ``every_n_steps`` optimizer steps and at the end of training.
 
-    Every process calls :meth:`evaluate`, at most once for each optimizer step. An evaluation runs just before the next step,
-    after the moving average was updated and a checkpoint of the same step was saved. A run that resumes from this checkpoint,
-    for example because it was stopped during the evaluation, repeats the evaluation.
+    Every process calls :meth:`evaluate`, at most once for each optimizer step. An evaluation runs just before the next step
+    begins. By then, the moving average of the weights has been updated, and any checkpoint of the completed step has been
+    saved. If the run is stopped during the evaluation and resumes from this checkpoint, it repeats the evaluation.
 
     Args:
-        every_n_steps: optimizer steps between two evaluations; None for no evaluations during training.
-        at_end: whether the last weights are evaluated.
+        every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
+        at_end: whether to evaluate the final weights at the end of training.
     """
 
     def __init__(self, every_n_steps: int | None, at_end: bool) -> None:
@@ -37,38 +37,39 @@ class PeriodicEvaluation(Callback):
         raise NotImplementedError
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Evaluate if the number of optimizer steps so far is a multiple of ``every_n_steps``."""
+        """Run the evaluation when the number of completed optimizer steps is a multiple of ``every_n_steps``."""
         step = trainer.global_step
         if self.every_n_steps and step and step % self.every_n_steps == 0:
             self._once(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last weights if ``at_end`` is true."""
+        """Evaluate the final weights if ``at_end`` is true."""
         if self.at_end:
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if they have not been evaluated yet.
+        """Evaluate the final weights if ``at_end`` is true and they have not been evaluated yet.
 
-        This is the case if a run resumes from the end of its training because its final evaluation was interrupted.
+        They have not been evaluated if the run was interrupted during its final evaluation, and then resumed from the end of
+        its training.
         """
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the optimizer step at which the weights were last evaluated, for the checkpoint."""
+        """Return the optimizer step of the latest evaluation, for the checkpoint."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step of the last evaluation, so that the same weights are not evaluated twice."""
+        """Restore the optimizer step of the latest evaluation, so that the same weights are not evaluated twice."""
         self._evaluated = state_dict["evaluated"]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
-        """Log values under a common prefix to every logger, and add them to the learning curves.
+        """Log metrics under a common prefix to every logger, and to the run's plot of learning curves.
 
         Args:
             trainer: trainer of the run.
-            prefix: first part of each metric's name; a slash separates it from the name in ``values``.
+            prefix: text to put before each metric's name, separated from it by a slash.
             values: metric values by name, without the prefix.
         """
         for logger in trainer.loggers:

@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 
 
 def attention_rank(weights_HNN: Tensor) -> float:
-    """Compute the numerical rank of attention matrices ``[H, N, N]``, averaged over heads (MHLA paper, figure 3)."""
+    """Compute the numerical rank of attention matrices, averaged over heads (MHLA paper, figure 3).
+
+    Args:
+        weights_HNN: attention matrices ``[H, N, N]`` of H heads and N tokens.
+    """
     return float(torch.linalg.matrix_rank(weights_HNN.float().cpu()).double().mean())
 
 
 def attention_entropy(weights_HNN: Tensor) -> float:
-    """Compute the entropy of attention weights in nats, averaged over heads and queries.
+    """Compute the entropy of attention weights, averaged over heads and queries, in nats.
 
     Args:
-        weights_HNN: attention matrices ``[H, N, N]``, whose weights may be negative. The absolute values of each row are
-            normalized to sum to 1.
+        weights_HNN: attention matrices ``[H, N, N]`` of H heads and N tokens. The weights may be negative. The absolute values
+            of each row are normalized to sum to 1.
     """
     share = weights_HNN.float().abs()
     share = share / share.sum(-1, keepdim=True).clamp(min=1e-12)
@@ -39,17 +43,19 @@ def attention_entropy(weights_HNN: Tensor) -> float:
 
 
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
-    """Arrange the mixing coefficients of a 2-D grid of blocks as a picture with a tile for each block.
+    """Arrange the mixing coefficients of a 2-D grid of blocks as a picture with one tile for each block.
 
-    The tile of block (i, j) is in row i and column j of the picture. It shows row (i, j) of the mixing matrix: the
-    coefficients with which this block combines all blocks, with the coefficient of block (k, l) in row k and column l.
+    The tile of block (i, j) is in row i and column j of the picture. It shows row (i, j) of the mixing matrix: the coefficients
+    with which this block combines all blocks, with the coefficient of block (k, l) in row k and column l.
 
     Args:
-        mixing: coefficients of the M blocks, ``[M, M]``, without the prefix block.
-        layout: layout of the blocks.
+        mixing: coefficients of the M blocks of the grid, ``[M, M]``. The block of prefix tokens, such as class tokens,
+            is not included.
+        layout: arrangement of the blocks in a grid.
 
     Returns:
-        Pixels, ``[rows, columns]`` with NaN between the tiles; for grids that are not 2-D, ``mixing`` unchanged.
+        Pixels ``[rows, columns]`` with NaN between the tiles. If the grid of blocks is not 2-D, ``mixing`` is returned
+        unchanged.
     """
     if len(layout.block_grid) != 2:
         return mixing
@@ -59,10 +65,11 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
-    """Find the attention layers of a model, keyed by the numbers in their module names.
+    """Return the attention layers of a model, keyed by the numeric parts of their module names.
 
-    ``blocks.5.attn1`` is layer 5, even if other layers, such as softmax attention of diffusers, are not found.
-    ``stages.1.blocks.0`` is layer 1.0. If these numbers are not unique, the layers are counted from 0.
+    Only instances of :class:`Attention` are returned. The layer ``blocks.5.attn1`` has the key ``"5"``, even if the attention
+    layers of some other blocks are of a different class. The layer ``stages.1.blocks.0`` has the key ``"1.0"``. If a name has
+    no number, or if two layers have the same key, all layers are numbered from 0 instead.
     """
     named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
     numbers = [".".join(part for part in name.split(".") if part.isdigit()) for name in named]
@@ -73,14 +80,16 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 class AttentionPictures(Callback):
     """Callback that draws mixing coefficients and attention maps, and logs the rank and entropy of attention matrices.
 
-    The callback uses one sample of the first validation batch, and the weights that validation uses. Pictures go to
+    The callback uses one sample of the first validation batch, with the same weights as validation. Pictures go to
     ``pictures/`` in the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are
-    logged to every logger, where ``i`` is the number from :func:`numbered_layers`.
+    logged to every logger, where ``i`` is the number in the module name of the layer.
 
     Args:
-        every_n_epochs: number of epochs between pictures, which are drawn during the next validation.
+        every_n_epochs: number ``n`` of epochs between pictures. They are drawn at the first validation in every n-th epoch
+            or, if that epoch has no validation, at the next one.
         sample: index of the sample in the first validation batch.
-        max_tokens: maximum number of tokens of a layer; layers with more are skipped, because an attention matrix is N x N.
+        max_tokens: maximum number of tokens of a layer. Layers with more tokens are skipped, because an attention matrix has an
+            entry for each pair of tokens.
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:
@@ -93,21 +102,27 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the output folder, on which all processes agree, and reset the record of drawn pictures."""
+        """Set the output folder, and reset the index of the latest period (``every_n_epochs`` epochs) with pictures.
+
+        Every process must call this method.
+        """
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the index of the latest period of ``every_n_epochs`` epochs for which pictures were drawn."""
+        """Return the index of the latest period with pictures, for the checkpoint.
+
+        A period has ``every_n_epochs`` epochs.
+        """
         return {"period": self._period}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the latest period with pictures, so that a resumed run draws the same pictures as an uninterrupted one."""
+        """Restore the index of the latest period (``every_n_epochs`` epochs) for which pictures were drawn."""
         self._period = int(state_dict["period"])
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Register hooks on the attention layers before the first validation batch, if pictures are due."""
+        """Register hooks on the attention layers before the first validation batch, if pictures are to be drawn."""
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         if (
             getattr(pl_module, "sequence_group", None) is not None  # no process has complete sequences
@@ -152,7 +167,10 @@ class AttentionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Remove the hooks, log rank and entropy on every process, and draw the pictures on the first process."""
+        """Remove the hooks from the attention layers, log rank and entropy, and draw the pictures.
+
+        Only the first process draws.
+        """
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -185,11 +203,12 @@ class AttentionPictures(Callback):
 
 
 def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> Figure:
-    """Draw the mixing coefficients of all layers as a figure with a panel for each layer (MHLA paper, figure 4b).
+    """Draw the mixing coefficients of all layers as a figure with one plot for each layer (MHLA paper, figure 4b).
 
     Args:
-        mixing: coefficients by layer number, ``[M, M]``, or ``[H, M, M]`` to be averaged over heads.
-        layouts: block layout by layer number.
+        mixing: coefficients of M blocks by layer number, either ``[M, M]`` or ``[H, M, M]``. The latter are averaged over the H
+            heads.
+        layouts: arrangement of the tokens in blocks, by layer number.
     """
     figure, axes = make_panels(len(mixing), 4, (3.2, 3.3), (0, 0.5))
     for axis, (number, matrix) in zip(axes, mixing.items(), strict=True):
@@ -206,15 +225,14 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
 
 
 def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
-    """Draw the attention matrix of every layer, queries by keys, as a figure, for models with a one-dimensional token grid.
+    """Draw the attention matrices of a model whose tokens form a sequence, with one plot for each layer.
 
-    A pixel shows, on a logarithmic scale, the absolute attention weight of a key as a fraction of the sum of absolute weights
-    of the query, averaged over heads.
-    Fractions of exactly 0 are white.
+    Rows are queries, and columns are keys. A pixel shows the share of a key in the total absolute attention weight of a query,
+    averaged over heads, on a logarithmic scale. Shares of exactly 0 are white.
 
     Args:
-        weights: attention matrices ``[H, N, N]`` by layer number.
-        least: fraction at the lower end of the color scale.
+        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number.
+        least: share at the lower end of the color scale.
     """
     from matplotlib.colors import LogNorm  # imported only when a picture is drawn
 
@@ -236,10 +254,11 @@ def draw_attention(
     """Draw the attention maps of some queries (columns) in every layer (rows), averaged over heads, beside the image.
 
     Args:
-        weights: attention matrices ``[H, N, N]`` by layer number; tokens in raster order after the prefix.
-        layouts: layout with a 2-D token grid by layer number.
-        image: image for the first column, ``[channels, height, width]`` with values of any range; unless it has three
-            channels, the mean of its channels is shown. None to omit the column.
+        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. Prefix tokens, such as class
+            tokens, come first, followed by the other tokens in raster order.
+        layouts: arrangement of the tokens in a 2-D grid, by layer number.
+        image: image to show in the first column, ``[channels, height, width]`` with values in any range. If it does not have
+            three channels, the mean of its channels is shown. None to omit the column.
         queries: number of query tokens, which lie on the diagonal of the grid.
     """
     shift = int(image is not None)
@@ -267,7 +286,7 @@ def _spread(plane: tuple[int, ...], queries: int) -> list[int]:
     """Select query tokens spread over the diagonal of a 2-D token grid.
 
     Args:
-        plane: rows and columns of the grid.
+        plane: number of rows and number of columns of the grid.
         queries: number of tokens to select.
 
     Returns:
@@ -279,15 +298,15 @@ def _spread(plane: tuple[int, ...], queries: int) -> list[int]:
 
 
 def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | None, frames: int = 5) -> Figure:
-    """Draw the attention of a query in the middle of a video clip: its maps in some frames (columns) for every layer (rows).
+    """Draw how a query in the middle of a video clip attends to several frames (columns) in every layer (rows).
 
     Args:
-        weights: attention matrices ``[H, N, N]`` by layer number, to be averaged over heads; tokens in raster order after the
-            prefix.
-        layout: layout with a token grid of frames, rows and columns.
-        clip: clip to show above the maps, ``[channels, frames, height, width]``, which may have more frames than the grid;
-            None to show only the maps.
-        frames: maximum number of columns, spread evenly over the clip; the query is in the middle one.
+        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. They are averaged over heads. Prefix
+            tokens, such as class tokens, come first, followed by the other tokens in raster order.
+        layout: arrangement of the tokens in a grid of frames, rows and columns.
+        clip: clip to show above the maps, ``[channels, frames, height, width]``. It may have more frames than the grid. None to
+            show only the maps.
+        frames: maximum number of columns. They are spread evenly over the clip, and the query lies in the middle one.
     """
     prefix, (length, high, wide) = layout.prefix_tokens, layout.grid
     chosen = torch.linspace(0, length - 1, min(frames, length)).round().int().tolist()

@@ -1,4 +1,4 @@
-"""Record of a run's metrics by optimizer step, and their plot."""
+"""Record of the metrics of a run by optimizer step, and a function that plots them."""
 
 from __future__ import annotations
 
@@ -13,45 +13,49 @@ from lightning_mhla.system.figures import make_panels
 
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
-    """Record of metrics: for each name, pairs of optimizer step and value, in ascending order of steps."""
+    """Dict from metric name to a list of (optimizer step, value) pairs, in ascending order of steps."""
 
     def note(self, name: str, step: int, value: float) -> None:
-        """Add a point to a metric such as ``train/loss``, unless the metric already has a point at this step or later."""
+        """Record the value of a metric at a step, unless the metric already has a value at this step or a later one."""
         points = self.setdefault(name, [])
         if not points or points[-1][0] < step:
             points.append((step, value))
 
     def note_logged(self, trainer: Trainer, prefix: str) -> None:
-        """Add the latest values of all metrics that the trainer has logged with a prefix such as ``"val/"``."""
+        """Record the latest values of all metrics that the trainer has logged with a prefix such as ``"val/"``."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith(prefix):
                 self.note(name, trainer.global_step, float(value))
 
     def under(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the points of all metrics whose names begin with a prefix such as ``"val/"``, by name."""
+        """Return the (step, value) pairs of all metrics whose names begin with a prefix such as ``"val/"``, by name."""
         return {name: points for name, points in self.items() if name.startswith(prefix)}
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Restore the points of metrics from a checkpoint, in place of current points of the same metrics."""
+        """Replace recorded metrics with the (step, value) pairs from a checkpoint.
+
+        Metrics that are not in ``saved`` are kept.
+        """
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
 
 
 def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list[list[float]]]:
-    """Convert the points of metrics to plain lists, the form in which checkpoints store them."""
+    """Convert the (step, value) pairs of each metric to lists, the form in which checkpoints store them."""
     return {name: [list(point) for point in of_metric] for name, of_metric in points.items()}
 
 
 def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path | BinaryIO) -> bool:
-    """Plot the metrics of a run against the optimizer step as a PNG picture; metrics that never change are left out.
+    """Plot the metrics of a run against the optimizer step as a PNG picture.
 
-    Metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``, share a panel.
+    Metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``, share a plot. A plot is left out
+    if none of its metrics changes.
 
     Args:
-        points: pairs of step and value by the name of the metric, such as ``train/loss``.
-        target: path of the file to write, whose folder is created, or a binary stream.
+        points: (step, value) pairs by the name of the metric, such as ``train/loss``.
+        target: path of the file to write, or a binary stream. The folder of the path is created if missing.
 
     Returns:
-        True if a picture was written; False if there was no metric to draw.
+        True if a picture was written, or False if no metric changes.
     """
     panels: dict[str, list[str]] = defaultdict(list)
     for name in sorted(points):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saving of the latest states, names for the best ones, and stops on a signal without losing a step."""
+"""Callback that saves checkpoints of a run regularly, on request of ModelCheckpoints, and when a signal stops the run."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ class Recovery(Checkpoint):
     """Callback that writes all checkpoints of a run, including those that ModelCheckpoint callbacks request.
 
     The callback saves the complete state of the run every few minutes, at the end of training, whenever a ModelCheckpoint
-    requests a checkpoint, and when a signal asks the run to stop. It saves the state of a step once, after all callbacks have
-    processed the step and after any validation or end of the epoch that follows it. The file is
-    ``checkpoints/recovery/step=N.ckpt`` for step N; ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are
+    requests a checkpoint, and when a signal asks the run to stop. It saves the state of a step only once: after all callbacks
+    have processed the step, and after any validation or end of the epoch that follows the step. The file is
+    ``checkpoints/recovery/step=N.ckpt`` for step N. ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are
     hard links to it. A command with ``--run_dir`` resumes from the latest complete state.
 
-    A signal only sets a flag: at the end of a step all processes agree on it, save together, and exit with status 75.
+    A signal only sets a flag. At the end of a step, all processes find out whether any of them received a signal. If so, they
+    save the state together, and exit with status 75.
 
     Args:
         every_minutes: minutes between two saves, by the clock of the first process; null for no saves by time.
@@ -89,7 +90,7 @@ class Recovery(Checkpoint):
         self._monitored: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers, and take over the writing of all checkpoints from the ModelCheckpoints."""
+        """Install the signal handlers for a fit, and take over the writing of checkpoints from ModelCheckpoints."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
@@ -122,11 +123,15 @@ class Recovery(Checkpoint):
         self.teardown(trainer, pl_module, "fit")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's signal handlers, which communicate with other processes in the middle of a step."""
+        """Reinstall this callback's signal handlers. Lightning's own would communicate with other processes during a step."""
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer for saves, skip an epoch that is already finished, and set aside checkpoints of later steps."""
+        """Start the timer for saves, and move checkpoints of steps after the current one to a new folder.
+
+        In a resumed run, also log metrics of the checkpoint's step that a logger lacks, and restore the values that
+        ModelCheckpoints monitor.
+        """
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -144,19 +149,19 @@ class Recovery(Checkpoint):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Exit before the next step if a stop was requested; the metrics of the last step have been written by then."""
+        """Exit before the next step if the run is to stop. By then, the metrics of the last step have been logged."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record that the loggers have received the metrics of the last step, and that validation runs at this step."""
+        """Record that the loggers have received the metrics of the last step, and that validation follows this step."""
         self._row_is_due = False
         if not trainer.sanity_checking:
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Flush the loggers, and store in the checkpoint the metrics that they have not received, so that no metric is lost."""
+        """Flush the loggers, and store in the checkpoint the metrics that would otherwise be lost when the run resumes."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         checkpoint[MONITORED] = monitored_metrics(trainer)
@@ -166,7 +171,11 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read metrics that the loggers may lack, and adapt the saved states of ModelCheckpoints to their current folders."""
+        """Read saved metrics from a checkpoint and, if training resumes from it, complete an interrupted save.
+
+        A save is interrupted if the process ends before it has created all links to the checkpoint and removed outdated files.
+        The saved states of ModelCheckpoints are also changed in place, so that their file paths lie in the current folders.
+        """
         self._row, self._monitored = checkpoint.get(ROW), checkpoint.get(MONITORED) or {}
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -180,8 +189,8 @@ class Recovery(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this callback, for the checkpoint.
 
-        It holds the name of the checkpoint that the run started from, the last validated step, the steps at which the run was
-        stopped, whether training is over, and the result of :meth:`BestCheckpoints.plan`.
+        The state holds the path of the checkpoint that the run started from, the last validated step, the steps at which the
+        run was stopped, whether training is over, and the links and removals that :meth:`BestCheckpoints.plan` lists.
         """
         history = {
             "started_from": self.started_from,
@@ -197,7 +206,10 @@ class Recovery(Checkpoint):
         self._best.validated_step = state_dict.get("validated_step", -1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree with all processes whether to save or stop; save now unless a validation or the end of the epoch is next."""
+        """Decide together with all processes whether to save or stop, and save at once if possible.
+
+        The save is postponed if a validation or the end of the epoch follows, or while gradients are being accumulated.
+        """
         stop, due = self._agreement.any(self.signals.received is not None, self._is_due(trainer))
         self._due, self._stopping = self._due or due, self._stopping or stop
         # Between two batches of an optimizer step nothing is saved: a checkpoint does not contain accumulated gradients.
@@ -236,7 +248,7 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the state of the run, create the requested links to it, and remove older states. Every process calls this."""
+        """Save the state together with all processes, create links to it for ModelCheckpoints, and remove older states."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
             self._stops.append(trainer.global_step)
         self._due = False
@@ -266,10 +278,11 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """List the saved states to remove after a new one was written. The states of the latest ``keep`` steps stay.
+        """List the saved states to remove after a new one was written.
 
-        A state that was saved only because the run was stopped does not count towards ``keep``, and is removed once there is a
-        later state. The run thus ends with the same files as a run that was not stopped.
+        The states of the latest ``keep`` steps stay. A state that was saved only because the run was stopped does not count
+        towards ``keep``, and is removed once there is a later state. The run thus ends with the same files as a run that was
+        not stopped.
         """
         steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}
         regular = [path for path in sorted(steps, key=lambda path: steps[path]) if steps[path] not in self._stops]
@@ -278,7 +291,7 @@ class Recovery(Checkpoint):
 
 
 def step_of(path: Path) -> int | None:
-    """Parse the optimizer step in the file name of a saved state; None for any other name."""
+    """Parse the optimizer step from a file name such as ``step=00000123.ckpt``. Return None for any other name."""
     match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
     return int(match[1]) if match else None
 
@@ -286,8 +299,8 @@ def step_of(path: Path) -> int | None:
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
     """Move checkpoints of steps after ``step`` to a new folder, so that no later start of the run resumes from them.
 
-    The new folder is the first unused one of ``set-aside-1``, ``set-aside-2`` and so on. The checkpoints are the saved states
-    of the run and the best checkpoints that these states list.
+    The new folder is the first unused one of ``set-aside-1``, ``set-aside-2`` and so on. Both the saved states of the run and
+    the best checkpoints that these states list are moved.
 
     Args:
         folder: folder of the run's checkpoints.
@@ -323,13 +336,13 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
 
 
 def _states_in(folder: Path) -> list[Path]:
-    """List the paths of the saved states in a run's folder of checkpoints, including ``last.ckpt``."""
+    """List the paths of the saved states in a run's checkpoint folder, including ``last.ckpt``."""
     states = [path for path in (folder / RECOVERY).glob("*.ckpt") if step_of(path) is not None]
     return [*states, *([folder / LAST] if (folder / LAST).exists() else [])]
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """Read all entries of a checkpoint except its tensors; None if it cannot be read or does not record its step."""
+    """Read a checkpoint without loading its tensors. Return None if it is unreadable or does not record its step."""
     try:
         header = read_header(path)
     except (ValueError, OSError):

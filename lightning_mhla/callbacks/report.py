@@ -1,4 +1,4 @@
-"""Report of a run, printed at its end and written to its folder: results, duration, and the paths of its files."""
+"""Callback that reports on a run: its results, its duration, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ RECORD = "run.json"
 class RunReport(Callback):
     """Callback that prints the last validation metrics, the training time and the paths of output files after a run.
 
-    After every validation the callback also writes two files to the folder of the run. ``run.json`` holds the validation
+    After every validation, the callback also writes two files to the folder of the run. ``run.json`` holds the validation
     metrics by step, the best value of the metric that selects checkpoints, the number of steps, the training time in seconds
-    over all starts of the run, the numbers of parameters, and the versions of libraries; ``lightning compare`` reads it.
+    over all starts of the run, the parameter counts, and the versions of libraries. ``lightning compare`` reads this file.
     ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
 
     Attributes:
-        points: metrics of the run by step, shared with :class:`LearningCurves` if the trainer has it.
+        points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`
+            callback, both share this record.
     """
 
     def __init__(self) -> None:
@@ -44,14 +45,14 @@ class RunReport(Callback):
         self._start = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the record of an earlier fit, and share the points of :class:`LearningCurves`."""
+        """Discard the metrics of an earlier fit. If there is a :class:`LearningCurves` callback, share its metric record."""
         if stage == "fit":
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer of the training time."""
+        """Start measuring the training time."""
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class RunReport(Callback):
         return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the validation metrics and the training time of earlier starts of the run."""
+        """Restore the validation metrics and the training time up to the checkpoint that is resumed."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
 
@@ -105,7 +106,7 @@ class RunReport(Callback):
         write_page(folder, checkpoints, record)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write ``run.json`` and ``report.html``, and print the report, on the first process."""
+        """Write ``run.json`` and ``report.html``, and print metrics, training time and file paths, on the first process."""
         self._write(trainer, pl_module, finished=True)
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:
@@ -138,17 +139,15 @@ class RunReport(Callback):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, torch and Lightning."""
+    """Return the versions of Python, torch and Lightning, by name."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "lightning": version("lightning")}
 
 
 def _number(value: Any) -> float | None:
-    """Convert a metric to a float; None for NaN and infinities, which JSON cannot represent."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def _short(path: str | Path) -> str:
-    """Format a path for display, relative to the working folder if the path lies inside it."""
     path = Path(path)
     return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

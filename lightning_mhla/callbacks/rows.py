@@ -1,4 +1,4 @@
-"""Rows of a log (the metrics of one step), each logged exactly once although the run is stopped and resumed."""
+"""Functions that log the metrics of each step exactly once, even if the run is stopped at that step and resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
     """Log the metrics that :func:`keep_row` stored in the checkpoint of a resumed run, unless a logger has them already.
 
-    TensorBoard also gets an event after which it discards the points that the stopped run logged from this step on.
+    The TensorBoard log also gets an event that makes TensorBoard discard the values that the stopped run logged from this step
+    on.
 
     Args:
         trainer: trainer of the resumed run.
@@ -53,7 +54,7 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Return whether a logger's folder contains the loaded checkpoint, so that the logger continues the log of its run."""
+    """Return whether a logger writes to the folder of the resumed run, that is, the folder with the loaded checkpoint."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 

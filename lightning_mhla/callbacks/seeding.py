@@ -1,4 +1,4 @@
-"""Seeding of each training step from its number, so that a resumed run draws the same random numbers."""
+"""Callback that seeds the random generators before each batch, so that a resumed run draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_mhla.data.sampling import seed_step
 class StepSeed(Callback):
     """Callback that seeds the random generators of Python, NumPy and torch before each batch.
 
-    The seed of a batch is computed from a seed of the run, the number of batches so far and the rank. A resumed run therefore
+    The seed of a batch is computed from the run's seed, the number of batches so far and the rank. A resumed run therefore
     draws the same random numbers for dropout, stochastic depth and mixup, although checkpoints hold no generator states.
 
     Args:

@@ -1,4 +1,4 @@
-"""Detection of stalled training: a warning within a minute names the slowest process, its position and the duration.
+"""Callback that detects stalled training, and logs which process is the slowest and at which batch it is.
 
 Python's faulthandler is not used, because it writes the stacks of all threads of each process to a file. Here only the slowest
 process logs its stack.
@@ -30,9 +30,9 @@ PHASES = ("has not begun it", "computes it", "validates before it")
 class StallWatch(Callback):
     """Callback that warns when training makes no progress, and names the slowest process.
 
-    In each process, a thread writes the progress of the process to the process group's key-value store every few seconds. The
-    first process logs the warning, and the slowest process logs the stack of its main thread. Training itself is not affected.
-    A long periodic evaluation is logged as information, not as a warning.
+    In each process, a thread writes the progress of the process to the key-value store of the process group every few seconds.
+    The first process logs the warning, and the slowest process logs the stack of its main thread. Training itself is not
+    affected. A long periodic evaluation is logged as information, not as a warning.
 
     Args:
         seconds: seconds without progress before the first warning; the time before each further warning doubles.
@@ -46,7 +46,7 @@ class StallWatch(Callback):
         self._thread: threading.Thread | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Connect to the store of the process group, and start the thread that watches for stalls."""
+        """Connect to the key-value store of the process group, and start the thread that watches for stalls."""
         self._rank, self._world = trainer.global_rank, trainer.world_size
         self._main = threading.get_ident()
         self._step, self._phase, self._evaluates, self._moved = trainer.global_step, 0, False, time.monotonic()
@@ -56,20 +56,20 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that the process received a batch."""
+        """Update the progress that this process reports: it has received a training batch."""
         self._move(trainer, 1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that the process finished a batch."""
+        """Update the progress that this process reports: it has finished a training batch."""
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Record that validation finished a batch."""
+        """Update the progress that this process reports: it has finished a validation batch."""
         if self._thread is not None:
             self._move(trainer, 2)
 
     def evaluating(self) -> None:
-        """Record that a periodic evaluation starts; it counts as running until the next batch."""
+        """Mark this process as running a periodic evaluation, until it receives or finishes its next batch."""
         if self._thread is not None:
             self._evaluates, self._moved = True, time.monotonic()
 
@@ -85,7 +85,7 @@ class StallWatch(Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the thread that watches for stalls, because work after training, such as a final evaluation, makes no steps."""
+        """Stop the thread that watches for stalls, because a final evaluation after training would look like a stall."""
         self.teardown(trainer, pl_module, "fit")
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:
@@ -119,7 +119,7 @@ class StallWatch(Callback):
                 log.warning("stack of process %d:\n%s", self._rank, self._stack())
 
     def _exchange(self, latest_messages: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
-        """Publish the progress of this process in the store, and read the progress of all processes.
+        """Publish the progress of this process in the key-value store, and read the progress of all processes.
 
         Args:
             latest_messages: latest JSON message of each process and the local time in seconds at which it was first read, by
@@ -154,9 +154,10 @@ class StallWatch(Callback):
         return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
-        """Return a sort key that puts the slowest process first.
+        """Return a sort key for the progress of a process, by which the slowest process comes first.
 
-        Silent processes come first, then processes that do not wait in a collective, then those with the fewest batches.
+        Processes that have sent no message for half of ``seconds`` come first, then processes that do not wait for others in a
+        collective operation, then those with the fewest batches.
 
         Args:
             state: progress of a process, from :meth:`_exchange`.
@@ -180,7 +181,8 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
         rank: rank of the process.
         state: progress of the process, a dict with these entries:
 
-            - ``at``: number of the batch, and its phase: 0 not begun, 1 being computed, 2 validation before it.
+            - ``at``: pair of the batch number and its phase. The phase is 0 before the batch begins, 1 while it is computed,
+              and 2 during a validation that precedes it.
             - ``host``: name of the machine.
             - ``silent``: seconds since the progress message of the process last changed.
         silence: seconds without a new message after which the process counts as stopped or lost.
@@ -195,9 +197,9 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
 
 
 def _connect() -> TCPStore | None:
-    """Open a separate connection to the store of the process group.
+    """Open a separate connection to the key-value store of the process group.
 
-    A blocking call on a connection would block every thread that shares it.
+    A blocking call on a shared connection would block every thread that uses the connection.
 
     Returns:
         The connected store; None if the process group does not use a ``TCPStore``.

@@ -1,1 +1,1 @@
-"""Checkpoints: atomic writing, reading without running code, sharded checkpoints, and pretrained weights for new models."""
+"""Checkpoints: atomic writing, reading without running code, sharded checkpoints, and loading of pretrained weights."""

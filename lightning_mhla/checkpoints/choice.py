@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a command uses: from a run's folder, by path, or the best one."""
+"""Choice of the checkpoint that a command loads: the latest or best one of a run, or one given by path."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def choose_checkpoint(run: Path | None, requested: str | None, training: bool) -
         training: whether the command trains in the run folder. Other commands only read from it.
 
     Returns:
-        Path to load; None to start from scratch. The path of the run folder stands for its latest complete checkpoint.
+        Path of the checkpoint to load, or None to start from scratch. If the latest complete checkpoint of the run is to be
+        loaded, the path of the run folder is returned.
 
     Raises:
         FileNotFoundError: if ``requested`` is ``"best"``, and the run has no best checkpoint.
-        ValueError: if ``requested`` is ``"best"``, and ``run`` is None; or if a training run that already has checkpoints is
-            asked to start from a different checkpoint outside its folder, which would discard its progress.
+        ValueError: if ``requested`` is ``"best"``, and ``run`` is None. Also if ``training`` is True, the run already has
+            checkpoints, and ``requested`` is a different checkpoint outside its folder: loading it would discard the progress
+            of the run.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
     if requested == BEST:
@@ -85,7 +87,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """Return the state of the callback ``Recovery`` from the first readable checkpoint of a list; an empty dict without one."""
+    """Return the Recovery callback's saved state from the first readable checkpoint, or an empty dict if there is none."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")
@@ -94,13 +96,13 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def name_of_start(path: Path, run: Path) -> str:
-    """Return the path of the checkpoint that a run starts from: relative to the run folder if it lies inside, else absolute."""
+    """Return the absolute path of a checkpoint, or its path relative to the run folder if it lies inside that folder."""
     target, folder = path.resolve(), run.resolve()
     return os.path.relpath(target, folder) if target.is_relative_to(folder) else str(target)
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Return whether a path lies in a folder, after links are resolved."""
+    """Return whether a path lies in a folder, after symbolic links are resolved."""
     return path.resolve().is_relative_to(folder.resolve())
 
 

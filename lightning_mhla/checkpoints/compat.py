@@ -1,7 +1,7 @@
 """Checks of a checkpoint against the model and the options of the run that loads it.
 
-Every function takes the entries of a checkpoint and plain values of the run. The checks run before Lightning copies tensors,
-so that the error for a checkpoint that does not fit names the option instead of a list of tensors.
+The checks run before Lightning copies tensors. If a checkpoint does not fit, the error message therefore names the option to
+change instead of a list of tensors.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
-    """Log the path, the epoch and the step of a checkpoint that :class:`WholeCheckpointIO` has read."""
+    """Log the path, the epoch and the step of a checkpoint, if it was read by :class:`WholeCheckpointIO`."""
     if READ_FROM in checkpoint:
         position = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
         log.info("using checkpoint %s: %s", checkpoint[READ_FROM], position)
 
 
 def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Check that a run has the same kind of attention as a checkpoint and, for kind mhla, the same attention blocks.
+    """Check that a run uses the same kind of attention as a checkpoint and, for MHLA, the same attention blocks.
 
     Args:
         checkpoint: entries of the checkpoint.
         attention: attention options of the run; None to skip the check.
 
     Raises:
-        ValueError: if an option differs. The message names the option and the way to fix it.
+        ValueError: if an option differs. The message names the option and the value to set.
     """
     saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
     if not saved or not attention:
@@ -55,9 +55,9 @@ def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Ma
     """Log each option whose value in this run differs from the value in the checkpoint that the run resumes from.
 
     Args:
-        part: ``"model"`` or ``"data"``, the prefix of the options in the log.
-        memory: hyperparameters in the checkpoint, by current option names; None if the checkpoint has none for this part.
-        options: hyperparameters of the same part in this run.
+        part: prefix of the options in the log: ``"model"`` for options of the model, ``"data"`` for options of the data module.
+        memory: options stored in the checkpoint, with former names replaced by current ones; None if it stores none.
+        options: options of this run.
     """
     # checkpoints hold redacted secrets, so both sides are compared redacted
     saved, present = (plain(redacted(dict(values or {}))) for values in (memory, options))
@@ -67,7 +67,7 @@ def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Ma
 
 
 def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the parameter groups of the optimizer in a checkpoint; None for a checkpoint without an optimizer."""
+    """Return the optimizer's parameter groups from a checkpoint, or None if the checkpoint has no optimizer state."""
     states = checkpoint.get("optimizer_states") or []
     if not states or not isinstance(states[0], dict):
         return None
@@ -79,9 +79,9 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     """Check that the optimizer state in a checkpoint fits the optimizer of the run.
 
     Args:
-        saved: parameter groups of the checkpoint, see :func:`saved_groups`.
+        saved: parameter groups in the checkpoint, as returned by :func:`saved_groups`.
         kind: name of the run's optimizer, for the error message.
-        betas: number of beta coefficients of the run's optimizer. Optimizers count as equal if this number agrees.
+        betas: number of beta coefficients of the run's optimizer. This number tells AdamW (two) from CAME (three).
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
@@ -109,7 +109,8 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
         state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: if only one of the two has adapters, or if shapes differ. For shapes, the message names up to three tensors.
+        ValueError: if only the checkpoint or only the model has adapters, or if shapes differ. For different shapes, the
+            message names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):

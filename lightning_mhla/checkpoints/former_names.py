@@ -1,4 +1,4 @@
-"""Options that have moved into groups: their former names, which configurations and checkpoints may use for one release."""
+"""Renaming of options that have moved into groups: configurations and checkpoints may use the former names for one release."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def moved_options(root: str, kind: type) -> dict[str, str]:
     the dataclass argument has a field for it.
 
     Args:
-        root: ``"model"`` or ``"data"``: whether ``kind`` is a model or a data module.
+        root: ``"model"`` if ``kind`` is a model class, or ``"data"`` if it is a data module class.
         kind: class of the model or data module.
 
     Returns:
@@ -62,7 +62,7 @@ def present_options(root: str, kind: type, options: Mapping[str, Any]) -> dict[s
     """Rename the options that a checkpoint stores under former names, and leave all other options unchanged.
 
     Args:
-        root: ``"model"`` or ``"data"``: whether ``kind`` is a model or a data module.
+        root: ``"model"`` if ``kind`` is a model class, or ``"data"`` if it is a data module class.
         kind: class of the model or data module.
         options: options of the class in the checkpoint.
 
@@ -76,7 +76,7 @@ def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: ob
     """Rename the options that a checkpoint stores under former names, and log a warning that lists the renamed ones.
 
     Args:
-        root: ``"model"`` or ``"data"``: whether ``kind`` is a model or a data module.
+        root: ``"model"`` if ``kind`` is a model class, or ``"data"`` if it is a data module class.
         kind: class of the model or data module.
         options: options of the class in the checkpoint.
         origin: path of the checkpoint, for the warning.
@@ -92,13 +92,13 @@ def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: ob
 
 
 def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of options with each former name replaced by its current one, in a nested dict.
+    """Return a copy of options in which each option with a former name is moved to its current place in a nested dict.
 
     For example, ``{"compile": True}`` becomes ``{"training": {"compile": True}}``.
 
     Args:
         options: options by former or current names.
-        names: dict from former name to current name, see :func:`moved_options`.
+        names: dict from former name to current name, such as ``{"compile": "training.compile"}``.
     """
     result = {name: value for name, value in options.items() if name not in names}
     for old, new in names.items():
@@ -112,7 +112,7 @@ def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 def _defaults(kind: type) -> dict[str, Any]:
     """Return the default value of each constructor argument of a class, by name.
 
-    If the constructor takes ``**kwargs``, arguments of the base classes are included.
+    If the constructor takes ``**kwargs``, the arguments of the base classes are included.
     """
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -126,13 +126,13 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 
 class TakesFormerNames(LightningModule):
-    """Mixin for modules with renamed options: it loads checkpoints that use the former names.
+    """Mixin for training modules whose options were renamed, so that they load checkpoints with the former names.
 
-    Former names as constructor arguments are rejected with a message that gives the current name.
+    If a former name is used as a constructor argument, the error message gives the current name.
     """
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
-        """Reject constructor arguments with former option names.
+        """Create the module, unless a constructor argument has a former option name.
 
         Raises:
             TypeError: if an argument has a former name. The message gives the current name of the option.
@@ -142,7 +142,7 @@ class TakesFormerNames(LightningModule):
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *arguments: Any, **options: Any) -> Self:  # noqa: N805  a classmethod
-        """Load a module as Lightning does, and accept local checkpoints that store options by former names.
+        """Load a module as Lightning does, and accept local checkpoints that store options under former names.
 
         Args:
             checkpoint_path: path, URL or open file of the checkpoint.

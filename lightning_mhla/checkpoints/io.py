@@ -36,7 +36,7 @@ OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Replace secrets in the options of a checkpoint by ``***``, in place; see :mod:`lightning_mhla.system.redaction`."""
+    """Replace secrets, such as passwords in URLs, by ``***`` in the options that a checkpoint stores, in place."""
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])
@@ -45,16 +45,16 @@ def remove_secrets(checkpoint: dict[str, Any]) -> None:
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning checkpoint plugin that writes local files atomically, and verifies a checkpoint before reading it.
 
-    It also reads folders: a sharded checkpoint, or the latest complete checkpoint in the folder of a run.
+    It also reads sharded checkpoints, which are folders. For the folder of a run, it reads the latest complete checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint atomically: write a temporary file, flush it to disk and rename it.
 
         Args:
-            checkpoint: entries of the checkpoint. Secrets among its options are redacted in place.
-            path: path of the file. A path with ``://`` is written by Lightning, not atomically.
-            storage_options: options for Lightning's own writer; None for the atomic write.
+            checkpoint: entries of the checkpoint. Secrets in its options are redacted in place.
+            path: path or URL of the file. For a URL, Lightning's own writer is used, which is not atomic.
+            storage_options: options for Lightning's own writer, which is used if they are given; None for the atomic write.
 
         Raises:
             OSError: if the checkpoint cannot be written; the message says what to do. Earlier checkpoints stay unchanged.
@@ -77,7 +77,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Read the entries of a checkpoint.
 
         A local checkpoint is verified first and read onto the CPU, and its path is added as the entry ``read_from``.
-        Lightning's own reader reads paths with ``://``.
+        Checkpoints at a URL are read by Lightning's own reader.
 
         Args:
             path: path or URL of a checkpoint, or path of a run folder, which stands for its latest complete checkpoint.
@@ -103,10 +103,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
-    """Replace a strategy's checkpoint plugin with :class:`WholeCheckpointIO` if it is Lightning's default; keep any other.
+    """Replace Lightning's default checkpoint plugin in a strategy with :class:`WholeCheckpointIO`, but keep custom plugins.
 
     Raises:
-        ValueError: if the strategy or its plugin is one of Lightning's that reads checkpoints in a way that can run code.
+        ValueError: if the strategy or its plugin belongs to Lightning and reads checkpoints in a way that can run code.
     """
     reading = type(strategy).load_checkpoint
     if reading is not Strategy.load_checkpoint and reading.__module__.startswith("lightning."):
@@ -146,10 +146,10 @@ def _told(path: str | Path) -> Iterator[None]:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Verify the checksums of a checkpoint: those in its zip file or, if it is sharded, those in its manifest.
+    """Verify the checksums of a checkpoint, which are in its zip file or, if it is sharded, in its ``manifest.json``.
 
     Raises:
-        ValueError: if the checkpoint is damaged or not a checkpoint; the message names the reason.
+        ValueError: if the checkpoint is damaged, or if the path is not a checkpoint. The message names the reason.
     """
     if path.is_dir():
         check_sharded(path)
@@ -174,7 +174,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the entries of a checkpoint file onto the CPU, without running code.
 
     Raises:
-        ValueError: if the file is cut short, or holds anything but tensors and plain values.
+        ValueError: if the file is truncated, has no ``state_dict``, or contains anything but tensors and plain values.
     """
     with _told(path):
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
@@ -192,7 +192,7 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
         content: entries of the checkpoint.
 
     Raises:
-        ValueError: if an entry has a different type; the message names it.
+        ValueError: if an entry has a different type; the message names the entry.
     """
     kinds: dict[str, type] = {
         "hyper_parameters": dict, "datamodule_hyper_parameters": dict, "loops": dict, "callbacks": dict,
@@ -221,8 +221,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run, latest first.
 
     Checkpoints of the callback ``Recovery`` come before all others, because only they hold the state of every callback at their
-    step. Both kinds are sorted by step; file times are not used, since copies do not preserve them. Files that cannot be read
-    come first in their kind, so that a search for a complete checkpoint reports them.
+    step. Each of these two groups is sorted by step; file times are not used, since copies do not preserve them. Unreadable
+    files come first in their group, so that a search for a complete checkpoint reports them.
 
     Args:
         folder: folder of a run, or of its checkpoints. Folders of other runs in it are not searched.
@@ -242,7 +242,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Return the sort key of a checkpoint: its step (infinite if unreadable), and whether it is a recovery checkpoint."""
+    """Return the sort key of a checkpoint: step (infinite if unreadable), and whether the callback ``Recovery`` wrote it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):
@@ -253,8 +253,8 @@ def _rank(path: Path) -> tuple[float, bool]:
 def resolve_checkpoint(path: Path) -> Path:
     """Resolve a path to a complete checkpoint: the checkpoint itself, or the latest complete one of a run.
 
-    Damaged checkpoints of a run are skipped. A folder without checkpoints stands for the only run below it. With several
-    processes, rank 0 searches, and all ranks return its result. Collective: call it on every rank.
+    Damaged checkpoints of a run are skipped. If a folder has no checkpoints, but exactly one run lies below it, that run is
+    used. Every process must call this function. Rank 0 searches, and all ranks return its result.
 
     Args:
         path: path of a checkpoint file, a sharded checkpoint or the folder of a run.
@@ -273,7 +273,7 @@ def consolidate(source: Path, target: Path) -> Path:
     """Convert a sharded checkpoint to a single file.
 
     Args:
-        source: path of a sharded checkpoint, or of the folder of a run.
+        source: path of a sharded checkpoint, or of a run folder, whose latest complete checkpoint is converted.
         target: path of the file to write.
 
     Returns:
@@ -319,7 +319,7 @@ def _only_run_below(folder: Path) -> Path:
     """Find the folder of the only run that lies below a folder, at any depth.
 
     Raises:
-        FileNotFoundError: if there is no run below it, or more than one; the message names some of them.
+        FileNotFoundError: if there is not exactly one run below it. If there are several, the message names up to three.
     """
     places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
     runs = {place.parent if place.name == RECOVERY else place for place in places}

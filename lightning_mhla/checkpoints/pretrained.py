@@ -1,8 +1,8 @@
-"""Pretrained weights of a run, a checkpoint or an exported folder, fitted to a model of different sizes.
+"""Loading of pretrained weights from a run, a checkpoint or an exported folder into a new model.
 
-Positions and mixing coefficients are resized to the new grid, and heads of a different size keep their new initial values. A
-report lists the tensors that were taken, resized, newly initialized and left out. The optimizer state and the progress of
-training are not used here; a resume restores them.
+Position embeddings and mixing coefficients are resized to the grid of the new model. Output layers of a different size keep
+their initial values. A report lists the tensors that were loaded, resized, newly initialized and left out. The optimizer state
+and the progress of training are not loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMON = ("qkv.", "proj.")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights of a pretrained model, and the hyperparameters that it was built with.
+    """Weights of a pretrained model, and the hyperparameters that the model was built with.
 
     Attributes:
         weights: tensors by name.
@@ -45,7 +45,7 @@ class Pretrained:
 
     @property
     def block_grid(self) -> tuple[int, ...] | None:
-        """Block grid that the attention of the model was trained with: number of blocks along each axis; None if unknown."""
+        """Number of attention blocks along each axis in the pretrained model, or None if it is unknown."""
         attention = self.options.get("attention")
         first = attention[0] if isinstance(attention, list) and attention else attention
         grid = first.get("block_grid") if isinstance(first, dict) else None
@@ -53,13 +53,13 @@ class Pretrained:
 
 
 def read_trained(path: str | Path) -> Pretrained | None:
-    """Read the network weights of a run or checkpoint, or their moving average if training recorded one.
+    """Read the network weights of a run or checkpoint, or their moving average if the checkpoint contains it.
 
     Args:
         path: folder of a run, a sharded checkpoint, or a ``.ckpt`` file.
 
     Returns:
-        Weights, and hyperparameters of the model; None for a path that is neither a run nor a checkpoint.
+        Weights and hyperparameters of the model, or None if the path is neither a run nor a checkpoint.
 
     Raises:
         ValueError: if the checkpoint cannot be read safely, or contains no weights of a network.
@@ -77,11 +77,11 @@ def read_trained(path: str | Path) -> Pretrained | None:
 
 
 def read_pretrained(path: str | Path) -> Pretrained:
-    """Read pretrained weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
+    """Read pretrained weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors files.
 
     Raises:
         FileNotFoundError: if the path is none of these.
-        ValueError: if the path cannot be read safely.
+        ValueError: if the files cannot be read safely.
     """
     if (trained := read_trained(path)) is not None:
         return trained
@@ -141,14 +141,14 @@ def adopt(
         source: weights and options of the pretrained model.
         path: path of the weights, for messages.
         heads: name prefixes of output layers, which keep their initial values if the pretrained size differs.
-        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the model has a
-            different number of tokens.
+        positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the model has a different number
+            of tokens.
 
     Returns:
         Names of the tensors that were loaded, resized, initialized and left out.
 
     Raises:
-        ValueError: if the weights are those of a model of a different width or depth.
+        ValueError: if the weights come from a model of a different width or depth.
     """
     state, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
@@ -191,11 +191,11 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether a layer's block grid differs from that of the pretrained weights, such as 2 x 8 and 4 x 4 blocks.
+    """Return whether a layer's block grid differs from that of the pretrained weights, for example 2 x 8 and 4 x 4 blocks.
 
     Args:
-        module: mixing coefficients of the layer; None for a tensor of a different kind, which gives False.
-        block_grid: number of blocks along each axis in the pretrained model; None if unknown, which gives False.
+        module: mixing coefficients of the layer. If None, the result is False.
+        block_grid: number of blocks along each axis in the pretrained model. If None (unknown), the result is False.
     """
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
@@ -205,11 +205,11 @@ def resize_positions(position: Tensor, tokens: int) -> Tensor:
     """Resize learned position embeddings from one square grid to another by bicubic interpolation.
 
     Args:
-        position: positions ``[1, N, dim]``, where N is a square.
-        tokens: number of tokens of the new grid, a square.
+        position: embeddings ``[1, N, dim]`` of N tokens, where N is a square number.
+        tokens: number of tokens of the new grid, a square number.
 
     Returns:
-        Positions ``[1, tokens, dim]``.
+        Embeddings ``[1, tokens, dim]``.
 
     Raises:
         ValueError: if either grid is not square.

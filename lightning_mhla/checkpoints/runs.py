@@ -1,7 +1,7 @@
-"""Run folders: recognition, a lock against concurrent use, and cleanup after a killed process.
+"""Run folders: detection of existing runs, a lock against concurrent use, and cleanup after a killed process.
 
-The file ``lock``, which every start writes, marks a folder as the folder of a run. Cleanup removes only files that a killed
-process had begun to write, which their names show (:data:`lightning_mhla.system.files.UNFINISHED`).
+The file ``lock``, which every start writes, marks a folder as the folder of a run. Cleanup removes only unfinished files of a
+killed process, which have temporary names (:data:`lightning_mhla.system.files.UNFINISHED`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WAIT_AFTER_REQUEUE = 120.0
 
 
 class RunFolder:
-    """Folder of a run, which the run's first process locks so that no other run uses it.
+    """Folder of a run, which the first process of the run locks, so that no other run uses the folder.
 
     Args:
         path: path of the folder; created if it does not exist.
@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def taken(self) -> bool:
-        """Whether this process holds the lock of the folder, which only the first process of a run does."""
+        """Whether this process holds the lock of the folder. Only the first process of a run does."""
         return is_first_process()
 
     def keep(self, name: str) -> None:
@@ -117,7 +117,7 @@ class RunFolder:
         self._tidy()
 
     def _keep_configuration(self) -> None:
-        """Copy the user's ``config.yaml`` to an unused name before the run overwrites it with a list of all options."""
+        """Copy the user's ``config.yaml`` to an unused name before the run overwrites the file with a list of all options."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
             _numbered(config).write_bytes(config.read_bytes())
@@ -150,7 +150,7 @@ def _is_unit(folder: Path) -> bool:
 
 
 def _is_lost(old: Path) -> bool:
-    """Return whether a folder ``NAME.ckpt.old``, left when a replacement was interrupted, is the only copy of a checkpoint."""
+    """Return whether a folder ``NAME.ckpt.old``, left by an interrupted replacement, is the only copy of a checkpoint."""
     return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
 
 
@@ -158,7 +158,7 @@ def check_folder(path: Path) -> None:
     """Check that a folder belongs to a run, or contains only files that may exist before a run starts, such as configurations.
 
     Raises:
-        ValueError: if it contains anything else; the message names one such path.
+        ValueError: if the folder contains anything else. The message names one such path.
     """
     foreign = None if is_run(path) else next(_foreign(path), None)
     if foreign is not None:
@@ -192,12 +192,12 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Return whether a lock file is empty, which is the case if its process was killed before writing to it."""
+    """Return whether a lock file is empty. It is empty if its process was killed before writing to it."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 
 def _head(file: Path) -> str:
-    """Read the first 64 KiB of a text file; empty if the file does not exist or is a link."""
+    """Return the first 65,536 characters of a text file, or an empty string if the file does not exist or is a link."""
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
             return ""
@@ -208,7 +208,7 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """Iterate over the paths below a folder that no run, shell or job scheduler creates; folders of runs are skipped."""
+    """Yield the paths below a folder that are not outputs of a run, a shell or a job scheduler. Run folders are skipped."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)
@@ -256,15 +256,15 @@ def _set_aside(file: Path) -> None:
 
 
 def _numbered(file: Path) -> Path:
-    """Return the first unused path among ``metrics-1.csv``, ``metrics-2.csv`` and so on for a file ``metrics.csv``."""
+    """Return the first unused numbered variant of a path, such as ``metrics-1.csv`` for ``metrics.csv``."""
     names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def remove_log_folder(folder: Path) -> None:
-    """Remove the log folder of a failed start if it contains only files of this process's loggers.
+    """Remove the log folder of a failed start if all of its files were written by this process's loggers.
 
-    A folder that an earlier start also wrote to contains older files, and is not removed.
+    If an earlier start also wrote to the folder, it contains older files, and is not removed.
     """
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()] if folder.is_dir() else []
     if all(LOGS.fullmatch(path.name) and path.lstat().st_ctime >= STARTED for path in files):
@@ -277,7 +277,7 @@ def remove_log_folder(folder: Path) -> None:
 def in_use(path: Path) -> bool:
     """Return whether another process is training in a run folder.
 
-    Do not call it for a folder that this process has locked, because it would release the lock.
+    Do not call this function for a folder that this process has locked, because the call would release the lock.
     """
     # Not for a folder that this process has locked: closing the file would release the lock.
     try:
@@ -291,7 +291,7 @@ def in_use(path: Path) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return whether this process has rank 0 in its run; it works before the process group is initialized."""
+    """Return whether this process has rank 0 in its run, even before the process group is initialized."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )

@@ -1,8 +1,8 @@
-"""Sharded checkpoints: folders to which every process writes its shards, atomic and read without running code.
+"""Sharded checkpoints: folders to which every process writes its shards, and which are read without running code.
 
-The tensors are in the format of ``torch.distributed.checkpoint``; see :mod:`lightning_mhla.checkpoints.sharded_tensors`.
-``meta.pt`` holds the other entries of Lightning's checkpoint. ``manifest.json``, written last, lists every file with its size
-and CRC-32; a folder without it is incomplete.
+The tensors are in the format of ``torch.distributed.checkpoint``. ``meta.pt`` holds the other entries of Lightning's
+checkpoint. ``manifest.json``, written last, lists every file with its size and CRC-32. A folder without ``manifest.json`` is
+incomplete.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
 
 
 def check_sharded(path: Path) -> None:
-    """Check that every file of a sharded checkpoint has the size and CRC-32 that its manifest lists.
+    """Check that every file of a sharded checkpoint has the size and CRC-32 that ``manifest.json`` lists.
 
     Raises:
-        ValueError: if a file is missing or differs; the message names it.
+        ValueError: if a file is missing, or has a different size or CRC-32. The message names the file.
     """
     try:
         listed = json.loads((path / MANIFEST).read_text())
@@ -45,7 +45,7 @@ def check_sharded(path: Path) -> None:
 
 
 def checksum(path: Path) -> int:
-    """Compute the CRC-32 of a file."""
+    """Return the CRC-32 checksum of a file."""
     value = 0
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 22):
@@ -62,7 +62,7 @@ def load_rest(path: Path) -> dict[str, Any]:
     """Read all entries of a sharded checkpoint except its tensors.
 
     Raises:
-        ValueError: if they cannot be read without running code.
+        ValueError: if the entries cannot be read without running code.
     """
     try:
         entries = torch.load(path / REST, weights_only=True, map_location="cpu")

@@ -1,4 +1,7 @@
-"""Layout of a sharded checkpoint as JSON, because torch's own ``.metadata`` is a pickle, which can run code."""
+"""Conversion between JSON and torch's metadata of a sharded checkpoint, which say where each tensor is stored.
+
+torch stores the metadata as a pickle, ``.metadata``, which can run code when it is read. JSON cannot run code.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
     Returns:
         Dict with three entries:
 
-        - ``entries``: dict from each stored name to the dtype, size and chunks (offsets, sizes) of its tensor, or to None if
-          the value is not a tensor.
+        - ``entries``: dict from each stored name to the dtype and size of its tensor and the offsets and sizes of its stored
+          parts (``chunks``), or to None if the value is not a tensor.
         - ``paths``: dict from each stored name to the list of keys that lead to its value in nested dicts and lists.
-        - ``places``: list of the stored pieces. Each is a list of the name, the offsets in the tensor (None for other values),
-          the file, the offset in the file in bytes, and the length in bytes.
+        - ``places``: list of the stored pieces. Each piece is a list of the name, the offsets in the tensor (None for values
+          that are not tensors), the file, the offset in the file in bytes, and the length in bytes.
     """
     entries = {
         name: {
@@ -50,7 +53,7 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert the result of :func:`pack_layout`, as read from an untrusted file, back to torch's metadata.
+    """Convert the result of :func:`pack_layout` to torch's metadata after checks, because it comes from an untrusted file.
 
     Args:
         listed: result of :func:`pack_layout`, read from a file.
@@ -58,7 +61,7 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
 
     Raises:
         ValueError: if an entry is invalid, a tensor is larger than all files together, or a file is not in the folder. Values
-            of wrong types raise other errors of :data:`lightning_mhla.system.untrusted.BROKEN`.
+            of wrong types may raise other errors, such as TypeError or KeyError.
     """
     room = sum(files.values())
     entries = {name: _entry(name, entry, room) for name, entry in listed["entries"].items()}

@@ -1,12 +1,11 @@
 """Tensors of sharded checkpoints, written and read by ``torch.distributed.checkpoint``.
 
-torch's own reader unpickles ``.metadata``, which can run code. The reader here leaves that file alone and reads
-``layout.json``.
+torch's own reader unpickles ``.metadata``, which can run code. The reader in this module reads ``layout.json`` instead.
 
-The safetensors storage of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader``)
-does not fit. It holds tensors alone: with the plain values of an optimizer (``param_groups``) it writes files that it cannot
-read ("header too large"). It also keeps no paths of nested dicts, which :func:`load_whole` needs to give one process what
-many have written. Both were tried with torch 2.14.1.
+The safetensors storage of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader``) is
+not used, for two reasons. It stores tensors only: with the plain values of an optimizer (``param_groups``), it writes files
+that it cannot read ("header too large"). It also does not store the paths of values in nested dicts, which :func:`load_whole`
+needs to load a checkpoint of several processes in one process. Both were tried with torch 2.14.1.
 
 Import this module only when a sharded checkpoint is written or read, because its imports take half a second.
 """
@@ -39,12 +38,14 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, Any]) -> None:
-    """Write a sharded checkpoint atomically. Collective: every process passes its own shards of the tensors.
+    """Write a sharded checkpoint atomically.
+
+    Every process must call this function with its own shards of the tensors.
 
     Args:
         path: path of the folder. An existing checkpoint is replaced once the new one is complete.
         tensors: nested dicts of DTensors, tensors and plain values.
-        other_entries: plain values, the same on every process; those of the first process are written.
+        other_entries: other entries of the checkpoint, with plain values that are the same on every process.
 
     Raises:
         OSError: on every process, if any process cannot write its part. An existing checkpoint stays unchanged.
@@ -86,7 +87,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, A
 
 
 class _Reader(FileSystemReader):
-    """Storage reader that takes the layout of the tensors from ``layout.json`` instead of torch's pickled ``.metadata``."""
+    """Storage reader that reads the layout of the tensors from ``layout.json`` instead of torch's pickled ``.metadata``."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         layout_file = Path(self.path) / LAYOUT
@@ -100,7 +101,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Mixin for torch's load planners that reads the non-tensor values of a checkpoint without running code."""
+    """Mixin that makes torch's load planners read the non-tensor values of a checkpoint without running code."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]
@@ -142,21 +143,23 @@ def saved_names(path: Path) -> set[str]:
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Load a sharded checkpoint into existing tensors. Collective: each process loads its own shards.
+    """Load a sharded checkpoint into existing tensors, which are overwritten.
+
+    Every process must call this function, and loads its own shards.
 
     Args:
         path: path of the folder, written by any number of processes.
-        into: nested dicts with all or some of the keys that were saved; their tensors are overwritten.
+        into: nested dicts of tensors, with all or some of the keys that were saved.
 
     Raises:
-        ValueError: if the checkpoint cannot be read safely, or does not hold these tensors.
+        ValueError: if the checkpoint cannot be read safely, or does not contain these tensors.
     """
     with _explained(path):
         load(into, storage_reader=_Reader(path), planner=_Planner())
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """Load a complete sharded checkpoint, with the entries that a checkpoint of a single process would have.
+    """Load a complete sharded checkpoint in one process, with the same entries as a checkpoint in a single file.
 
     Raises:
         ValueError: if the checkpoint is damaged or cannot be read safely.
@@ -172,7 +175,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state with parameter names to the format of ``Optimizer.state_dict()``, which uses numbers."""
+    """Convert an optimizer state from parameter names to the parameter numbers that ``Optimizer.state_dict()`` uses."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Loading of weights into a module that is replicated on every process or sharded."""
+"""Functions that load weights into a module, whether it is sharded or replicated on every process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LIVE = "current_model_state"
 
 
 def shards_weights(trainer: Trainer) -> bool:
-    """Return whether the strategy of a trainer shards the weights, so that no process holds all of them."""
+    """Return whether a trainer's strategy shards the weights, so that no process holds all of them."""
     return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
 
 
 def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Load weights into a module, which may be sharded. Collective: call it on every process.
+    """Load weights into a module, which may be sharded. Every process must call this function.
 
     Args:
         module: module to load the weights into.

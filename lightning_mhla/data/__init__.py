@@ -1,4 +1,4 @@
-"""Data pipeline shared by all domains: shards, an order that depends only on seed and epoch, and exact resume."""
+"""Data loading for all models: readers of samples, tar shards, reproducible shuffling and exact resume."""
 
 from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.module import ResumableDataModule, ShardSets

@@ -1,4 +1,4 @@
-"""Prefetching of remote shards in threads, ahead of their first use."""
+"""Background threads that download remote tar shards of a data set before their samples are read."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ AT_ONCE = 4
 
 
 class FetchAhead:
-    """Context manager that prefetches shards in the order of their first use, as far as the cache limit allows.
+    """Context manager that downloads remote shards in background threads before their samples are read.
 
-    If several loaders share a cache, such as those for training and validation, only the one that read a batch last prefetches.
+    Shards are downloaded in the order of their first use, as far as the size limit of the cache allows. If several loaders
+    share a cache, such as those for training and validation, shards are downloaded ahead only for the loader that was used
+    last.
 
     Args:
-        cache: cache to download the shards to.
-        paths: paths of all shards in the cache.
-        shards: index into ``paths`` for each sample, in the order in which samples are read, ``[n]`` int.
+        cache: cache in which the shards are stored.
+        paths: local paths of all shards of the data set. Shards that the cache does not manage are ignored.
+        shards: index into ``paths`` of each sample's shard, in reading order, ``[n]`` int for n samples.
     """
 
     def __init__(self, cache: ShardCache, paths: Sequence[Path], shards: np.ndarray) -> None:
@@ -42,20 +44,22 @@ class FetchAhead:
         self._plan(0)
 
     def passed(self, samples: int) -> None:
-        """Update the choice of shards to prefetch; call it for each batch.
+        """Report how many samples have been read, so that the list of shards to download next is updated.
+
+        Call this method once for each batch.
 
         Args:
-            samples: number of samples read so far, by all processes together.
+            samples: number of samples read since the start of this pass over the data, summed over all processes.
         """
         self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose the shards to prefetch and to keep in the cache: those that are needed next, as many as fit in the cache.
+        """Choose which shards to download and keep: those that are needed next, as many as fit in the cache.
 
         Args:
-            samples: number of samples read so far, by all processes together.
+            samples: number of samples read since the start of this pass over the data, summed over all processes.
         """
         remaining = self._last >= samples
         # the plan changes only when the last sample of a shard has been read

@@ -1,12 +1,15 @@
-"""Cache of remote shards with a size limit: shards are prefetched, and removed after use.
+"""Local cache of remote tar shards with a size limit.
 
-All processes of a machine share one folder. One lock file guards every change of its contents. A shard that is being fetched
-has its room reserved, and a shard that is being read is locked, so it is not removed. All locks are the kernel's (``flock``):
-they end with the process that holds them, and the next process removes the unfinished files of a killed one.
+All processes of a machine share one cache folder. A lock file in this folder guards every change of its contents. A shard that
+is being downloaded has its disk space reserved. A shard that is being read is locked, so that no process removes it. All locks
+are ``flock`` locks, which the kernel releases when a process ends. If a process is killed, the next one removes the unfinished
+files that it left behind.
 
-Only subfolders with the names that :func:`lightning_mhla.data.remote.kept_at` returns are counted and cleared; everything else
-in the folder is left alone. Other users may be able to write to it, so links are not followed and their files are not used.
-Longer than other modules: every change of the folder depends on the same locks.
+The cache counts and removes files only in subfolders whose names are 16 hexadecimal digits, as returned by
+:func:`lightning_mhla.data.remote.kept_at`. Everything else in the folder is left alone. Other users may be able to write to the
+folder, so symbolic links are not followed and files of other users are not used.
+
+This module is longer than others because every change of the folder depends on the same locks.
 """
 
 from __future__ import annotations
@@ -45,13 +48,13 @@ WAIT, PATIENCE = 0.05, 600.0
 
 
 class ShardCache:
-    """Local cache of remote shards with a size limit, which removes the least recently used shards.
+    """Local cache of remote shards that stays below a size limit by removing the least recently used shards.
 
-    It also stores a table of the files in each shard, see :class:`lightning_mhla.data.tables.MemberTable`.
+    For each shard, the cache also stores a :class:`lightning_mhla.data.tables.MemberTable`, which lists the files in the shard.
 
     Args:
-        folder: folder of the cache; several processes may share it.
-        limit: maximum size of all shards and tables in bytes, at least twice the size of the largest shard.
+        folder: folder of the cache, which several processes may share.
+        limit: maximum total size of all shards and tables in bytes, at least twice the size of the largest shard.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -62,13 +65,13 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Register remote shards, and download the small files beside them, such as the list of classes.
+        """Register the URLs of remote shards, and download the small files that accompany them, such as lists of class names.
 
         Args:
             urls: URLs of the shards.
 
         Returns:
-            Path that each shard will have in the cache; the shards themselves are not downloaded yet.
+            Path in the cache at which each shard will be stored, in the order of ``urls``. The shards are not downloaded yet.
         """
         paths = [kept_at(url, self.folder) for url in urls]
         if not set(paths) <= set(self.urls):
@@ -78,14 +81,20 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """Return the table of the files in a shard.
+        """Return the table of the files in a remote shard, from the cache if possible and otherwise from the server.
 
-        The table is read from the cache if it is there. Otherwise, ``NAME.tar.index.npz`` beside the shard is downloaded if the
-        server has this file, or else the shard is downloaded and scanned.
+        If the cache has no table, the file with the shard's name and the suffix ``.index.npz`` is downloaded. If the server
+        does not have this file, the shard itself is downloaded and scanned.
+
+        Args:
+            path: path of the shard in the cache, as returned by :meth:`add`.
+
+        Returns:
+            Table with the position and size of each file in the shard.
 
         Raises:
-            ShardUnavailableError: if the server fails.
-            ValueError: if the shard is broken, or the limit is below the size of two shards.
+            ShardUnavailableError: if the download fails.
+            ValueError: if the shard is not a valid tar file, or the cache limit is less than twice the size of the shard.
             ForeignFileError: if a file in the cache belongs to a different user.
         """
         file = table_file(path)
@@ -109,26 +118,31 @@ class ShardCache:
         return table
 
     def _keep(self, file: Path, content: bytes) -> None:
-        """Write a small file to the cache, atomically, after making room for it."""
+        """Write a small file to the cache atomically, after removing unused shards if space is needed."""
         with self._room_for(len(content), None):
             self._folder(file.parent)
             with written_whole(file) as aside:
                 aside.write_bytes(content)
 
     def _folder(self, folder: Path) -> Path:
-        """Create a folder of the cache if it is missing, check that it belongs to this user, and return its path.
+        """Create a folder of the cache if it does not exist, check that it belongs to this user, and return its path.
 
         Raises:
-            ForeignFileError: if the folder is a link, or belongs to a different user.
+            ForeignFileError: if the folder is a symbolic link, or belongs to a different user.
         """
         return own_folder(folder, self.folder.parent)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Context manager that yields a file descriptor of a shard, downloads it if needed, and locks it against removal.
+        """Context manager that protects a shard from removal, and yields a file descriptor for reading the shard.
+
+        The shard is downloaded if it is not in the cache.
+
+        Args:
+            path: path of the shard in the cache.
 
         Raises:
-            ShardUnavailableError: if the server fails.
+            ShardUnavailableError: if the download fails.
             ForeignFileError: if the file in the cache belongs to a different user.
         """
         try:
@@ -151,17 +165,23 @@ class ShardCache:
     def fetch(
         self, path: Path, keep: Collection[Path] | None = None, stop: threading.Event | None = None
     ) -> int | None:
-        """Download a shard into the cache, removing the least recently used shards to make room.
+        """Download a shard into the cache unless it is already there, and return an open file descriptor of the shard.
+
+        The least recently used shards are removed if space is needed.
 
         Args:
             path: path of the shard in the cache.
-            keep: shards that must not be removed to make room. None allows the removal of any shard that no process reads, and
-                waits until there is room.
-            stop: event that cancels the download.
+            keep: shards that must not be removed. If this argument is given, the method gives up instead of waiting for free
+                space or for another process. With None, it may remove any shard that no process reads, and waits if necessary.
+            stop: event that cancels the download; None if nothing cancels it.
 
         Returns:
-            File descriptor of the shard, locked against removal. With ``keep``, None if there is no room or another process is
-            downloading the shard.
+            File descriptor of the shard, which is locked against removal until the descriptor is closed. The result is None if
+            ``keep`` is given and there is not enough space or another process is downloading the shard.
+
+        Raises:
+            ShardUnavailableError: if the download fails, or no space becomes free.
+            DownloadStoppedError: if ``stop`` is set.
         """
         part = path.with_name(f"{path.name}.part")
         self._folder(path.parent)
@@ -192,10 +212,16 @@ class ShardCache:
                 return descriptor
 
     def fetch_ahead(self, path: Path, keep: Collection[Path], stop: threading.Event) -> bool:
-        """Prefetch a shard, and return whether it is now in the cache.
+        """Download a shard before it is needed, and return whether it is now in the cache.
 
-        The result is False if ``keep`` leaves no room, or if another process is downloading the shard. For the arguments, see
-        :meth:`fetch`.
+        Args:
+            path: path of the shard in the cache.
+            keep: shards that must not be removed to free space.
+            stop: event that cancels the download.
+
+        Returns:
+            False if there is not enough space without removing a shard in ``keep``, or if another process is downloading the
+            shard; otherwise True.
         """
         descriptor = self.fetch(path, keep, stop)
         if descriptor is not None:
@@ -203,16 +229,16 @@ class ShardCache:
         return descriptor is not None
 
     def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
-        """Download a shard into an open file, after making room for it.
+        """Download a shard into an open file, after freeing space for it in the cache.
 
         Args:
             descriptor: descriptor of the file to write to.
             path: path of the shard in the cache.
-            keep: shards not to remove to make room, or None, see :meth:`fetch`.
+            keep: shards that must not be removed to free space; None to remove any unused shard and to wait if necessary.
             stop: event that cancels the download; None if nothing cancels it.
 
         Returns:
-            Whether the shard was downloaded; False if ``keep`` leaves no room.
+            True if the shard was downloaded; False if there is not enough space without removing a shard in ``keep``.
         """
         url, size = self.urls[path], self._size(path)
         with self._room_for(size, keep) as has_room:
@@ -230,10 +256,10 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Check a downloaded shard against the saved table of its files; if they differ, save a new table and raise an error.
+        """Check that a downloaded shard matches the saved table of its files; if not, replace the table and raise an error.
 
         Raises:
-            ShardUnavailableError: if the shard on the server has changed since the saved table was made.
+            ShardUnavailableError: if they differ, because the shard on the server has changed since the table was made.
         """
         saved_table = read_table(table_file(path))
         if saved_table is None:
@@ -246,14 +272,14 @@ class ShardCache:
             )
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
-        """Check that the shards that are shuffled together fit in the cache.
+        """Check that the cache has room for all shards that are shuffled together, plus one shard that is downloaded ahead.
 
         Args:
-            paths: paths of the shards in the cache.
+            paths: paths of the data set's shards in the cache.
             window: number of shards that are shuffled together; None for all.
 
         Raises:
-            ValueError: if these shards and one more, which is prefetched, do not fit.
+            ValueError: if the ``window + 1`` largest shards do not fit in the cache.
         """
         sizes = sorted((self.sizes[path] for path in paths if path in self.sizes), reverse=True)
         shards = min(len(sizes), (len(sizes) if window is None else window) + 1)
@@ -268,7 +294,7 @@ class ShardCache:
 
     @property
     def room(self) -> int:
-        """Bytes available for shards: the limit minus the size of member tables."""
+        """Space available for shards in bytes: the limit of the cache minus the size of its other files."""
         other_bytes = 0
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
@@ -291,7 +317,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context manager that locks the folder of the cache, so that no other process changes its contents."""
+        """Context manager that locks the cache folder, so that no other process changes its contents at the same time."""
         self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -302,18 +328,18 @@ class ShardCache:
 
     @contextmanager
     def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
-        """Context manager that makes room for a file, and locks the folder of the cache while the file is created.
+        """Context manager that frees space for a new file, and keeps the cache folder locked while the caller creates the file.
 
         Args:
             size: size of the file in bytes.
-            keep: shards not to remove; None to remove any shard that no process reads, and to wait for room.
+            keep: shards that must not be removed; None to remove any shard that no process reads, and to wait for free space.
 
         Yields:
-            Whether there is room; never False if ``keep`` is None.
+            Whether there is enough space. This is always True if ``keep`` is None.
 
         Raises:
-            ShardUnavailableError: if there is no room within :data:`PATIENCE` seconds.
-            ValueError: if the limit can never have room for ``size`` bytes.
+            ShardUnavailableError: if ``keep`` is None and not enough space becomes free within ten minutes.
+            ValueError: if the file can never fit, because ``size`` exceeds the limit minus the size of all tables.
         """
         if self.folder.exists() and size > self.room:
             raise ValueError(
@@ -335,7 +361,11 @@ class ShardCache:
             time.sleep(WAIT)
 
     def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
-        """Remove unused shards, least recently used first, until ``size`` bytes fit; return whether they fit."""
+        """Remove unused shards that are not in ``keep``, least recently used first, until ``size`` bytes are free.
+
+        Returns:
+            Whether ``size`` bytes are now free.
+        """
         used, shards = 0, []
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
@@ -354,12 +384,11 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling to a worker process, without the prefetcher and the times of last use."""
         return {**self.__dict__, "_used": {}, "ahead": None}
 
 
 def _files(folder: Path) -> list[Path]:
-    """List the files in all folders of downloaded shards that lie directly in the cache folder."""
+    """List all files in those subfolders of a cache folder that are meant for downloaded shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
@@ -369,14 +398,14 @@ def _is_shard(file: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file of the cache, and return its file descriptor, which is closed in forked processes.
+    """Open a cache file and return its descriptor, which is closed automatically in forked child processes.
 
-    In a forked process, a copy of the descriptor would keep the lock after this process releases it, and would keep the disk
-    space of a removed file in use.
+    A copy of the descriptor in a child process would keep the file locked after this process has released the lock. It would
+    also keep the disk space of a removed file in use.
 
     Args:
-        path: path of the file.
-        flags: flags of ``os.open``.
+        path: path of the file. A file of another user or a symbolic link is an error.
+        flags: flags for ``os.open``, such as ``os.O_RDONLY``.
     """
     with _holding:
         descriptor = open_own(path, flags)
@@ -403,7 +432,7 @@ os.register_at_fork(before=_holding.acquire, after_in_parent=_holding.release, a
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a path still refers to the file that ``descriptor`` has open."""
+    """Return whether ``path`` still refers to the open file ``descriptor``."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -411,7 +440,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unlocked(file: Path) -> bool:
-    """Remove a file if it belongs to this user and no process has locked it; return whether it was removed."""
+    """Remove a file unless it belongs to another user or a process has locked it; return whether it was removed."""
     try:
         descriptor = _open(file, os.O_RDONLY)
     except ForeignFileError:

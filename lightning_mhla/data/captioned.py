@@ -1,4 +1,4 @@
-"""Sources of images or clips with captions, from shards or from a folder."""
+"""Readers of captioned files, such as images or video clips, in shards or in a folder."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ MOST_CAPTIONS = 32
 
 
 class CaptionedFiles:
-    """Base class for reading files with captions, such as images or clips, by sample index.
+    """Base class of readers that return captioned files, such as images or video clips, by sample index.
 
-    A sample consists of a file and one or more captions. The captions may be in a separate file.
+    A sample consists of a file and one or more captions, which may be stored in a separate file. Subclasses read samples from
+    shards or from a folder.
 
     Attributes:
-        shard_sizes: number of samples in each shard.
+        shard_sizes: number of samples in each shard; a folder counts as one shard.
     """
 
     shard_sizes: Sequence[int]
 
     def describe(self, index: int) -> str:
-        """Describe the location of a sample in one phrase, for messages."""
+        """Return a short description of a sample's location, for log and error messages."""
         raise NotImplementedError
 
     def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
@@ -51,40 +52,46 @@ class CaptionedFiles:
 
         Args:
             index: index of the sample.
-            extensions: extensions in order of preference; the first that the sample has is read.
+            extensions: extensions to look for, without the dot, in order of preference.
 
         Returns:
             Extension and content of the file.
 
         Raises:
-            BrokenSampleError: if the sample has none of the extensions.
+            BrokenSampleError: if the sample has no file with one of these extensions.
         """
         raise NotImplementedError
 
     def head(self, index: int, extensions: Sequence[str], count: int) -> bytes:
-        """Read the first ``count`` bytes of the file that :meth:`member` reads with the same arguments."""
+        """Read the first bytes of a sample's file, for example to decode only the header of an image.
+
+        Args:
+            index: index of the sample.
+            extensions: extensions to look for, without the dot, in order of preference.
+            count: maximum number of bytes to read.
+        """
         raise NotImplementedError
 
     def captions(self, index: int) -> list[str]:
-        """Return the captions of a sample, at least one.
+        """Return all captions of a sample, at least one.
 
         Raises:
-            BrokenSampleError: if the sample has no caption.
+            BrokenSampleError: if the sample has no caption, or a caption is not valid.
         """
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """Return a caption of a sample, drawn with torch's global random generator if there are several."""
+        """Return one caption of a sample. If the sample has several, torch's global random generator chooses one."""
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
 
 class ShardFiles(CaptionedFiles):
-    """Captioned files in WebDataset shards, where sample ``KEY`` has its captions in ``KEY.txt`` or ``KEY.json``.
+    """Reader of captioned files in WebDataset shards, with captions in ``KEY.txt`` or ``KEY.json`` for the sample ``KEY``.
 
     Args:
         reader: reader of the shards.
-        caption_key: key of the caption, or list of captions, in a ``.json`` file.
+        caption_key: JSON key of the caption, or of the list of captions, in a ``.json`` file.
     """
 
     def __init__(self, reader: ShardReader, caption_key: str) -> None:
@@ -111,15 +118,18 @@ class ShardFiles(CaptionedFiles):
 
 
 class FolderFiles(CaptionedFiles):
-    """Captioned files in a folder, with captions in ``metadata.jsonl`` or in a ``.txt`` or ``.json`` file beside each of them.
+    """Reader of captioned files in a folder and its subfolders.
+
+    Captions are read from ``metadata.jsonl`` in the folder. A file that is not listed there has its captions in a ``.txt`` or
+    ``.json`` file with the same name beside it.
 
     Args:
-        folder: folder to search, including its subfolders; hidden files are left out, links are followed.
+        folder: folder to search. Hidden files are ignored, and symbolic links are followed.
         extensions: extensions of the captioned files, without the dot.
-        caption_key: key of the caption, or list of captions, in a ``.json`` file and in a line of ``metadata.jsonl``.
+        caption_key: JSON key of the caption, or of the list of captions, in a ``.json`` file or a line of ``metadata.jsonl``.
 
     Raises:
-        FileNotFoundError: if there is no such folder, or no sample in it.
+        FileNotFoundError: if the folder does not exist, or contains no file with one of the extensions.
         ValueError: if a line of ``metadata.jsonl`` has no ``file_name``, or the folder has a ``metadata.csv`` or
             ``metadata.parquet`` but no ``metadata.jsonl``.
     """
@@ -157,7 +167,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, extensions: Sequence[str]) -> Path | None:
-        """Find a file with the name of a sample and one of the ``extensions``, tried in order; None if there is none."""
+        """Find the first existing file with the sample's name and one of the ``extensions``; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in extensions)
         return next((path for path in paths if path.is_file()), None)
 
@@ -176,7 +186,10 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """List the origin of each sample: the file, with the file of its captions or its captions from ``metadata.jsonl``."""
+        """Return the files that each sample is read from, and its captions if they come from ``metadata.jsonl``.
+
+        Commands that convert the folder to shards record the result, so that a resumed conversion detects changed inputs.
+        """
         result = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -187,7 +200,7 @@ class FolderFiles(CaptionedFiles):
         return result
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn about captions without a sample, and about caption files that ``metadata.jsonl`` overrides."""
+        """Warn about captions of missing images or videos, and about ``.txt`` files that ``metadata.jsonl`` overrides."""
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
@@ -223,11 +236,15 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
     Args:
         data: content of the file.
         extension: ``"txt"`` or ``"json"``.
-        key: key of the caption, or list of captions, in a ``.json`` file.
+        key: JSON key of the caption, or of the list of captions, in a ``.json`` file.
         where: location of the sample, for error messages.
 
+    Returns:
+        List of at least one caption, without leading and trailing white space.
+
     Raises:
-        BrokenSampleError: if there is no caption, too many, or one that is empty or not text.
+        BrokenSampleError: if the file is larger than 1 MiB, is not text or JSON, contains no caption or more than 32, or if a
+            caption is empty or is not a string.
     """
     where = f"{where}: .{extension}"
     if len(data) > LONGEST_CAPTION:
@@ -241,10 +258,16 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
 
 
 def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
-    """Parse a ``.txt`` or ``.json`` file that must hold exactly one caption; see :func:`parse_captions` for the arguments.
+    """Parse the only caption of a sample from the content of a ``.txt`` or ``.json`` file.
+
+    Args:
+        data: content of the file.
+        extension: ``"txt"`` or ``"json"``.
+        key: JSON key of the caption in a ``.json`` file.
+        where: location of the sample, for error messages.
 
     Raises:
-        BrokenSampleError: if there is no caption, or more than one.
+        BrokenSampleError: if the file does not contain exactly one valid caption.
     """
     captions = parse_captions(data, extension, key, where)
     if len(captions) > 1:
@@ -253,22 +276,26 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """Encode the captions of a sample as one file of a shard: ``{"txt": ...}`` for one caption, ``{"json": ...}`` for more."""
+    """Encode the captions of a sample as the content of a ``.txt`` file (one caption) or a ``.json`` file (several).
+
+    Returns:
+        Dict with one entry: the file's extension, ``"txt"`` or ``"json"``, and its content.
+    """
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}
 
 
 def _listed(content: Any, key: str, where: str) -> list[Any]:
-    """Extract the captions from a parsed JSON value.
+    """Extract a list of captions from a parsed JSON value.
 
     Args:
-        content: list of captions, or an object with a caption or a list of captions under ``key``.
+        content: list of captions, or JSON object with a caption or a list of captions under ``key``.
         key: key of the captions if ``content`` is an object.
         where: location of the sample, for error messages.
 
     Raises:
-        BrokenSampleError: if there is no caption.
+        BrokenSampleError: if ``content`` is neither a list nor an object with a value under ``key``.
     """
     captions = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
     if captions is None:

@@ -1,4 +1,4 @@
-"""Names of classes: each data set has one list, by which the labels of all its folders and shards are matched."""
+"""Class names of labeled data sets: reading, writing and comparing lists of names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LARGEST_LIST = 1 << 26
 
 
 def check_count(num_classes: int) -> int:
-    """Check that a number of classes is within the allowed range, and return it.
+    """Return a number of classes unchanged after checking that it is within the allowed range.
 
     Raises:
-        ValueError: if the number is not positive, or above :data:`MOST_CLASSES`.
+        ValueError: if the number is below 1 or above 16,777,216.
     """
     if not 1 <= num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes={num_classes} must be 1 to {MOST_CLASSES}")
@@ -32,15 +32,21 @@ def check_count(num_classes: int) -> int:
 
 
 def folder_classes(folder: Path) -> list[str]:
-    """List the class names of a folder with one subfolder per class, in alphabetical order."""
+    """List the class names of a folder that has one subfolder per class, in alphabetical order."""
     return [shown(path.name) for path in visible_folders(folder)]
 
 
 def read_classes(file: Path) -> list[str] | None:
-    """Read the class names in a file ``PREFIX-classes.txt``, one per line; None if there is no such file.
+    """Read class names from a text file with one name per line.
+
+    Args:
+        file: path of the file, such as ``train-classes.txt``.
+
+    Returns:
+        Class names in the order of their labels, 0 for the first line; None if the file does not exist.
 
     Raises:
-        ValueError: if a name occurs twice, or the file has more than :data:`LARGEST_LIST` bytes.
+        ValueError: if a name occurs twice, or the file is larger than 64 MiB.
     """
     if not file.is_file():
         return None
@@ -55,19 +61,25 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write class names to a file ``PREFIX-classes.txt``, one per line; control characters become escapes such as ``\\n``."""
+    """Write class names to a text file, one per line. Control characters are written as escapes such as ``\\n``."""
     write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the class names that a folder lists for shards of a different prefix; None if there is no such list.
+    """Read the class names that a folder lists for shards whose prefix is not ``prefix``.
+
+    The shards ``PREFIX-0000.tar`` and so on may have a list of class names in ``PREFIX-classes.txt``. The lists of all prefixes
+    in a folder should agree.
 
     Args:
-        folder: folder of the shards, with a file ``PREFIX-classes.txt`` for each prefix whose classes have names.
-        prefix: prefix whose list is ignored.
+        folder: folder of the shards.
+        prefix: prefix of the shards whose own list is ignored.
+
+    Returns:
+        Class names in the order of their labels; None if the folder has no list for a different prefix.
 
     Raises:
-        ValueError: if there are several lists, and they differ.
+        ValueError: if there are several such lists that differ.
     """
     lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
     lists.pop(folder / f"{prefix}-classes.txt", None)
@@ -79,10 +91,12 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
 
 
 def match_classes(part_names: Sequence[str], all_names: Sequence[str], where: str) -> list[int]:
-    """Map the labels of part of a data set, such as a validation set, to those of the complete data set, by class name.
+    """Map the labels of part of a data set to those of the complete data set, by class name.
+
+    A warning names the classes that the part lacks.
 
     Args:
-        part_names: class names of the part, in the order of its labels.
+        part_names: class names of the part, such as a validation set, in the order of its labels.
         all_names: class names of the complete data set, in the order of its labels.
         where: location of the part, for messages.
 
@@ -90,7 +104,7 @@ def match_classes(part_names: Sequence[str], all_names: Sequence[str], where: st
         List whose entry i is the label in the complete data set for label i of the part.
 
     Raises:
-        ValueError: if the part has a class that the data set does not have.
+        ValueError: if the part has a class that the complete data set does not have.
     """
     numbers = {name: number for number, name in enumerate(all_names)}
     unknown = [name for name in part_names if name not in numbers]

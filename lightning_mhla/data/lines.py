@@ -1,9 +1,10 @@
-"""Reading of text files that users wrote or downloaded: compression, encoding, lines, and the JSON object in each line.
+"""Reading of text files and JSON Lines files, including compressed files and files in UTF-16 or UTF-32.
 
-A line ends at a line feed and nowhere else: U+2028, U+0085 and form feeds are characters of the text. UTF-8 is read with or
-without a byte order mark, UTF-16 and UTF-32 with one; the mark is never part of the text. Anything else is an error that names
-the file and the place, because a model would silently train on wrongly decoded text. Longer than other modules: each way in
-which a file can be wrong has an error of its own that names a remedy.
+Only a line feed ends a line: U+2028, U+0085 and form feeds are ordinary characters. UTF-8 is read with or without a byte order
+mark, UTF-16 and UTF-32 only with one. The mark is never part of the text. Any other content is an error that names the file and
+the position, because a model would silently train on wrongly decoded text.
+
+This module is longer than others because each defect of a file has its own error message, which says how to fix the file.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class NotTextError(ValueError):
     """Raised for a file that is not text in a supported encoding. The message names the file and the position.
 
     Attributes:
-        kind: ``"binary"`` or ``"not UTF-8"``.
+        kind: ``"binary"`` if the file has a zero byte or begins like a binary format; ``"not UTF-8"`` if its bytes cannot be
+            decoded.
     """
 
     def __init__(self, message: str, kind: str = "binary") -> None:
@@ -93,21 +95,26 @@ class NotTextError(ValueError):
 
 
 def file_name(source: Source) -> str:
-    """Return the file name at the end of a path or URL, without the query of the URL."""
+    """Return the last component of a path or URL, without the query string of the URL."""
     text = os.fspath(source)
     return PurePosixPath(urlsplit(text).path if "://" in text else text).name
 
 
 @contextmanager
 def open_bytes(source: Source) -> Iterator[BinaryIO]:
-    """Context manager that opens a file or URL for reading its bytes, decompressed if its suffix is in :data:`COMPRESSED`.
+    """Context manager that opens a file or URL for reading bytes, and decompresses it according to its suffix.
+
+    The suffixes ``.gz``, ``.bz2``, ``.xz`` and ``.zst`` are recognized. Files with other suffixes are read unchanged.
 
     Args:
         source: path or URL.
 
+    Yields:
+        Binary stream of the decompressed content.
+
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the content is not in the compressed format that the suffix names, or is cut short.
+        ValueError: if the content is truncated, or is not in the compressed format that the suffix names.
     """
     suffix = PurePosixPath(file_name(source)).suffix.lower()
     text = os.fspath(source)
@@ -146,11 +153,11 @@ def _zstandard(raw: BinaryIO, source: Source) -> BinaryIO:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """Decode the bytes of a text file to a string.
+    """Decode the complete content of a text file to a string.
 
     Args:
-        data: all bytes of the file.
-        where: name of the file, for messages.
+        data: content of the file.
+        where: name of the file, for error messages.
 
     Raises:
         NotTextError: if the data is not text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
@@ -159,12 +166,15 @@ def decode_text(data: bytes, where: str) -> str:
 
 
 def read_text(source: Source) -> str:
-    r"""Read a text file, decompressed if needed, with ``\r\n`` and ``\r`` replaced by ``\n`` as in Python's text mode.
+    r"""Read a complete text file, decompress it if needed, and convert all line endings to ``\n``.
+
+    Args:
+        source: path or URL.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not text (see :func:`decode_text`), or if it is compressed and has more than
-            :data:`LARGEST_UNPACKED` characters.
+        ValueError: if the file is not text in UTF-8, UTF-16 or UTF-32, or if it is compressed and has more than 2**28
+            characters.
     """
     parts, count = [], 0
     compressed = PurePosixPath(file_name(source)).suffix.lower() in COMPRESSED
@@ -182,19 +192,19 @@ def read_text(source: Source) -> str:
 
 
 def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
-    r"""Iterate over all lines of a text file while it is read, including blank lines.
+    r"""Iterate over all lines of a text file, including blank lines, without loading the complete file.
 
     Args:
         source: path or URL.
-        longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
+        longest: maximum number of characters in a line; None for 2**25.
 
     Yields:
-        Text of a line without its ``\n``; a ``\r`` before that is kept.
+        Line without its final ``\n``. A ``\r`` before the ``\n`` is kept.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not text (see :func:`decode_text`), if its lines end in carriage returns only, or if a line
-            is longer than ``longest``.
+        ValueError: if the file is not text in UTF-8, UTF-16 or UTF-32, if a line is longer than ``longest``, or if the file
+            uses only carriage returns as line endings.
     """
     longest = longest or LONGEST_LINE
     parts: list[str] = []
@@ -222,18 +232,19 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
 
 def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int, str]]:
-    """Iterate over the lines of a text file that are not blank, while it is read.
+    """Iterate over the non-blank lines of a text file and their line numbers, without loading the complete file.
 
     Args:
         source: path or URL.
-        longest: maximum number of characters of a line; None for :data:`LONGEST_LINE`.
+        longest: maximum number of characters in a line; None for 2**25.
 
     Yields:
-        Line number, counted from 1 with blank lines included, and text of the line without the line ending.
+        Line number, counted from 1 with blank lines included, and the line without its line ending.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not text or has invalid lines, see :func:`iterate_lines`.
+        ValueError: if the file is not text in UTF-8, UTF-16 or UTF-32, if a line is longer than ``longest``, or if the file
+            uses only carriage returns as line endings.
     """
     for number, line in enumerate(iterate_lines(source, longest), 1):
         if line.strip():
@@ -241,17 +252,19 @@ def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int
 
 
 def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the objects in a JSON lines file while it is read, skipping blank lines.
+    """Iterate over the objects in a JSON Lines file and their line numbers, without loading the complete file.
+
+    Blank lines are skipped.
 
     Args:
         source: path or URL.
 
     Yields:
-        Line number, counted from 1, and the parsed object of the line.
+        Line number, counted from 1 with blank lines included, and the object parsed from that line.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if a line is not a JSON object, or the file is not text.
+        ValueError: if the file is not text, or a line that is not blank does not contain a JSON object.
     """
     for number, line in read_lines(source):
         yield number, parse_object(line, f"{shown(source)}: line {number}")
@@ -261,11 +274,11 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     """Parse a string that contains a JSON object.
 
     Args:
-        text: string in JSON, such as a line of a JSON lines file.
-        where: location of the text, for error messages.
+        text: JSON string, such as a line of a JSON Lines file.
+        where: location of the string, for error messages.
 
     Raises:
-        ValueError: if the text is not JSON, or its value is not an object.
+        ValueError: if the string is not valid JSON, or its value is not an object.
     """
     value = parse_json(text, where)
     if not isinstance(value, dict):
@@ -277,11 +290,11 @@ def parse_json(text: str, where: str) -> Any:
     """Parse a string that contains a JSON value of any type.
 
     Args:
-        text: string in JSON.
-        where: location of the text, for error messages.
+        text: JSON string.
+        where: location of the string, for error messages.
 
     Raises:
-        ValueError: if the text is not JSON, or nested too deeply.
+        ValueError: if the string is not valid JSON, or is nested too deeply.
     """
     text = text.lstrip("\ufeff")  # concatenated files have byte order marks inside
     try:
@@ -299,7 +312,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def text_entry(row: dict[str, Any], key: str, where: str) -> str:
-    """Return the string under a key of a JSON object.
+    """Return the string that a JSON object stores under a key.
 
     Args:
         row: JSON object.
@@ -320,7 +333,7 @@ def text_entry(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def has_surrogates(text: str) -> bool:
-    r"""Return whether a text contains half of a surrogate pair (``\ud83d`` alone in JSON), which UTF-8 cannot encode."""
+    r"""Return whether a string contains an unpaired surrogate, such as ``\ud83d``, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -329,14 +342,16 @@ def has_surrogates(text: str) -> bool:
 
 
 def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
-    """Iterate over the text of a binary stream in pieces, decoded as UTF-8, UTF-16 or UTF-32.
+    """Decode a binary stream piece by piece, and yield the text of each piece.
+
+    A byte order mark selects UTF-8, UTF-16 or UTF-32. Without a mark, the encoding is UTF-8.
 
     Args:
         stream: binary stream, read from its current position.
         where: name of the file, for error messages.
 
     Raises:
-        NotTextError: if the stream is not text in a supported encoding.
+        NotTextError: if the stream is not text in the selected encoding.
     """
     data = stream.read(CHUNK)
     _check_signature(data, where)
@@ -378,14 +393,14 @@ def _reject_nul(where: str, line: int) -> None:
 
 
 def _check_signature(head: bytes, where: str) -> None:
-    """Check that a file does not begin with the signature of a binary format.
+    """Check that a file does not begin with the signature of a binary format, such as PDF or ZIP.
 
     Args:
         head: first bytes of the file.
         where: name of the file, for error messages.
 
     Raises:
-        NotTextError: if the file has one of :data:`SIGNATURES`.
+        NotTextError: if the file begins with such a signature.
     """
     for signature, name, way_out in SIGNATURES:
         if not head.startswith(signature):

@@ -1,4 +1,4 @@
-"""Loader of batches that resumes a run with exactly the next sample, from the number of batches trained."""
+"""Batch loader that resumes training with exactly the next sample, given the number of batches already trained on."""
 
 from __future__ import annotations
 
@@ -31,31 +31,36 @@ log = logging.getLogger(__name__)
 
 
 def sample_groups(source: SampleSource) -> np.ndarray | None:
-    """Return the group number of each sample, ``[samples]`` int64; None if all samples of the source have the same shape.
+    """Return the shape group of each sample in a data set; None if all samples have the same shape.
 
-    A group consists of the samples with the same shape. A batch contains samples of one group only.
+    Args:
+        source: data set.
+
+    Returns:
+        Group number of each sample, ``[samples]`` int64. Samples with the same number have the same shape, and a batch contains
+        samples of one group only. The result is None if the data set has no groups.
     """
     groups: np.ndarray | None = getattr(source, "groups", None)
     return groups
 
 
 class _SeededSamples(Dataset):
-    """Dataset that seeds the random generators before it reads a sample, and may replace a broken sample by the next one.
+    """PyTorch data set that seeds the random generators before it reads a sample, and can replace broken samples.
 
-    Its index is a :class:`Ticket` instead of a number. The entry ``skipped`` of a sample lists the broken samples that it
-    replaces, as pairs of index and error message.
+    A sample is requested with a :class:`Ticket`, which contains its index and the epoch. The entry ``skipped`` of a returned
+    sample lists the broken samples that it replaces, as pairs of index and error message.
 
     Args:
-        source: source of the samples.
-        seed: seed of the run.
-        skip_broken: whether a broken sample is replaced by the next good one; otherwise it is an error.
+        source: data set to read.
+        seed: seed of the training run.
+        skip_broken: True to replace a broken sample with the next sample that can be read; False to raise an error.
     """
 
     def __init__(self, source: SampleSource, seed: int, skip_broken: bool) -> None:
         self.source, self.seed, self.skip_broken = source, seed, skip_broken
 
     def __getitems__(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
-        """Read all samples of one batch. PyTorch's DataLoader calls this method once for each batch."""
+        """Read all samples of one batch; PyTorch's DataLoader calls this method once for each batch."""
         # Without workers, samples must not reseed the generators of the training step; saving and restoring them takes as
         # long as reading a small image, so it happens once per batch.
         with kept_random_state() if get_worker_info() is None else nullcontext():
@@ -77,7 +82,7 @@ class _SeededSamples(Dataset):
                     raise
 
     def _following(self, index: int) -> int:
-        """Return the index of the next sample with the same shape as a broken one; the first sample follows the last."""
+        """Return the index of the next sample with the same shape as sample ``index``; the first sample follows the last."""
         groups = sample_groups(self.source)
         if groups is None:
             return (index + 1) % len(self.source)
@@ -86,13 +91,12 @@ class _SeededSamples(Dataset):
 
 
 def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples into a batch of stacked tensors; the entry ``skipped`` lists the broken samples that were replaced."""
     skipped = [broken for sample in samples for broken in sample.pop("skipped")]
     return {**default_collate(samples), "skipped": skipped}
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """Batch sampler that yields the batches stored in ``pending``, which the loader sets before each pass."""
+    """Batch sampler over the batches in the iterator ``pending``, which the loader sets before each pass over the data."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())
@@ -105,9 +109,9 @@ class Progress(NamedTuple):
     """Position of a training run in its data.
 
     Attributes:
-        epoch: number of the epoch, from 0.
-        done: number of batches of this epoch that the run has trained on.
-        steps: maximum number of batches in an epoch; None for all.
+        epoch: number of the epoch, counted from 0.
+        done: number of batches of this epoch on which the run has already trained.
+        steps: maximum number of batches in an epoch; None if an epoch has no such limit.
     """
 
     epoch: int = 0
@@ -116,10 +120,10 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Return the number of samples of a batch that each process reads.
+    """Return how many samples of each batch one process reads.
 
     Args:
-        batch_size: number of samples in a batch over all processes together.
+        batch_size: number of samples in a batch, summed over all processes.
         world: number of processes.
 
     Raises:
@@ -141,24 +145,27 @@ WORKER_SECONDS = 120
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Install signal handlers that let a worker process run for :data:`WORKER_SECONDS` more seconds after a stop signal.
+    """Install signal handlers that let a worker process continue for 120 seconds after a stop signal.
 
-    Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If workers ended at once, training
-    would fail before it has saved a checkpoint.
+    Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If worker processes ended at once,
+    training would fail before it could save a checkpoint.
 
     Args:
-        worker: number of the worker, which the DataLoader passes; not used.
+        worker: number of the worker process. PyTorch's DataLoader passes it, and it is not used.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield batches unchanged, but raise an error of a worker process with its message alone, without the worker's traceback.
+    """Iterate over batches, and shorten the errors of worker processes to their message, without the worker's traceback.
+
+    Args:
+        batches: iterator of a PyTorch DataLoader.
 
     Raises:
-        BrokenSampleError: if a worker could not use a sample.
-        ShardUnavailableError: if a worker could not fetch a shard.
+        BrokenSampleError: if a worker process cannot use a sample.
+        ShardUnavailableError: if a worker process cannot download a shard.
     """
     try:
         yield from batches
@@ -170,29 +177,31 @@ def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
 
 
 class ResumableLoader:
-    """Loader of batches in an order that depends only on seed and epoch.
+    """Batch loader whose sample order depends only on seed and epoch, so that training resumes with exactly the next sample.
 
-    Batches are dicts of stacked tensors with the entries of the source and ``valid``, ``[B]`` bool, which is False for samples
-    that only fill up an evaluation batch. Lightning uses the loader unchanged, adds no sampler, and saves its ``state_dict``
-    in checkpoints.
+    Each batch is a dict. It has the entries of the samples, stacked into tensors, and the entry ``valid``, ``[B]`` bool for B
+    samples. ``valid`` is False for samples that only fill up an evaluation batch. Lightning adds no sampler of its own, and
+    saves the loader's ``state_dict`` in checkpoints.
 
     Args:
-        source: source of the samples.
-        batch_size: number of samples in a batch over all processes together.
-        train: whether to shuffle samples, drop the last incomplete batch, and skip broken samples; otherwise every sample is
-            read once, in order, and a broken one is an error.
-        seed: seed of the order and of each sample's random numbers.
+        source: data set to read.
+        batch_size: number of samples in a batch, summed over all processes.
+        train: True for training: samples are shuffled, the last incomplete batch is dropped, and broken samples are skipped.
+            False for evaluation: every sample is read once, in a fixed order, and a broken sample is an error.
+        seed: seed of the sample order and of the random numbers for each sample.
         rank: rank of this process.
         world: number of processes.
-        window: number of shards that are shuffled together, see :func:`lightning_mhla.data.sampling.epoch_order`.
-        max_skipped: number of different broken samples that this process may skip, with one warning each, before an error.
-        progress: function that returns the position of the training run, called at the start of each pass.
+        window: number of shards whose samples are shuffled together; None to shuffle the samples of all shards together.
+        max_skipped: maximum number of different broken samples that this process skips, with a warning for each.
+        progress: function that returns the position of the training run in its data. It is called before each pass.
         num_workers: number of worker processes.
-        ahead: function that creates a prefetcher from the shard number of each sample in reading order; None to not prefetch.
-        repeats: number of times in a row that a training sample occurs, see :func:`lightning_mhla.data.sampling.repeated`.
+        ahead: function that takes the shard number of each sample in reading order, and returns a context manager that
+            downloads shards ahead; None if shards are not downloaded ahead.
+        repeats: number of consecutive times that each training sample occurs in an epoch.
 
     Raises:
-        ValueError: if the batch size is not a multiple of the number of processes, or there are too few samples for one batch.
+        ValueError: if the batch size is not a multiple of the number of processes, or the data set has too few samples for one
+            batch.
     """
 
     def __init__(
@@ -235,12 +244,12 @@ class ResumableLoader:
         )
 
     def __len__(self) -> int:
-        """Number of batches in a complete epoch."""
+        """Return the number of batches in a complete epoch."""
         counts = [len(self.source)] if self.groups is None else np.bincount(self.groups).tolist()
         return sum(count // self.batch_size if self.train else -(-count // self.batch_size) for count in counts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the remaining batches of the current epoch."""
+        """Iterate over the training batches that remain in the current epoch, or over all evaluation batches."""
         order, copies, epoch = self._order()
         if self.train:
             self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world, copies)
@@ -257,11 +266,11 @@ class ResumableLoader:
                 yield batch
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Compute which samples remain in the epoch, in reading order, for all processes together.
+        """Determine the samples that remain to be read in the current epoch, in reading order, for all processes together.
 
         Returns:
-            Index of each remaining sample, ``[n]`` int64; number of its earlier occurrences in the epoch, ``[n]`` int64; number
-            of the epoch.
+            Indices of these samples, ``[n]`` int64; how often each sample has already occurred in the epoch, ``[n]`` int64; and
+            the number of the epoch.
         """
         if not self.train:
             order = np.arange(len(self.source))
@@ -296,7 +305,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator of torch's DataLoader, which owns the worker processes. Lightning reads this attribute to end them."""
+        """Iterator of PyTorch's DataLoader, which owns the worker processes. Lightning reads this attribute to end them."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -304,32 +313,34 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of samples, to compare them when a run resumes."""
+        """Return the options that determine the sample order, which are saved in checkpoints and compared on resume."""
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the order of samples is the same as in a checkpoint, unless the run has not trained on a batch yet.
+        """Check that a checkpoint was saved with the same sample order.
+
+        The check is skipped if training resumes at its very first batch, where a different order does no harm.
 
         Args:
-            state: result of :meth:`state_dict` in the checkpoint.
+            state: state of the loader in the checkpoint, as returned by :meth:`state_dict`.
 
         Raises:
-            ValueError: if the orders differ.
+            ValueError: if an option that determines the order, such as the batch size or the seed, differs.
         """
         epoch, done, _ = self.progress()
         if epoch or done:
             self.check_order(state)
 
     def check_order(self, state: dict[str, Any]) -> None:
-        """Check that the order of samples is the same as in a checkpoint.
+        """Check that a checkpoint was saved with the same sample order.
 
         Args:
-            state: result of :meth:`state_dict` in the checkpoint.
+            state: state of the loader in the checkpoint, as returned by :meth:`state_dict`.
 
         Raises:
-            ValueError: if an option that determines the order differs.
+            ValueError: if an option that determines the order, such as the batch size or the seed, differs.
         """
         for key, current in self.state_dict().items():
             saved = state.get(key, UNSAID.get(key, current))

@@ -1,4 +1,4 @@
-"""Base class of data modules: a domain implements its sources, and the base class makes resumable loaders of them."""
+"""Base class of data modules, which wraps the data set of each stage in a loader that resumes exactly."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from lightning_mhla.system.redaction import check_secrets
 
 
 class ShardSets:
-    """Training and validation shards of a data module, found or downloaded when they are needed.
+    """Locations of the training and validation data of a data module, with methods to find, download and read its shards.
 
     Args:
-        train: location of the training shards, see :func:`find_shards`.
-        val: location of the shards for validation and tests, see :func:`find_shards`.
+        train: location of the training data: a folder, path pattern or URL of tar shards, a list of these, or a folder with one
+            subfolder per class.
+        val: location of the data for validation and tests, in one of these forms.
         options: options for reading shards and keeping downloads.
     """
 
@@ -40,14 +41,22 @@ class ShardSets:
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
-        """Find or download the shards that a trainer needs for its current stage, and read the lists of files in them."""
+        """Find or download the shards that a trainer needs for its current stage, and read the table of files in each shard.
+
+        Args:
+            trainer: trainer that is about to start; None to do nothing.
+        """
         stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
         for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
             if self.class_folder(stage) is None:
                 self.reader(stage)
 
     def class_folder(self, stage: str) -> Path | None:
-        """Return the folder of a stage if it has one subfolder of samples per class; None for all other locations."""
+        """Return the folder with the data of a stage if it has one subfolder per class; None if the data is in shards.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
         location = self.locations[stage]
         folder = Path(location) if isinstance(location, str) else None
         if folder is None or not folder.is_dir() or holds_shards(folder):
@@ -55,27 +64,39 @@ class ShardSets:
         return folder if visible_folders(folder) else None
 
     def find(self, stage: str) -> list[Path]:
-        """Return the local paths of the shards of a stage, after downloading them if needed."""
+        """Return the local paths of the shards for a stage.
+
+        Remote shards are downloaded first or, if the option ``cache_bytes`` is set, when they are read.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
         locations = self.locations[stage]
         for location in [locations] if isinstance(locations, str) else locations:
             check_secrets(str(location), f"data.{'train' if stage == 'train' else 'val'}")
         return find_shards(locations, self.cache, self.streamed)
 
     def reader(self, stage: str) -> ShardReader:
-        """Create a reader of the shards of a stage."""
+        """Create a reader of the shards for a stage.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
-        """Return a function that creates the prefetcher for a stage; None if the stage has no shards in the streaming cache.
-
-        The argument of the function is the shard number of each sample in reading order.
+        """Return a function that creates a context manager for downloading the shards of a stage ahead of their use.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
             window: number of shards that are shuffled together; None for all.
 
+        Returns:
+            Function that takes the shard number of each sample in reading order, and returns the context manager. None if no
+            shard of the stage is downloaded during training.
+
         Raises:
-            ValueError: if ``window`` shards and one more, which is prefetched, do not fit in the cache.
+            ValueError: if the cache has no room for ``window`` shards and one more that is downloaded ahead.
         """
         streamed = self.streamed
         if streamed is None or self.class_folder(stage) is not None:
@@ -93,31 +114,39 @@ TRAINED = "batches_trained"
 
 
 def batches_trained(trainer: Trainer) -> int:
-    """Return the number of batches that a run has trained on since its first start, across resumes."""
+    """Return the total number of batches that a run has trained on, including those before it was interrupted and resumed."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.total
     return progress.processed  # type: ignore[attr-defined]  # Lightning's annotation names the base class
 
 
 def data_batch_size(state: dict[str, Any]) -> int | None:
-    """Return the batch size that a checkpoint stores in the state of the data module; None if it stores none."""
+    """Return the batch size that a data module has saved in a checkpoint; None if it has saved none.
+
+    Args:
+        state: state of the data module in the checkpoint.
+    """
     size = state.get("batch_size", len(state.get("rows") or ()))
     return size if isinstance(size, int) and size > 0 else None
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the rank of this process and the number of processes for dividing samples; (0, 1) without a trainer."""
+    """Return the rank of this process and the number of processes among which samples are divided.
+
+    Without a trainer, the result is ``(0, 1)``.
+    """
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 
 
 class ResumableDataModule(LoggedApart, LightningDataModule):
-    """Base class of data modules whose loaders resume with the very next sample; subclasses implement :meth:`source`.
+    """Base class of data modules whose training loader resumes with exactly the next sample.
+
+    Subclasses implement :meth:`source`, which returns the data set of a stage.
 
     Args:
-        batch_size: number of samples in a batch over all processes together, so that training does not depend on the number of
-            processes; must be a multiple of the number of processes.
+        batch_size: number of samples in a batch, summed over all processes. It must be a multiple of the number of processes.
         num_workers: number of worker processes that read samples, for each training process.
-        seed: seed of the order and random numbers of the samples; null for that of ``seed_everything``.
+        seed: seed of the sample order and of the random numbers for each sample; null to use the seed of ``seed_everything``.
         shards: options for reading shards and keeping downloads.
     """
 
@@ -149,14 +178,18 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:
-        """Create the source of samples for a stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Create the data set for a stage.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
         raise NotImplementedError
 
     def train_dataloader(self) -> ResumableLoader:
-        """Create the loader of shuffled training batches, which resumes after the batches that the trainer has processed.
+        """Create the loader of shuffled training batches, which continues after the batches already trained on.
 
         Raises:
-            ValueError: if the order of samples differs from that of the checkpoint to resume from.
+            ValueError: if the checkpoint to resume from was saved with a different sample order.
         """
         loader = self._loader("train", train=True)
         if self._trained_with is not None:
@@ -167,24 +200,24 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
-        """Create the loader of validation batches, which together contain every sample once."""
+        """Create the loader of validation batches, which together contain every sample exactly once."""
         return self._loader("validate")
 
     def test_dataloader(self) -> ResumableLoader:
-        """Create the loader of test batches, which together contain every sample once."""
+        """Create the loader of test batches, which together contain every sample exactly once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """Create the loader of prediction batches, which together contain every sample once."""
+        """Create the loader of prediction batches, which together contain every sample exactly once."""
         return self._loader("predict")
 
     def _progress(self) -> Progress:
-        """Return the position of the run, from which the training loader continues.
+        """Return the current position of the run in its training data.
 
-        With ``overfit_batches``, the epoch is always 0, so that every epoch has the same order.
+        With the trainer option ``overfit_batches``, the epoch is always 0, so that every epoch has the same order.
 
         Raises:
-            ValueError: if the epochs of the checkpoint had a different number of batches.
+            ValueError: if the checkpoint to resume from was saved with a different number of batches in an epoch.
         """
         assert self.trainer is not None
         steps = int(self.trainer.num_training_batches)
@@ -200,20 +233,20 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of training samples, and the number of batches that were trained on."""
+        """Return the options that determine the order of training samples, and the number of batches trained on."""
         return {**self._order, TRAINED: batches_trained(self.trainer)} if self.trainer is not None else self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that the order of training samples is the same as in a checkpoint.
+        """Check that a checkpoint was saved with the same order of training samples.
 
-        The training loader is compared now if it exists, otherwise when it is created. A checkpoint from before the first batch
-        is not compared: Lightning's BatchSizeFinder restores one with a different batch size.
+        The check is made at once if the training loader exists, and otherwise when it is created. A checkpoint from before the
+        first batch is not checked, because Lightning's BatchSizeFinder restores such a checkpoint with a different batch size.
 
         Args:
-            state_dict: result of :meth:`state_dict` in the checkpoint.
+            state_dict: state of the data module in the checkpoint, as returned by :meth:`state_dict`.
 
         Raises:
-            ValueError: if the orders differ.
+            ValueError: if an option that determines the order, such as the batch size or the seed, differs.
         """
         if state_dict.get(TRAINED) == 0:
             return

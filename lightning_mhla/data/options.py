@@ -1,4 +1,4 @@
-"""Options shared by all data modules that read shards."""
+"""Options shared by all data modules that read tar shards."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """Options for reading shards and keeping downloads.
+    """Options for reading tar shards and keeping downloaded shards.
 
     Args:
-        max_skipped: number of broken training samples that one process skips, with a warning each, before it stops.
+        max_skipped: maximum number of broken training samples that one process skips, with a warning for each. One more broken
+            sample is an error.
         shuffle_window: number of shards whose samples are shuffled together; null shuffles all samples together.
-        cache_dir: folder for downloaded shards, and for file tables of shards in read-only folders; null for the user's cache
-            folder.
-        cache_bytes: maximum size in bytes of the downloaded shards in cache_dir; shards are prefetched, and removed after use.
-            null downloads all shards before training and keeps them.
+        cache_dir: folder for downloaded shards. If the folder of the shards is read-only, lists of the files in them are also
+            saved here. null for the user's cache folder.
+        cache_bytes: maximum size in bytes of the downloaded shards in cache_dir. Shards are downloaded shortly before they are
+            read, and removed after use. null downloads all shards before training and keeps them.
 
     Raises:
         ValueError: if a number is too small.

@@ -1,9 +1,9 @@
-"""Record of the files that shards were made from, to detect changes when the command that writes them is called again.
+"""Records of the files that shards were made from, which show whether an interrupted command can be resumed.
 
-``PREFIX-origins.jsonl.gz`` contains the options, then a line for each sample or source file; ``PREFIX-manifest.json`` contains
-only the options, for people to read. A file counts as unchanged if its size and either its change time or its digest are the
-recorded ones: the change time (``st_ctime``) cannot be set back, and the digest recognizes copies and files that were only
-touched.
+For shards ``PREFIX-0000.tar`` and so on, ``PREFIX-origins.jsonl.gz`` contains the options of the command, then a line for each
+sample or source file. ``PREFIX-manifest.json`` contains only the options, for people to read. A file counts as unchanged if its
+size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the change time back.
+With the digest, copies and files that were rewritten with the same content also count as unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PACKED = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of one or more samples of a shard: files, and any other value that the samples depend on.
+    """Files and other inputs from which one or more samples of a shard are made.
 
     Attributes:
-        name: name of the origin, such as a relative path; unique among the origins of a command.
+        name: name of the origin, such as the relative path of a file. The name is unique within a set of shards.
         files: files that the samples are read from.
-        note: anything else that a sample depends on, such as its label or its caption.
+        note: any other input of the samples as text, such as a label or a caption.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Origin:
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
-    """Return one origin for each shard, for a command that makes new shards from existing ones.
+    """Return one :class:`Origin` for each existing shard, to record that new shards are made from the samples in it.
 
-    If all file names differ, an origin is named after the file without its folder, so that the shards may be moved. Otherwise,
-    its name is the path of the shard.
+    The name of an origin is the file name of its shard, so that the shards may be moved. If two shards have the same file name,
+    the complete paths are used instead.
     """
     unique = len({path.name for path in shards}) == len(shards)
     return [Origin(path.name if unique else str(path), (path,)) for path in shards]
@@ -62,11 +62,11 @@ def shard_origins(shards: Sequence[Path]) -> list[Origin]:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """Paths of all shards in a folder with the same prefix, ``PREFIX-0000.tar`` and so on, and of the files beside them.
+    """Paths of the shards ``PREFIX-0000.tar`` and so on in a folder, and of the files that describe them.
 
     Args:
         folder: folder of the shards.
-        prefix: prefix of the shards' names.
+        prefix: prefix of the shard names, such as ``"train"``.
     """
 
     folder: Path
@@ -83,15 +83,15 @@ class ShardSet:
         return self.folder / f"{self.prefix}-origins.jsonl.gz"
 
     def finished(self) -> list[Path]:
-        """List the paths of the complete shards, in order."""
+        """List the paths of all complete shards, sorted by name."""
         pattern = re.compile(re.escape(self.prefix) + r"-\d+\.tar")
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
     def delete(self) -> None:
-        """Delete the shards, the saved tables of their contents, and the two files that record options and origins.
+        """Delete all shards with this prefix, the saved lists of the files in them, and the record of what they were made from.
 
         Raises:
-            ValueError: if shards exist without a record of options and origins, so that the user may have made them.
+            ValueError: if shards exist without such a record, because the user may have made them with a different program.
         """
         if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
             raise ValueError(
@@ -108,23 +108,25 @@ class ShardSet:
 def resume_order(
     shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
 ) -> list[int | None]:
-    """Record the options and origins of new shards, or check that an interrupted command may add the missing shards.
+    """Record in a file what new shards are made from, or check that an interrupted command may write the missing shards.
 
-    Complete shards stay as they are, so the origins of their samples must not have changed. Origins of all other samples may
-    have been repaired or removed.
+    Complete shards are not written again, so the origins of their samples (the files and other inputs that they are made from)
+    must not have changed. The origins of all other samples may have been repaired or removed.
 
     Args:
         shards: shards to write or complete.
         options: JSON values that the samples depend on.
-        origins: origins of the samples, in the order in which they are written.
-        per_shard: number of samples in a shard, one sample for each origin; None if the samples of a shard cannot be assigned
-            to single origins, so that no origin may change.
+        origins: files and other inputs of the samples, in the order in which the samples are written.
+        per_shard: number of samples in a shard if each sample has one origin; None if samples cannot be assigned to single
+            origins. With None, no origin may change once a shard is complete.
 
     Returns:
-        Index into ``origins`` of each sample, in the recorded order; None if the origin no longer exists.
+        For each sample, in the order of the record file, the index of its origin in ``origins``; None if the origin no longer
+        exists.
 
     Raises:
-        ValueError: if options or origins of complete shards have changed, or there is no record of them.
+        ValueError: if complete shards exist, and they have no record, the options have changed, an origin was added, or an
+            origin of a complete shard was changed or removed.
     """
     options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)
@@ -162,15 +164,15 @@ def resume_order(
 
 
 def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard: int | None) -> None:
-    """Check, once all shards are complete, that no source file has changed while they were written.
+    """Check that no source file of a set of complete shards changed while the shards were being written.
 
     Args:
         shards: set of complete shards.
-        origins: origins as passed to :func:`resume_order`.
-        per_shard: number of samples in a shard, or None, as passed to :func:`resume_order`.
+        origins: files and other inputs of the samples, in the order in which the samples are written.
+        per_shard: number of samples in a shard if each sample has one origin; otherwise None.
 
     Raises:
-        ValueError: if a file differs from its record.
+        ValueError: if a source file has changed since :func:`resume_order` recorded it.
     """
     written = _read(shards)
     if written is None:
@@ -190,13 +192,13 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Sample in the record of an earlier call, compared with its source files as they are now.
+    """Sample in the record of a set of shards, and the current state of its origin: the files that it is made from.
 
     Attributes:
         name: name of the sample's origin.
-        place: ``"open"`` if the shard of the sample is not written yet, ``"used"`` if the shard contains the sample, or
+        place: ``"open"`` if the sample's shard is not written yet, ``"used"`` if the shard contains the sample, or
             ``"skipped"`` if the shard was written without it.
-        origin: index of the origin in the list of this call; None if it no longer exists.
+        origin: index of the sample's origin among the current origins; None if the origin no longer exists.
         changed: whether the origin has changed since it was recorded.
     """
 
@@ -230,17 +232,17 @@ def _places(shards: ShardSet, count: int, per_shard: int | None) -> list[str]:
 
 
 def sample_key(number: int) -> str:
-    """Return the key of a sample in its shard: its number, padded to eight digits."""
+    """Return the key of a sample in its shard: the sample number, padded with zeros to eight digits."""
     return f"{number:08d}"
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe what has changed since the options and origins were recorded; an empty string if nothing has.
+    """Describe how the inputs of shards differ from those recorded when the shards were begun; empty if they do not differ.
 
     Args:
-        begun_with: recorded options of the shards.
-        options: options of this call.
-        changes: names of origins by the kind of change, such as ``"removed"``.
+        begun_with: recorded options of the command that writes the shards.
+        options: its current options.
+        changes: names of origins, such as file paths, under the keys ``"changed"``, ``"added"`` and ``"removed"``.
     """
     parts = [
         f"{name} was {begun_with.get(name)!r} and is {value!r}"
@@ -287,7 +289,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the record with which later calls compare their options and origins, and a readable copy of the options."""
+    """Write the options and origins of shards to the file that is read on resume, and the options to a readable JSON file."""
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
@@ -296,7 +298,12 @@ def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping
 
 
 def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Read the recorded options and origins of shards; None if the record is missing or cannot be read."""
+    """Read the file that records what shards were made from.
+
+    Returns:
+        Options of the command, and a dict with ``name``, ``note`` and ``files`` for each :class:`Origin`. None if the file is
+        missing or not valid.
+    """
     try:
         _check_unpacked(shards.origins)
         rows = (json.loads(line) for line in iterate_lines(shards.origins))
@@ -309,10 +316,10 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that a compressed record of origins does not expand to an excessive size.
+    """Check that the compressed record of what shards were made from does not expand to an excessive size.
 
     Raises:
-        ValueError: if it expands to more than 1 MiB, and to more than :data:`PACKED` times its compressed size.
+        ValueError: if it expands to more than 1 MiB, and to more than 64 times its compressed size.
     """
     most = max(PACKED * path.stat().st_size, 1 << 20)
     with gzip.open(path) as stream:
@@ -324,7 +331,7 @@ def _check_unpacked(path: Path) -> None:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Return whether a file is a manifest of shards that this package wrote."""
+    """Return whether a file is a manifest: a JSON file written by this package with the options that shards were made with."""
     try:
         return isinstance(read_json(file).get("samples"), int)
     except (OSError, ValueError):
@@ -334,12 +341,12 @@ def _is_manifest(file: Path) -> bool:
 def _is_begun(
     written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
 ) -> bool:
-    """Return whether an earlier call recorded the same options and the same names of origins as this call.
+    """Return whether the record of a set of shards agrees with the current options and names of origins.
 
     Args:
-        written: options and origins in the record of the earlier call; None if there is no record, which gives False.
-        options: options of this call.
-        origins: origins of this call.
+        written: recorded options and origins; None if there is no record.
+        options: current options of the command that writes the shards.
+        origins: files and other inputs that the shards are now made from.
     """
     if written is None:
         return False

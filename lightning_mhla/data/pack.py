@@ -1,4 +1,4 @@
-"""Packing of folders with captioned files into WebDataset shards, without changing the files."""
+"""Packing of a folder of captioned files into WebDataset shards, without changing the content of the files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Packing:
     """Options of a command that packs the files of a folder into shards.
 
     Attributes:
-        target: folder of the shards, created if missing.
-        prefix: prefix of the shards' names.
+        target: folder to write the shards to, created if it does not exist.
+        prefix: prefix of the shard names.
         per_shard: number of samples in a shard.
-        seed: seed of the shuffled order of the samples.
-        max_skipped: number of broken samples that are left out before the command stops.
-        force: whether to delete the shards of an earlier call first.
+        seed: seed for shuffling the samples.
+        max_skipped: maximum number of broken samples that are left out. One more broken sample is an error.
+        force: whether to delete existing shards with the same prefix first.
     """
 
     target: Path
@@ -37,22 +37,22 @@ class Packing:
 def pack_captioned(
     source: Path, extensions: Sequence[str], check: Callable[[bytes, str], object], caption_key: str, packing: Packing
 ) -> tuple[list[Path], int]:
-    """Pack a folder of captioned files into WebDataset shards; see ``lightning prepare captions --help``.
+    """Pack a folder of captioned files into WebDataset shards, without changing the content of the files.
 
     Args:
-        source: folder of the files.
-        extensions: extensions of the files, without the dot.
-        check: function of a file's content and name that raises BrokenSampleError if the file is broken.
-        caption_key: key of the caption, or list of captions, in a ``.json`` file or a line of ``metadata.jsonl``.
+        source: folder of the captioned files.
+        extensions: extensions of the captioned files, without the dot.
+        check: function that takes the content and the location of a file, and raises BrokenSampleError if the file is broken.
+        caption_key: JSON key of the caption, or of the list of captions, in a ``.json`` file or a line of ``metadata.jsonl``.
         packing: options of the shards.
 
     Returns:
-        Paths of the shards, and the number of files in ``source`` that they do not contain.
+        Paths of the shards, and number of captioned files in ``source`` that were left out.
 
     Raises:
         FileNotFoundError: if ``source`` contains no files with these extensions.
-        BrokenSampleError: if more than ``max_skipped`` files are broken.
-        ValueError: if the target contains shards that were made from files that have changed since, or with different options.
+        BrokenSampleError: if more than ``packing.max_skipped`` files are broken.
+        ValueError: if shards in the target folder were made with different options, or from files that have changed since.
     """
     files = FolderFiles(source, extensions, caption_key)
 

@@ -1,6 +1,6 @@
-"""Remote files: permitted URLs, local paths, and downloads that resume after failures.
+"""Downloads of remote files that resume after failures, with rules for permitted URLs and local paths.
 
-Longer than other modules: it handles the failures of several network libraries.
+This module is longer than others because it handles the failures of several network libraries.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ SIDE_FILES = ("manifest.json", "empty-caption.npy", "classes.txt")
 
 
 class DownloadStoppedError(Exception):
-    """Raised when a download is canceled because it is no longer needed."""
+    """Raised when a download is canceled because the file is no longer needed."""
 
 
 def url_scheme(name: str) -> str | None:
-    """Return the scheme of a URL; None for a local path.
+    """Return the scheme of a URL, such as ``"https"``; None for a local path.
 
     Raises:
-        ValueError: if the scheme is not one of :data:`SCHEMES`.
+        ValueError: if the scheme is not http, https, s3, gs or hf, or if the URL has ``***`` in place of a secret, as in
+            saved options.
     """
     match = re.match(r"^([A-Za-z][A-Za-z0-9+.-]+):", name)
     if match is None:
@@ -88,13 +89,13 @@ def url_scheme(name: str) -> str | None:
 
 
 def kept_at(url: str, folder: Path) -> Path:
-    """Compute the local path at which a downloaded shard is stored, always with the suffix ``.tar``.
+    """Return the local path at which a downloaded shard is stored; the path always ends in ``.tar``.
 
-    Shards of one remote folder with the same query are stored in one local folder.
+    Shards from the same remote folder, with the same query string, share one local folder.
 
     Args:
         url: URL of the shard.
-        folder: root folder of the downloads.
+        folder: root folder of all downloads.
     """
     address, _, query = url.partition("?")
     parent, _, name = address.rpartition("/")
@@ -104,15 +105,15 @@ def kept_at(url: str, folder: Path) -> Path:
 
 
 def is_kept_folder(name: str) -> bool:
-    """Return whether a folder name has the form that :func:`kept_at` gives to folders of downloaded shards."""
+    """Return whether a name consists of 16 hexadecimal digits, like the names of folders for downloaded shards."""
     return re.fullmatch(r"[0-9a-f]{16}", name) is not None
 
 
 def remote_size(url: str) -> int:
-    """Ask the server for the size of a remote file, in bytes.
+    """Ask a server for the size of a remote file, and return it in bytes.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist on the server.
         ShardUnavailableError: if the server does not answer, or does not report the size.
     """
     failures = 0
@@ -131,12 +132,12 @@ def remote_size(url: str) -> int:
 
 @dataclass(frozen=True)
 class Version:
-    """Version of a remote file as its server reports it; a download resumes only if the version is unchanged.
+    """Version of a remote file as its server reports it. A download resumes only if the version is unchanged.
 
     Attributes:
-        tag: HTTP entity tag (ETag); None if the server sends none.
-        written: time of the last change, as text in the server's format; None if the server sends none.
-        size: size of the complete file in bytes; None if it is not known.
+        tag: entity tag (ETag) of an HTTP server, or fsspec's key for the version on other servers; None if unknown.
+        written: time of the last change, as text in the server's format; None if unknown.
+        size: size of the complete file in bytes; None if unknown.
     """
 
     tag: str | None = None
@@ -144,14 +145,14 @@ class Version:
     size: int | None = None
 
     def differs(self, later: Version) -> bool:
-        """Return whether two versions differ in an attribute that is known for both."""
+        """Return whether this version differs from ``later`` in an attribute that is known for both."""
         pairs = ((self.tag, later.tag), (self.written, later.written), (self.size, later.size))
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
     def condition(self) -> dict[str, str]:
-        """Return an HTTP header that makes a server send the rest of a file only if the file still has this version.
+        """Return an ``If-Range`` header, with which a server sends the rest of a file only if this version is still current.
 
-        The result is empty if the server sent neither a strong ETag nor a time of change.
+        The result is an empty dict if the server reported neither a strong ETag nor a modification time.
         """
         strong = None if self.tag is None or self.tag.startswith("W/") else self.tag
         mark = strong or self.written
@@ -159,15 +160,18 @@ class Version:
 
 
 class Download:
-    """Download of one file in several attempts, each of which resumes the previous one unless the remote file has changed.
+    """Download of one file in several attempts.
+
+    Each attempt continues where the previous one ended, unless the file on the server has changed.
 
     Args:
         url: URL of the file.
         sink: seekable stream to write the file to, from the beginning.
-        most: maximum size of the file in bytes.
-        stop: event that cancels the download.
-        make_check: function that creates a check for one pass over the file. The check is called with each piece in order, and
-            may raise BrokenContentError. None for no check.
+        most: maximum size of the file in bytes. A larger file is an error.
+        stop: event that cancels the download; None if nothing cancels it.
+        make_check: function that creates a check of the content, whenever the download starts from the beginning. The check is
+            a function that receives the pieces of the file in order, and raises BrokenContentError for wrong content. None for
+            no check.
     """
 
     def __init__(
@@ -183,18 +187,18 @@ class Download:
         self.restart()
 
     def restart(self) -> None:
-        """Discard the bytes received so far, so that the next attempt starts from the beginning."""
+        """Discard the part of the file received so far, so that the next attempt starts from the beginning."""
         self.sink.seek(0)
         self.version, self.check = Version(), self.make_check()
 
     def attempt(self) -> None:
-        """Try once to download the rest of the file, from the end of the part that was already received.
+        """Try once to download the rest of the file, starting after the part that was already received.
 
         Raises:
-            ShardUnavailableError: if the file is larger than allowed, or cannot be written to the sink.
+            ShardUnavailableError: if the file is too large, or cannot be written to the local stream.
             BrokenContentError: if the check rejects the content.
-            DownloadStoppedError: if ``stop`` is set.
-            Exception: if the attempt fails. The type depends on the network library for the URL's scheme.
+            DownloadStoppedError: if the download is canceled.
+            Exception: if the attempt fails for any other reason. The type depends on the network library.
         """
         system, path = _system(self.url)
         if url_scheme(self.url) in HTTP:
@@ -260,14 +264,14 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Determine, from the headers of an HTTP response, the version of the file and the position of the received part in it.
+    """Read the version of a file, and the position in the file at which a response starts, from HTTP response headers.
 
     Args:
         answer: response of aiohttp.
-        encoded: whether the response is compressed, so that its length is not that of the file.
+        encoded: whether the response is compressed, so that its length is not the size of the file.
 
     Returns:
-        Version of the file, and offset in the file of the response's first byte; -1 if the headers give an invalid offset.
+        Version of the file, and position in bytes; -1 if the headers state no valid position.
 
     Raises:
         ShardUnavailableError: if the HTTP status is neither 200 nor 206.
@@ -292,19 +296,22 @@ def download(
     attempts: int = ATTEMPTS,
     make_check: Callable[[], Callable[[bytes], None]] | None = None,
 ) -> None:
-    """Download a remote file in several attempts. After a failure, resume if the file on the server is unchanged.
+    """Download a remote file. After a failure, continue the download if the file on the server is unchanged.
 
     Args:
         url: URL of the file.
         sink: seekable stream to write the file to, from the beginning.
-        most: maximum size of the file in bytes.
-        stop: event that cancels the download.
-        attempts: number of consecutive attempts with less than :data:`PROGRESS` bytes each before the download fails.
-        make_check: function that creates a check of the content, see :class:`Download`; None for no check.
+        most: maximum size of the file in bytes. A larger file is an error.
+        stop: event that cancels the download; None if nothing cancels it.
+        attempts: number of consecutive failures after which the download fails. An attempt that received at least 64 KiB
+            restarts this count.
+        make_check: function that creates a check of the content, whenever the download starts from the beginning. The check is
+            a function that receives the pieces of the file in order, and raises BrokenContentError for wrong content. None for
+            no check.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ShardUnavailableError: if too many attempts fail, or the file is larger than allowed.
+        FileNotFoundError: if the file does not exist on the server.
+        ShardUnavailableError: if too many attempts fail, or the file is too large.
         BrokenContentError: if the check rejects the content.
         DownloadStoppedError: if ``stop`` is set.
     """
@@ -325,17 +332,17 @@ def download(
 
 
 def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Download the files beside remote shards, such as the list of classes, unless ``folder`` has them already.
+    """Download the small files that accompany remote shards, such as lists of class names, unless they exist locally.
 
     Args:
-        urls: URLs of the shards.
-        folder: root folder of the downloads.
+        urls: URLs of the shards. Shards whose URL has a query string are ignored.
+        folder: root folder of all downloads.
 
     Yields:
-        Local path and content of each file.
+        Local path at which to store a downloaded file, and its content.
 
     Raises:
-        ForeignFileError: if such a file in ``folder`` belongs to a different user.
+        ForeignFileError: if a local file at such a path belongs to a different user.
     """
     shards = [url.rpartition("/") for url in urls if "?" not in url]
     for parent, prefix in sorted({(parent, name.rpartition("-")[0]) for parent, _, name in shards if "-" in name}):
@@ -351,7 +358,7 @@ def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]
 
 
 def _system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system for a URL, and the path of the file in it."""
+    """Return the fsspec file system for a URL, and the path of the file within this file system."""
     options: dict[str, Any] = {}
     if url_scheme(url) in HTTP:
         from aiohttp import ClientTimeout  # its own limit of five minutes cuts large shards
@@ -362,18 +369,18 @@ def _system(url: str) -> tuple[Any, str]:
 
 
 def _wait(url: str, error: Exception, failures: int, attempts: int, stop: threading.Event | None) -> None:
-    """Pause before the next attempt of a failed download, or raise an error if no attempt is left.
+    """Wait before the next attempt of a failed download, or raise an error if another attempt is pointless.
 
     Args:
         url: URL of the file.
-        error: exception that the failed attempt raised.
-        failures: number of consecutive failures.
-        attempts: number of failures after which to raise.
-        stop: event that ends the pause and cancels the download; None if nothing cancels it.
+        error: exception that ended the failed attempt.
+        failures: number of consecutive failures so far.
+        attempts: number of consecutive failures after which the download fails.
+        stop: event that ends the wait and cancels the download; None if nothing cancels it.
 
     Raises:
         FileNotFoundError: if the file does not exist, or may not be read.
-        ShardUnavailableError: if this was the last attempt, or a further one would fail in the same way.
+        ShardUnavailableError: if no attempt is left, or another one would fail in the same way.
         DownloadStoppedError: if ``stop`` is set.
     """
     error = _root(error)
@@ -398,21 +405,21 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the original error behind an error of fsspec, which raises FileNotFoundError for any failure of a server."""
+    """Return the failure that fsspec has wrapped in a FileNotFoundError, or ``error`` itself if it is not such a wrapper."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status in an error of a network library; None if it has none."""
+    """Return the HTTP status code that an error of a network library contains; None if it contains none."""
     error = _root(error)
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def _is_lasting(error: Exception) -> bool:
-    """Return whether a failure is permanent: a rejected request, an unknown host, a bad certificate, a redirection loop."""
+    """Return whether a failure is permanent, such as a rejected request, an unknown host or an invalid certificate."""
     from aiohttp import InvalidURL, NonHttpUrlClientError, RedirectClientError, TooManyRedirects
 
     status = _status(error)
@@ -429,7 +436,10 @@ def _is_lasting(error: Exception) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an error and its chain of causes, including causes in arguments and attributes of network errors."""
+    """Iterate over an error and all errors that caused it, directly or indirectly.
+
+    Network libraries store some causes in the arguments or attributes of an error, which are searched too.
+    """
     waiting, seen = [error], set[int]()
     while waiting:
         cause = waiting.pop()

@@ -1,7 +1,7 @@
-"""Order and random numbers of samples, as pure functions of seed, epoch and position.
+"""Order and random numbers of samples, as pure functions of seed, epoch and position in the data.
 
-There is no state to save: the position of a run is the number of batches that it has trained on. The order does not depend on
-the number of processes or workers: global batch b of an epoch contains the same samples however many processes share it.
+No state has to be saved: the position of a run is the number of batches that it has trained on. The order does not depend on
+the number of processes or workers. Batch b of an epoch contains the same samples, however many processes share it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Ticket(NamedTuple):
     """Request to read one sample in an epoch.
 
     Attributes:
-        epoch: number of the epoch, from 0; the random numbers of the sample depend on it.
-        index: index of the sample.
+        epoch: number of the epoch, counted from 0. The random numbers of the sample depend on it.
+        index: index of the sample in the data set.
         valid: False for a sample that only fills up a batch, so that all processes get the same number of samples.
-        copy: number of earlier occurrences of the sample in the epoch; each occurrence has its own random numbers.
+        copy: number of earlier occurrences of the sample in the epoch. Each occurrence has its own random numbers.
     """
 
     epoch: int
@@ -38,13 +38,13 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
 
     Args:
         shard_sizes: number of samples in each shard.
-        seed: seed of the run.
-        epoch: number of the epoch, from 0.
-        window: number of shards whose samples are shuffled together. Shards are shuffled first and taken in groups of this
-            number, so that only a few are read at a time. None shuffles all samples together.
+        seed: seed of the training run.
+        epoch: number of the epoch, counted from 0.
+        window: number of shards whose samples are shuffled together. The shards are shuffled first, and then divided into
+            groups of this size, so that only a few shards are read at a time. None shuffles the samples of all shards together.
 
     Returns:
-        Permutation of the samples, ``[sum(shard_sizes)]`` int64.
+        Indices of all samples in shuffled order, ``[sum(shard_sizes)]`` int64.
     """
     generator = np.random.default_rng([seed, _ORDER, epoch])
     if window is None or window >= len(shard_sizes):
@@ -59,18 +59,17 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
 
 
 def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarray:
-    """Reorder samples so that each batch is full and holds samples of one group only.
+    """Reorder samples so that each batch is full and contains samples with the same shape only.
 
-    Batches are ordered by the position that their last sample has in ``order``.
+    Batches are ordered by the position that their last sample has in ``order``. Samples that do not fill a batch are left out.
 
     Args:
         order: indices of samples in reading order, ``[n]`` int64.
-        groups: group number of each sample of the source, ``[samples]`` int64.
+        groups: group number of each sample in the data set, ``[samples]`` int64. Samples of one group have the same shape.
         batch: number of samples in a batch.
 
     Returns:
-        Indices in the new order, ``[m]`` int64. The samples that remain after the last full batch of a group are left out, so
-        that ``m <= n``.
+        Indices of samples in the new order, ``[m]`` int64 with ``m <= n``.
     """
     group_of_sample = groups[order]
     positions_by_group = [np.flatnonzero(group_of_sample == group) for group in np.unique(group_of_sample)]
@@ -84,17 +83,20 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
 def training_batches(
     order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
 ) -> Iterator[list[Ticket]]:
-    """Yield the share of this process in each training batch of an epoch, as a list of tickets.
+    """Yield the samples that this process reads from each training batch of an epoch.
 
     An incomplete last batch is left out.
 
     Args:
         order: indices of samples in reading order, ``[n]`` int64.
-        epoch: number of the epoch, from 0.
-        batch: number of samples in a batch over all processes together.
+        epoch: number of the epoch, counted from 0.
+        batch: number of samples in a batch, summed over all processes.
         rank: rank of this process.
         world: number of processes.
-        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64; None for zeros.
+        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64; None if there are none.
+
+    Yields:
+        List of ``batch // world`` tickets, each a request to read one sample.
     """
     share = batch // world
     numbers = np.zeros(len(order), np.int64) if copies is None else copies
@@ -104,32 +106,36 @@ def training_batches(
 
 
 def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat each sample for repeated augmentation, without making the epoch longer.
+    """Repeat each sample several times in a row for repeated augmentation, without making the epoch longer.
 
-    Copies of a sample follow each other ("Augment your batch", arXiv 1901.09335). An epoch of n samples contains
-    ``n / repeats`` different ones, as in DeiT's code.
+    This is the method of "Augment your batch" (arXiv 1901.09335). An epoch of n samples contains ``n / repeats`` different
+    samples, as in the code of DeiT.
 
     Args:
         order: indices of samples in reading order, ``[n]`` int64.
         repeats: number of times that each sample occurs.
 
     Returns:
-        Indices in the new order, and the number of earlier occurrences of each, ``[n]`` int64 each.
+        Indices of samples in the new order, and the number of earlier occurrences of each sample, both ``[n]`` int64.
     """
     count = len(order)
     return np.repeat(order, repeats)[:count], np.tile(np.arange(repeats), -(-count // repeats))[:count]
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Yield the share of this process in each batch of an evaluation that reads every sample once, as a list of tickets.
+    """Yield this process's part of each evaluation batch, so that all processes together read every sample once.
 
-    All processes get the same number of batches and of samples. Tickets that only fill up a batch are not ``valid``.
+    All processes get the same number of batches, and the same number of samples in each. If there are too few samples for this,
+    the last sample is read again to fill the batch, and its ticket has ``valid=False``.
 
     Args:
-        samples: number of samples.
-        batch: number of samples in a batch over all processes together.
+        samples: number of samples in the data set.
+        batch: number of samples in a batch, summed over all processes.
         rank: rank of this process.
         world: number of processes.
+
+    Yields:
+        List of tickets, each a request to read one sample.
     """
     share = batch // world
     rounds = -(-samples // batch)
@@ -141,24 +147,24 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
 
 
 def seed_sample(seed: int, ticket: Ticket) -> None:
-    """Seed the global random generators of Python, NumPy and torch's CPU before reading a sample.
+    """Seed the global CPU random generators of Python, NumPy and torch before a sample is read.
 
     Args:
-        seed: seed of the run.
-        ticket: sample to read; its epoch, index and copy select the random numbers.
+        seed: seed of the training run.
+        ticket: request for the sample. Its epoch, index and copy select the random numbers.
     """
     _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index, *([ticket.copy] if ticket.copy else [])])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the global random generators of Python, NumPy, torch's CPU and the current GPU before a training step.
+    """Seed the global random generators of Python, NumPy and torch, on the CPU and the current GPU, before a training step.
 
     Random operations of the step, such as dropout and mixup, then do not depend on earlier steps.
 
     Args:
-        seed: seed of the run.
+        seed: seed of the training run.
         step: number of training batches before this one.
-        rank: rank of this process; each rank gets different random numbers.
+        rank: rank of this process. Each rank gets different random numbers.
     """
     word = _seed_all([seed, _STEP, step, rank])
     if torch.cuda.is_initialized():
@@ -166,14 +172,14 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """Create a CPU generator whose random numbers depend only on the run's seed and the sample's index."""
+    """Create a CPU random generator whose numbers depend only on the seed of the run and the index of a sample."""
     word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word)
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Context manager that restores the global CPU random states of Python, NumPy and torch when its block ends."""
+    """Context manager that restores the global CPU random states of Python, NumPy and torch on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,7 +1,9 @@
 """Reading of WebDataset tar shards by sample index, without running shell commands or unpickling.
 
-A shard is an uncompressed tar file. The members of one sample follow each other and have the same name up to the first dot
-(``0007.jpg``, ``0007.cls``).
+A shard is an uncompressed tar file. The files of one sample are stored one after the other, and their names are equal up to the
+first dot, such as ``0007.jpg`` and ``0007.cls``.
+
+This module is longer than others because it finds shards in all supported locations, downloads them, and reads them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ OPEN_FILES = 64
 def find_shards(
     where: str | Sequence[str], cache: Path | None = None, streamed: ShardCache | None = None
 ) -> list[Path]:
-    """Return the local paths of shards, and download remote shards now or, with ``streamed``, when they are read.
+    """Find local shards and download remote shards, and return the local paths of all of them.
 
     Args:
         where: location of the shards, or a list of locations. A location has one of these forms:
@@ -51,8 +53,11 @@ def find_shards(
             - path with wildcards
             - path with braces, such as ``train-{0000..1023}.tar``
             - URL (http, https, s3, gs, hf), which may have braces
-        cache: folder for downloads; None for :func:`default_cache`.
+        cache: folder for downloads; None for the user's cache folder.
         streamed: cache that downloads remote shards only when they are read; None to download them now.
+
+    Returns:
+        Local paths of the shards, in the order of the locations. With ``streamed``, remote shards do not exist there yet.
 
     Raises:
         FileNotFoundError: if a folder, path or pattern matches no shard.
@@ -68,10 +73,10 @@ def find_shards(
 
 
 def expand_braces(name: str) -> list[str]:
-    """Expand braces in a path or URL, such as ``train-{0000..1023}.tar``, into all names that they stand for.
+    """Expand a path or URL with braces, such as ``train-{0000..1023}.tar``, into the list of names that it stands for.
 
     Raises:
-        ValueError: if the braces are not balanced, or stand for too many names.
+        ValueError: if the braces are not balanced, or the result would have more than 1,048,576 names.
     """
     start = name if len(name) <= 100 else f"{name[:100]}.."
     count = _count_names(name) if len(name) <= LONGEST_PATTERN else None
@@ -89,7 +94,10 @@ def expand_braces(name: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names that a pattern with braces stands for, without expanding it."""
+    """Count the names that a pattern with braces expands to, without expanding it.
+
+    The count may be too high for ranges of letters.
+    """
     sums, products, starts = (
         [0],
         [1],
@@ -153,23 +161,29 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Return whether a folder contains visible ``*.tar`` files, which are read as shards."""
+    """Return whether a folder contains ``*.tar`` files that are not hidden."""
     return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """Return the path of a file that all shards of a prefix share, such as ``train-manifest.json`` for ``train-00017.tar``."""
+    """Return the path of a file that all shards with the same prefix share.
+
+    Args:
+        shard: path of one of the shards, such as ``train-00017.tar``.
+        name: name of the file without the prefix, such as ``manifest.json`` for ``train-manifest.json``.
+    """
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
 class ShardReader:
-    """Reader of WebDataset shards, which reads the files (members) of any sample by the sample's number.
+    """Reader of WebDataset shards, which returns any file of a sample, given the index of the sample and the file's extension.
 
-    Samples are numbered from 0 over all shards. A shard is a tar file; members of one sample differ only in the extension.
+    Samples are numbered from 0 across all shards. The files of one sample have the same name and different extensions.
 
     Args:
-        shards: local paths of the shards, see :func:`find_shards`.
-        cache: folder for member tables if the shards' own folder is read-only; None for :func:`default_cache`.
+        shards: local paths of the shards.
+        cache: folder for saved tables of the files in shards, used if the shards' own folder is read-only; None for the user's
+            cache folder.
         streamed: cache that downloads a remote shard when it is read; None if all shards are local files.
     """
 
@@ -190,21 +204,21 @@ class ShardReader:
         self._owner = os.getpid()
 
     def __len__(self) -> int:
-        """Number of samples in all shards."""
+        """Return the number of samples in all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def describe(self, index: int) -> str:
-        """Describe the location of a sample by its shard and key, for messages."""
+        """Describe where a sample is stored, by its shard and key, for messages."""
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
         location = self._urls.get(self.shards[shard], self.shards[shard])
         return f"{location}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, extensions: Sequence[str]) -> str:
-        """Return the first of the ``extensions`` that a sample has.
+        """Return the first extension in ``extensions`` for which a sample has a file.
 
         Raises:
-            BrokenSampleError: if the sample has none of the extensions.
+            BrokenSampleError: if the sample has no file with any of these extensions.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
@@ -215,14 +229,14 @@ class ShardReader:
         raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(extensions)}, only {has}")
 
     def sort_members(self, pattern: str) -> tuple[list[str], np.ndarray]:
-        """Find, for each sample, the member whose extension matches a regular expression.
+        """Find, for each sample, the extension of its file that matches a regular expression.
 
         Args:
             pattern: regular expression for the complete extension.
 
         Returns:
-            Sorted list of all matching extensions, and for each sample the index of its extension in this list, ``[samples]``
-            int64. The index of a sample without such a member is 0, too.
+            Sorted list of all matching extensions, and the index into this list for each sample, ``[samples]`` int64. A sample
+            without a matching file has the index 0 too. If a sample has several, the index is that of any one of them.
         """
         names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
         extension_numbers = np.zeros(len(self), np.int64)
@@ -233,10 +247,13 @@ class ShardReader:
         return names, extension_numbers
 
     def count_members(self, pattern: str) -> np.ndarray:
-        """Return how many members of each sample have an extension that a regular expression matches, ``[samples]`` int64.
+        """Count, for each sample, the files whose extension matches a regular expression.
 
         Args:
             pattern: regular expression for the complete extension.
+
+        Returns:
+            Number of matching files of each sample, ``[samples]`` int64.
         """
         counts = np.zeros(len(self), np.int64)
         for table, end in zip(self.tables, self._ends, strict=True):
@@ -245,23 +262,23 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Return the size in bytes of a sample's member with the given extension."""
+        """Return the size in bytes of a sample's file with the given extension."""
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])
 
     def read(self, index: int, extension: str, start: int = 0, count: int | None = None) -> bytes:
-        """Read a member of a sample, or a part of it.
+        """Read a file of a sample, or part of it.
 
         Args:
             index: index of the sample.
-            extension: extension of the member, which the sample must have.
-            start: first byte to read.
-            count: maximum number of bytes; None for the rest of the member.
+            extension: extension of the file, which the sample must have.
+            start: position in the file of the first byte to read.
+            count: maximum number of bytes to read; None for the rest of the file.
 
         Raises:
-            BrokenSampleError: if the shard is cut short, or the member is too large to be read at once.
-            ShardUnavailableError: if the shard file has changed since this reader was created.
+            BrokenSampleError: if the shard is truncated, or more than 1 GiB would be read at once.
+            ShardUnavailableError: if the shard has changed since this reader was created, or cannot be downloaded.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
@@ -286,10 +303,14 @@ class ShardReader:
         return data
 
     def array(self, index: int, extension: str) -> np.ndarray:
-        """Read a ``.npy`` member as an array.
+        """Read a floating-point array from a sample's file in NumPy's ``.npy`` format.
+
+        Args:
+            index: index of the sample.
+            extension: extension of the file.
 
         Raises:
-            BrokenSampleError: if the member is missing, or is not an array of finite floating-point numbers.
+            BrokenSampleError: if the file is missing, or is not an array of finite floating-point numbers.
         """
         data = self.read(index, self.extension(index, (extension,)))
         try:
@@ -303,19 +324,16 @@ class ShardReader:
         return values
 
     def label(self, index: int, num_classes: int, labels: Sequence[int] | None = None) -> int:
-        """Read the class label of a sample from its ``.cls`` member.
+        """Read the class label of a sample from its ``.cls`` file.
 
         Args:
             index: index of the sample.
-            num_classes: number of classes of the data set.
-            labels: list whose entry i is the label in the data set for label i in the shards; None if both are the same.
-
-        Returns:
-            Label in the data set.
+            num_classes: number of classes. It is ignored if ``labels`` is given.
+            labels: list whose entry i replaces label i of the shards; None to leave labels unchanged.
 
         Raises:
-            BrokenSampleError: if the label is missing, or is not in the range 0 to ``num_classes - 1`` (with ``labels``, to
-                ``len(labels) - 1``).
+            BrokenSampleError: if the label is missing, or is not in the range 0 to ``num_classes - 1``. With ``labels``, the
+                range is 0 to ``len(labels) - 1``.
         """
         num_classes = num_classes if labels is None else len(labels)
         text = self.read(index, self.extension(index, ("cls",)), count=32)
@@ -346,5 +364,4 @@ class ShardReader:
         yield self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling to a worker process, without open files."""
         return {**self.__dict__, "_open": OrderedDict()}

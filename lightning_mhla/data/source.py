@@ -1,4 +1,4 @@
-"""Interface of sources, which return the samples of a data set by index, and errors for samples and shards."""
+"""Protocol of data sets that return samples by index, and errors for broken samples and unavailable shards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from lightning_mhla.system.listing import shown
 
 
 class BrokenSampleError(ValueError):
-    """Raised for a sample that cannot be used. The message names its location and the defect."""
+    """Raised for a sample that cannot be used. The message names the location of the sample and the defect."""
 
 
 class ShardUnavailableError(OSError):
-    """Raised for a shard that cannot be downloaded. It ends the run, which can resume, instead of skipping samples."""
+    """Raised for a shard that cannot be downloaded, or that has changed since the list of its files was read.
+
+    The error ends the run, so that no samples are skipped. The run can be resumed later.
+    """
 
 
 LARGEST_SAMPLE = 1 << 30
@@ -22,10 +25,10 @@ LARGEST_SAMPLE = 1 << 30
 
 
 def read_sample(path: Path) -> bytes:
-    """Read a file of a sample into memory, with a limit on its size.
+    """Read the complete file of a sample into memory.
 
     Raises:
-        BrokenSampleError: if the file has more than :data:`LARGEST_SAMPLE` bytes.
+        BrokenSampleError: if the file is larger than 1 GiB.
     """
     size = path.stat().st_size
     if size > LARGEST_SAMPLE:
@@ -34,28 +37,28 @@ def read_sample(path: Path) -> bytes:
 
 
 class BrokenContentError(ValueError):
-    """Raised for a download whose first bytes show that it is not the expected file."""
+    """Raised during a download if the bytes received so far cannot belong to the expected type of file."""
 
 
 class SampleSource(Protocol):
-    """Protocol of data sets that return a sample by index.
+    """Protocol of data sets that return samples by index.
 
-    Reading a sample may use the global random generators, which the loader seeds for each sample. A source whose samples have
-    several shapes also has an attribute ``groups``, ``[samples]`` int64, the group number of each sample. Samples of one group
-    have the same shape, and each batch contains samples of one group.
+    Reading a sample may use the global random generators, which the loader seeds for each sample. If the samples have different
+    shapes, the data set also has an attribute ``groups``, ``[samples]`` int64. Samples with the same group number have the same
+    shape, and each batch contains samples of one group only.
 
     Attributes:
-        shard_sizes: number of samples in each shard, in order; a source without shards counts as one shard.
+        shard_sizes: number of samples in each shard, in order. A data set without shards counts as one shard.
     """
 
     shard_sizes: Sequence[int]
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Read a sample: tensors and numbers with the same keys and shapes for every index.
+        """Read one sample: a dict of tensors and numbers, with the same keys for every sample.
 
         Raises:
             BrokenSampleError: if the sample cannot be used.

@@ -1,4 +1,7 @@
-"""Member tables of tar shards, which list the position of each file; saved beside the shard or in the cache folder."""
+"""Tables of the files in tar shards, which give the position of each file in its shard.
+
+A table is saved beside its shard or in the user's cache folder, so that the shard is scanned only once.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +48,20 @@ INDEX = ".index.npz"
 
 
 def default_cache() -> Path:
-    """Return the folder for downloaded shards and member tables: ``lightning-mhla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the user's cache folder for shards and file tables: ``lightning-mhla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-mhla"
 
 
 @dataclass(frozen=True, eq=False)
 class MemberTable:
-    """Table of the files (members) in one tar shard, by sample and extension.
+    """Table with the position and size of each file in a tar shard, with one row per sample and one column per extension.
 
     Attributes:
-        keys: keys of the samples, ``[n]`` str.
-        extensions: extensions of the shard's members, in lower case.
-        offsets: offset in bytes of each member's content in the shard, ``[n, len(extensions)]`` int64; -1 if a sample has no
-            such member.
-        sizes: number of bytes of each member, ``[n, len(extensions)]`` int64.
+        keys: keys of the n samples, which are the file names up to the first dot, ``[n]`` str.
+        extensions: extensions of the files, in lower case.
+        offsets: position of each file's content in the shard in bytes, ``[n, len(extensions)]`` int64; -1 if a sample has no
+            file with this extension.
+        sizes: size of each file in bytes, ``[n, len(extensions)]`` int64.
         size: size of the shard in bytes.
         written: modification time of the shard, in nanoseconds.
     """
@@ -71,14 +74,14 @@ class MemberTable:
     written: int
 
     def agrees(self, other: MemberTable) -> bool:
-        """Return whether another table lists the same members at the same offsets."""
+        """Return whether two tables list the same files with the same positions and sizes. Modification times may differ."""
         arrays = ((self.keys, other.keys), (self.offsets, other.offsets), (self.sizes, other.sizes))
         same = (self.size, self.extensions) == (other.size, other.extensions)
         return same and all(np.array_equal(one, two) for one, two in arrays)
 
 
 class _Member(tarfile.TarInfo):
-    """Tar member whose extended headers may have at most :data:`LONGEST_HEADER` bytes."""
+    """Tar member that rejects extended headers of more than 1 MiB."""
 
     def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:
@@ -99,7 +102,9 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of a file's tar headers during a download, which raises an error once the file cannot be a shard.
+    """Check of a tar file while it is being downloaded, which raises an error once the file cannot be a valid shard.
+
+    Call the object with each piece of the file, in order.
 
     Args:
         name: name of the file, for error messages.
@@ -112,10 +117,10 @@ class TarCheck:
         self._zeros = self._members = 0
 
     def __call__(self, data: bytes) -> None:
-        """Check the next bytes of the file.
+        """Check the next piece of a tar file that is being downloaded.
 
         Raises:
-            BrokenContentError: if the file cannot be a shard.
+            BrokenContentError: if the file cannot be a valid shard.
         """
         remaining = memoryview(data)
         while remaining:
@@ -160,14 +165,14 @@ class TarCheck:
 
 
 def scan_shard(path: Path, name: str | None = None) -> MemberTable:
-    """Make the table of the files in a shard by reading its tar headers.
+    """Read the headers of a tar shard, and return a table of the files in it.
 
     Args:
         path: path of the shard.
-        name: URL that the shard was downloaded from, for error messages; None if the messages are to give ``path``.
+        name: URL that the shard was downloaded from, for error messages; None to use ``path`` in messages.
 
     Raises:
-        ValueError: if the file is not a tar file, is cut short, or exceeds a limit such as :data:`MOST_MEMBERS`.
+        ValueError: if the file is not a complete tar file, or exceeds a limit such as 100,000 files.
     """
     samples: OrderedDict[str, dict[str, tuple[int, int]]] = OrderedDict()
     stat = path.stat()
@@ -215,16 +220,17 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
-    """Return the table of the files in a local shard: read a saved table that matches the shard, or scan the shard.
+    """Return the table of the files in a local shard, from a saved copy if possible and otherwise by scanning the shard.
 
-    A new table is saved beside the shard or, if that folder is read-only, in the cache folder.
+    A saved table is used if the shard still has the same size and modification time. A new table is saved beside the shard or,
+    if that folder is read-only, in the cache folder.
 
     Args:
         path: path of the shard.
-        cache: cache folder for tables; None for :func:`default_cache`.
+        cache: cache folder; None for the user's cache folder.
 
     Raises:
-        ValueError: if the shard is broken.
+        ValueError: if the shard is not a valid tar file.
     """
     stat = path.stat()
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
@@ -250,7 +256,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file exists and belongs to this user, so that it can be trusted."""
+    """Return whether a file can be trusted: it exists, and this user owns the file and its folder."""
     try:
         check_own(file.parent, is_kind=S_ISDIR)
         check_own(file)
@@ -260,12 +266,12 @@ def _is_own(file: Path) -> bool:
 
 
 def table_file(shard: Path) -> Path:
-    """Return the path beside a shard at which the table of its files is saved."""
+    """Return the path beside a shard at which the table of the files in the shard is saved."""
     return shard.with_name(shard.name + INDEX)
 
 
 def table_bytes(table: MemberTable) -> bytes:
-    """Encode a member table as the content of its ``.npz`` file."""
+    """Encode the table of the files in a shard as the content of an ``.npz`` file."""
     stream = io.BytesIO()
     np.savez(
         stream,
@@ -279,10 +285,10 @@ def table_bytes(table: MemberTable) -> bytes:
 
 
 def read_table(file: Path) -> MemberTable | None:
-    """Read a saved member table from an ``.npz`` file.
+    """Read the table of the files in a shard from an ``.npz`` file.
 
     Returns:
-        The table; None if there is no such file or, after a warning, if it is not a valid table.
+        The table. None if the ``.npz`` file does not exist or, after a warning, if it is not a valid table.
     """
     try:
         with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as arrays:
@@ -301,15 +307,15 @@ def read_table(file: Path) -> MemberTable | None:
 
 
 def _checked_table(arrays: Mapping[str, np.ndarray], total: int, written: int) -> MemberTable:
-    """Check the arrays read from an ``.npz`` file, and build a member table from them.
+    """Check the arrays of an ``.npz`` file, and build the table of the files in a shard from them.
 
     Args:
-        arrays: arrays by name.
+        arrays: arrays ``keys``, ``extensions``, ``offsets`` and ``sizes`` by name.
         total: size of the shard in bytes.
         written: modification time of the shard, in nanoseconds.
 
     Raises:
-        ValueError: if the arrays are not a member table, or a member lies outside the shard.
+        ValueError: if the arrays do not form a table, or a file in the table lies outside the shard.
     """
     keys, extensions, offsets, sizes = (arrays[name] for name in ("keys", "extensions", "offsets", "sizes"))
     shape = (len(keys), len(extensions))

@@ -1,6 +1,7 @@
-"""Atomic writing of WebDataset shards, so that a stopped command can be resumed.
+"""Atomic writing of WebDataset shards, so that an interrupted command can be resumed.
 
-Longer than other modules: it contains all steps of a command that writes shards, from its locks to the file of a shard.
+This module is longer than others because it contains all steps of a command that writes shards, from locking the folder to
+writing each file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ AT_ONCE = 32
 
 
 class Skipped:
-    """Counter of broken samples that a command skips, with a warning for each and an error above a limit.
+    """Counter of broken samples that a command skips; it logs a warning for each and raises an error above a limit.
 
     Args:
         limit: maximum number of samples to skip.
@@ -46,7 +47,7 @@ class Skipped:
         self.limit, self.count = limit, 0
 
     def add(self, error: BrokenSampleError) -> None:
-        """Count a broken sample and log its error.
+        """Count a broken sample and log its error message as a warning.
 
         Raises:
             BrokenSampleError: if the number of broken samples exceeds the limit.
@@ -60,24 +61,29 @@ class Skipped:
 
 
 class Preparation:
-    """Context manager for a command that writes shards ``PREFIX-*.tar``, in one process or in several.
+    """Context manager for a command that writes shards ``PREFIX-*.tar``, in one or several processes.
 
-    Entering it waits until earlier commands for the same prefix have ended, and then compares the options and origins with the
-    record of the existing shards; see :func:`lightning_mhla.data.origins.resume_order` for the errors.
+    On entry, it waits until earlier commands for the same prefix have ended. Then it saves the options and the origins (source
+    files and other inputs) of the samples in ``folder``, or compares them with those saved for existing shards. On exit, it
+    checks that no source file has changed meanwhile.
 
     Args:
-        folder: folder of the shards, created if missing.
-        prefix: prefix of the shards' names.
+        folder: folder of the shards, created if it does not exist.
+        prefix: prefix of the shard names.
         options: JSON values that the samples depend on.
-        origins: origins of the samples, in the order in which they are written.
-        per_shard: number of samples in a shard, one for each origin; None if an origin has many samples.
-        max_skipped: number of broken samples that this process skips before it stops.
-        force: whether to delete the shards of an earlier call first.
-        share: rank of this process, and number of processes.
+        origins: files and other inputs of the samples, in the order in which the samples are written.
+        per_shard: number of samples in a shard if each sample has one origin; None if an origin has many samples.
+        max_skipped: maximum number of broken samples that this process skips.
+        force: whether to delete existing shards with the same prefix first.
+        share: rank of this process and number of processes.
 
     Attributes:
-        order: index into ``origins`` of each sample; None for a sample whose origin no longer exists.
+        order: for each sample, the index of its origin in ``origins``; None if the origin no longer exists.
         skipped: counter of broken samples.
+
+    Raises:
+        ValueError: on entry if the options or origins of existing shards have changed, and on exit if a source file has
+            changed.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class Preparation:
         title: str,
         digits: int = 5,
     ) -> list[Path]:
-        """Write the missing shards that are assigned to this process: ``folder/prefix-00000.tar`` and so on.
+        """Write the shards that are assigned to this process and do not exist yet: ``folder/prefix-00000.tar`` and so on.
 
         Args:
             count: number of samples in all shards.
@@ -151,13 +157,14 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Context manager that locks a file; if another process holds the lock, it logs a warning and waits.
+    """Context manager that locks a file. If another process holds the lock, it logs a warning and waits.
 
-    On a file system that does not support locks, nothing is locked; :func:`shard_writer` is safe even then.
+    Commands that write the same shards lock a common file. If the file system does not support locks, nothing is locked.
+    The shards remain intact even then, because each process writes to a temporary file of its own.
 
     Args:
-        file: path of the lock file, created if missing.
-        shared: whether other processes may hold a shared lock at the same time, as the processes of one command do.
+        file: path of the lock file, created if it does not exist.
+        shared: True for a shared lock, which all processes of one command may hold at once; False for an exclusive lock.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with file.open("a") as stream:
@@ -186,30 +193,30 @@ def write_shards(
     origins: Sequence[Origin] | None = None,
     force: bool = False,
 ) -> list[Path]:
-    """Write items as the samples of shards ``folder/prefix-0000.tar`` and so on, in order.
+    """Write items as samples of the shards ``folder/prefix-0000.tar``, ``folder/prefix-0001.tar`` and so on, in order.
 
-    A shard gets its final name when it is complete, and existing shards are not written again, so repeating a stopped call
-    resumes it. A second call for the same prefix waits for the first.
+    A shard gets its final name only when it is complete, and existing shards are not written again. To resume after an
+    interruption, call the function again. It waits until earlier calls for the same prefix, in any process, have ended.
 
     Args:
-        items: samples to write; sample i gets the key ``i`` in eight digits.
-        encode: function that takes an item and returns the files of its sample: a dict from each file extension to the content,
-            in bytes or as a number. It runs in threads.
-        folder: folder of the shards, created if missing.
-        prefix: prefix of the file names.
-        per_shard: number of samples in a shard; the last shard, and shards with broken items, may contain fewer.
-        max_skipped: maximum number of broken items, for which ``encode`` raises BrokenSampleError. They are left out, with a
-            warning each.
-        made_with: options that the samples depend on; a later call with different options is rejected.
-        origins: origin of each item; None if ``repr(item)`` describes an item completely.
-        force: whether to delete the shards of an earlier call first.
+        items: items to encode, one for each sample. Sample i gets the key ``i`` with eight digits.
+        encode: function that takes an item and returns the files of its sample: a dict from file extension to content, which is
+            bytes or a number. It runs in threads, and raises BrokenSampleError for a broken item.
+        folder: folder of the shards, created if it does not exist.
+        prefix: prefix of the shard names.
+        per_shard: number of samples in a shard. The last shard, and shards with broken items, may contain fewer.
+        max_skipped: maximum number of broken items that are left out, with a warning for each.
+        made_with: options that the samples depend on. A later call with different options is an error.
+        origins: files and other inputs of each item; None if ``repr(item)`` describes an item completely.
+        force: whether to delete existing shards with the same prefix first.
 
     Returns:
         Paths of all shards.
 
     Raises:
-        BrokenSampleError: if more than ``max_skipped`` items are broken, or all of them.
-        ValueError: if the folder contains shards of different or changed items, or shards made with different options.
+        BrokenSampleError: if more than ``max_skipped`` items are broken, or all of them are.
+        ValueError: if the folder contains shards with this prefix that were made from different items or with different
+            options.
     """
     if origins is None:
         origins = [Origin(f"item {number}", note=repr(item)) for number, item in enumerate(items)]
@@ -248,13 +255,13 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
 
     Args:
         folder: folder of the shards.
-        prefix: prefix of the shards' names.
+        prefix: prefix of the shard names.
         count: number of samples in all shards.
-        per_shard: number of samples in a shard.
+        per_shard: number of samples in a shard. The last shard may contain fewer.
         digits: number of digits in a shard's name.
 
     Returns:
-        Path of each shard, ``folder/prefix-00000.tar`` and so on, and the range of its sample numbers.
+        List of pairs: path of a shard, such as ``folder/prefix-00000.tar``, and range of its sample numbers.
     """
     starts = range(0, count, per_shard)
     return [
@@ -266,16 +273,16 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
 def fill_shards(
     shards: Iterable[tuple[Path, int, Iterable[dict[str, Any]]]], title: str, total: int | None, quiet: bool = False
 ) -> list[Path]:
-    """Write each shard that does not exist yet; a shard gets its final name when it is complete.
+    """Write all shards that do not exist yet. A shard gets its final name only when it is complete.
 
     Args:
-        shards: path, number of samples and samples of each shard; samples of an existing shard are not read.
+        shards: path, number of samples, and iterable of samples for each shard. The samples of an existing shard are not read.
         title: title of the progress bar.
         total: number of samples in all shards; None if unknown.
         quiet: whether to hide the progress bar.
 
     Returns:
-        Paths of all shards.
+        Paths of all shards, including those that already existed.
     """
     paths, done = [], 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -296,13 +303,13 @@ def fill_shards(
 def readable(
     source: SampleSource, order: Sequence[int | None], here: Iterable[int], skipped: Skipped
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the samples with the given numbers, leaving out missing and broken ones; count the broken ones.
+    """Iterate over the samples with the given numbers, leaving out samples that are missing or broken.
 
     Args:
-        source: source of the samples.
+        source: data set to read.
         order: list whose entry i is the index into ``source`` of sample number i; None if the sample no longer exists.
         here: numbers of the samples to read.
-        skipped: counter of broken samples.
+        skipped: counter to which broken samples are added.
 
     Yields:
         Number of a sample, and the sample.
@@ -321,14 +328,14 @@ def readable(
 
 
 def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
-    """Divide items into lists of ``count`` consecutive items, and iterate over these lists; the last list may be shorter."""
+    """Iterate over lists of ``count`` consecutive items. The last list may be shorter."""
     iterator = iter(items)
     while group := list(itertools.islice(iterator, count)):
         yield group
 
 
 def array_bytes(values: Tensor | np.ndarray) -> bytes:
-    """Encode a tensor or array as the content of a ``.npy`` file, which :meth:`ShardReader.array` reads."""
+    """Encode a tensor or array as the content of a file in NumPy's ``.npy`` format."""
     stream = io.BytesIO()
     np.save(stream, values.cpu().numpy() if isinstance(values, Tensor) else values, allow_pickle=False)
     return stream.getvalue()
@@ -336,11 +343,11 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
-    """Context manager that yields a writer for the samples of a shard, and gives the complete shard its final name.
+    """Context manager that yields a writer for one shard, and gives the shard its final name once it is complete.
 
-    Several processes may write the same shard. Each writes a temporary file of its own beside it. At the end, other
-    temporary files that have not changed since this call began are removed, because their processes were probably killed. A
-    process that was only slow then finds its temporary file missing, and leaves the shard of the faster process in place.
+    Several processes may write the same shard, each to a temporary file of its own in the same folder. On exit, older temporary
+    files of the shard that have not changed since entry are removed, because their processes were probably killed. A process
+    that was only slow then finds its temporary file missing, and keeps the shard of the faster process.
 
     Args:
         path: path of the shard.
@@ -379,7 +386,7 @@ def _unfinished(path: Path) -> list[Path]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return the inode, size in bytes and modification time in nanoseconds of a file; None if there is no such file."""
+    """Return the inode, size in bytes and modification time in nanoseconds of a file; None if the file does not exist."""
     with suppress(FileNotFoundError):
         status = path.stat()
         return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,1 +1,1 @@
-"""Parts that the generative domains share: flow matching, frozen VAEs, distillation, samples and fidelity metrics."""
+"""Code shared by all generative models: flow matching, frozen VAEs, distillation, sample images and fidelity metrics."""

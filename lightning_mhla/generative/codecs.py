@@ -1,4 +1,4 @@
-"""Frozen autoencoders of diffusers, which encode samples into the latents that a network denoises."""
+"""Frozen autoencoders of diffusers, which convert images and video clips to latents and back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ CHUNK = 8
 
 
 class FrozenVAE:
-    """Holder of a diffusers VAE that is loaded on first use. It is not an ``nn.Module``, so the VAE is not trained or saved.
+    """Frozen VAE of the diffusers library, loaded on first use.
+
+    This class is not an ``nn.Module``, so the VAE is neither trained nor saved in checkpoints.
 
     Args:
-        path: folder of the VAE (or of a pipeline that has one in ``vae/``), or a name on the hub.
+        path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
+            Hugging Face hub.
         model: VAE that has already been loaded; None to load it from ``path``.
     """
 
@@ -31,22 +34,22 @@ class FrozenVAE:
         return self  # copies of the module, such as the weight average, share it
 
     def rest(self) -> None:
-        """Move the VAE to the CPU if it has been loaded."""
+        """Move the VAE to the CPU, if it has been loaded, to free GPU memory."""
         if self._model is not None:
             self._model.cpu()
 
     def model(self, device: torch.device) -> Any:
-        """Return the VAE on ``device``, in float32.
+        """Return the VAE on the given device, and load it at the first call.
 
         Raises:
-            FileNotFoundError: if there is no VAE at the path.
+            FileNotFoundError: if there is no VAE at the path given to the constructor.
         """
         if self._model is None:
             self._model = self._read().eval().requires_grad_(False)
         return self._model.to(device)
 
     def _read(self) -> Any:
-        """Load the VAE from ``vae/`` of a pipeline, or from the path itself."""
+        """Load the VAE from the subfolder ``vae`` of a pipeline, or from the path itself."""
         import diffusers
 
         kind, local = getattr(diffusers, self.vae_class), Path(self.path)
@@ -63,20 +66,26 @@ class FrozenVAE:
 
 
 class LatentCodec(FrozenVAE):
-    """Codec between images and latents with ``AutoencoderKL`` of diffusers. Arguments are those of :class:`FrozenVAE`."""
+    """Codec between images and latents that uses the VAE class ``AutoencoderKL`` of diffusers.
+
+    Args:
+        path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
+            Hugging Face hub.
+        model: VAE that has already been loaded; None to load it from ``path``.
+    """
 
     vae_class = "AutoencoderKL"
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
-        """Compute means and standard deviations of the latents of images.
+        """Compute the means and standard deviations of the latents that the VAE predicts for images.
 
         Args:
-            images: images ``[B, 3, S, S]`` in -1 .. 1.
+            images: batch of images ``[B, 3, S, S]`` with values from -1 to 1.
 
         Returns:
-            Means followed by standard deviations along the channel axis, ``[B, 2 * C, s, s]`` float32, where C and s are the
-            channels and the side of the latents.
+            Means followed by standard deviations along the channel axis, ``[B, 2 * C, s, s]`` float32, for C channels and
+            latents of s x s positions.
         """
         model = self.model(images.device)
         # Autocast would use half precision, in which the activations of some VAEs overflow.
@@ -85,41 +94,61 @@ class LatentCodec(FrozenVAE):
         return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
 
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Encode images, draw latents ``[B, C, s, s]`` from the posterior, and scale them for diffusion.
+        """Encode images into latents, which are drawn at random from the VAE's posterior and multiplied by its scaling factor.
 
         Args:
-            images: images ``[B, 3, S, S]`` in -1 .. 1.
+            images: batch of images ``[B, 3, S, S]`` with values from -1 to 1.
             noise: standard normal noise with the shape of the latents; None to draw it.
 
         Returns:
-            Latents ``[B, C, s, s]`` float32.
+            Latents ``[B, C, s, s]`` float32, with C channels and s x s positions.
         """
         return draw_latents(self.moments(images), self.scale(images.device), noise)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode scaled latents into images ``[B, 3, S, S]`` in about -1 .. 1."""
+        """Convert latents back to images.
+
+        Args:
+            latents: batch of latents ``[B, C, s, s]``, multiplied by the VAE's scaling factor as :meth:`encode` returns them,
+                with C channels and s x s positions.
+
+        Returns:
+            Images ``[B, 3, S, S]`` float32 with values from about -1 to 1.
+        """
         model = self.model(latents.device)
         scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
-        """Return the factor by which the VAE's latents are multiplied for diffusion."""
+        """Return the factor by which latents are multiplied for diffusion, from the configuration of the VAE."""
         return float(self.model(device).config.scaling_factor)
 
 
 class ClipCodec(FrozenVAE):
-    """Codec between video clips and latents with Wan's VAE. Arguments are those of :class:`FrozenVAE`."""
+    """Codec between video clips and latents that uses the VAE of Wan, ``AutoencoderKLWan`` of diffusers.
+
+    Args:
+        path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
+            Hugging Face hub.
+        model: VAE that has already been loaded; None to load it from ``path``.
+    """
 
     vae_class = "AutoencoderKLWan"
 
     @torch.no_grad()
     def encode(self, clips: Tensor) -> Tensor:
-        """Encode clips ``[B, 3, F, H, W]`` in -1 .. 1 into normalized posterior means ``[B, C, f, h, w]`` float32.
+        """Encode video clips into normalized latents.
 
-        Wan is trained on posterior means, not on samples of the posterior. The mean and the standard deviation that normalize
-        each channel are part of the VAE's configuration.
+        The latents are the means of the VAE's posterior, not random draws, because Wan is trained on means. Each channel is
+        normalized with a mean and a standard deviation from the configuration of the VAE.
+
+        Args:
+            clips: batch of clips ``[B, 3, F, H, W]`` with values from -1 to 1. A clip has F frames of H x W pixels.
+
+        Returns:
+            Latents ``[B, C, f, h, w]`` float32, with C channels and f frames of h x w positions.
 
         Raises:
             ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
@@ -134,20 +163,33 @@ class ClipCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents, one clip at a time, into clips ``[B, 3, F, H, W]`` in about -1 .. 1."""
+        """Convert latents back to video clips, one clip at a time.
+
+        Args:
+            latents: batch of latents ``[B, C, f, h, w]``, normalized as :meth:`encode` returns them, with C channels and f
+                frames of h x w positions.
+
+        Returns:
+            Clips ``[B, 3, F, H, W]`` with values from about -1 to 1. A clip has F frames of H x W pixels.
+        """
         model = self.model(latents.device)
         mean, deviation = self._moments(latents.device)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([model.decode(latent[None].float() * deviation + mean).sample for latent in latents])
 
     def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the mean and the standard deviation of each channel of the VAE's latents, ``[1, C, 1, 1, 1]`` float32."""
+        """Return the means and standard deviations that normalize the C latent channels, ``[1, C, 1, 1, 1]`` float32 each."""
         config = self._model.config
         mean, deviation = (torch.tensor(values, device=device) for values in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return the frames, rows and columns of the latents of a clip whose frames have ``height`` x ``width`` pixels.
+        """Return the number of frames, rows and columns of the latents of a video clip.
+
+        Args:
+            frames: number of frames of the clip.
+            height: height of a frame in pixels.
+            width: width of a frame in pixels.
 
         Raises:
             ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
@@ -165,10 +207,11 @@ class ClipCodec(FrozenVAE):
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
-    """Draw latents from the normal distribution with the given means and standard deviations, and scale them.
+    """Draw latents from normal distributions with the given means and standard deviations, and multiply them by ``scale``.
 
     Args:
-        moments: means and standard deviations ``[..., 2 * C, s, s]``.
+        moments: means followed by standard deviations along the channel axis, ``[..., 2 * C, s, s]`` for C channels and latents
+            of s x s positions.
         scale: factor by which the latents are multiplied.
         noise: standard normal noise ``[..., C, s, s]``; None to draw it.
 
@@ -180,19 +223,28 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
 
 
 class ImageCodec(FrozenVAE):
-    """Codec between images and latents with SANA's deep compression autoencoder (arXiv 2410.10733).
+    """Codec between images and latents that uses SANA's deep compression autoencoder, ``AutoencoderDC`` (arXiv 2410.10733).
 
-    Arguments are those of :class:`FrozenVAE`.
+    Args:
+        path: local folder of the autoencoder, local folder of a pipeline that contains it in ``vae/``, or name of either on the
+            Hugging Face hub.
+        model: autoencoder that has already been loaded; None to load it from ``path``.
     """
 
     vae_class = "AutoencoderDC"
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images ``[B, 3, H, W]`` in -1 .. 1 into latents ``[B, C, h, w]`` float32, scaled for diffusion.
+        """Encode images into latents, multiplied by the scaling factor in the configuration of the autoencoder.
+
+        Args:
+            images: batch of images ``[B, 3, H, W]`` with values from -1 to 1.
+
+        Returns:
+            Latents ``[B, C, h, w]`` float32, with C channels and h x w positions.
 
         Raises:
-            ValueError: if height or width is not a multiple of the autoencoder's compression factor.
+            ValueError: if the height or width is not a multiple of the autoencoder's compression factor.
         """
         model = self.model(images.device)
         self.latent_size(*images.shape[2:])
@@ -202,17 +254,29 @@ class ImageCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode scaled latents into images ``[B, 3, H, W]`` in about -1 .. 1."""
+        """Convert latents back to images.
+
+        Args:
+            latents: batch of latents ``[B, C, h, w]``, scaled as :meth:`encode` returns them, with C channels and h x w
+                positions.
+
+        Returns:
+            Images ``[B, 3, H, W]`` float32 with values from about -1 to 1.
+        """
         model = self.model(latents.device)
         scaled = (latents.float() / model.config.scaling_factor).to(model.dtype)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of the latents of an image with ``height`` x ``width`` pixels.
+        """Return the number of rows and columns of an image's latents.
+
+        Args:
+            height: height of the image in pixels.
+            width: width of the image in pixels.
 
         Raises:
-            ValueError: if height or width is not a multiple of the autoencoder's compression factor.
+            ValueError: if the height or width is not a multiple of the autoencoder's compression factor.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         step = 2 ** (len(config.encoder_block_out_channels) - 1)

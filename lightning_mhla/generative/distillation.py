@@ -1,4 +1,4 @@
-"""Distillation of generative models: options, and two-stage training of diffusers' transformers."""
+"""Distillation from an original diffusers transformer (teacher) to a copy whose attention layers were replaced."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from lightning_mhla.training.linearize import LinearizedHost, check_layer_steps
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Options of distillation from a teacher, the model before its attention was replaced.
+    """Options for distillation from a teacher, which is the model before its attention layers were replaced.
 
     Args:
-        teacher: weights of the teacher, in any form that the option pretrained accepts; null for plain fine-tuning.
-        layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer only learns to match
-            the output of the teacher's layer for the input of that layer.
-        velocity_weight: weight, after these steps, of the mean squared distance from the teacher's velocity.
-        flow_weight: weight, after these steps, of the flow-matching loss on the data.
+        teacher: source of the teacher's weights, such as a folder or a Hugging Face Hub name, as for the model's option
+            pretrained; null for plain fine-tuning.
+        layer_steps: number of optimizer steps in the first stage of training. In these steps, each replaced layer learns to
+            reproduce the output of the teacher's layer for the same input.
+        velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after the first
+            layer_steps steps.
+        flow_weight: weight of the flow-matching loss on the data, after the first layer_steps steps.
     """
 
     teacher: str | None = None
@@ -41,21 +43,27 @@ class DistillationConfig:
             raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of the flow-matching loss ``plain`` and the distance from the teacher's velocity, scalars."""
+        """Return the weighted sum of the flow-matching loss and the distance from the teacher's velocity.
+
+        Args:
+            plain: flow-matching loss on the data, a scalar.
+            distance: mean squared difference from the teacher's predicted velocity, a scalar.
+        """
         return self.flow_weight * plain + self.velocity_weight * distance
 
 
 @dataclass(frozen=True)
 class VelocityHost(LinearizedHost):
-    """Two-stage training of diffusers transformers that predict a velocity and whose attention was replaced.
+    """Two-stage distillation of diffusers transformers that predict a velocity and whose attention layers were replaced.
 
-    The teacher is the transformer before the replacement. In the first stage, each replaced attention layer learns to
-    reproduce the output of the teacher's layer for the input of the teacher's layer, so it does not have to compensate for
-    errors of earlier layers. All weights of the replaced layers are trained. The teacher provides the original layers because
-    diffusers does not keep them. In the second stage, the teacher's velocity is a training target of the complete transformer.
+    The velocity is the noise minus the clean data. The teacher is the transformer before the replacement. In the first stage,
+    each replaced layer is trained to reproduce the output of the teacher's layer for the same input, which is taken from the
+    teacher. Errors of earlier layers therefore have no effect. In the second stage, the complete transformer is trained to
+    predict the teacher's velocity.
 
     Args:
-        velocity: function that takes a transformer, noisy samples, timesteps and text, and returns the predicted velocity.
+        velocity: function that takes a transformer, noisy samples, timesteps and embedded captions, and returns the predicted
+            velocity.
     """
 
     loss_name = "train/flow_loss"
@@ -81,7 +89,12 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Predict the velocity, float32, with ``network``; ``inputs`` are noisy samples, timesteps and text."""
+        """Predict the velocity of noisy samples in float32.
+
+        Args:
+            network: transformer of diffusers.
+            inputs: noisy samples, timesteps and embedded captions, in this order.
+        """
         return self.velocity(network, *inputs).float()
 
     @override

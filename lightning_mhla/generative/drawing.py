@@ -1,4 +1,4 @@
-"""Callback that draws sample images during training, for any module that draws images of numbered conditions."""
+"""Callback that generates a grid of sample images during training, for models that generate images from conditions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ GRID = 10
 
 @runtime_checkable
 class ImageGenerator(Protocol):
-    """Protocol of a LightningModule that generates images for numbered conditions, such as classes or prompts.
+    """Protocol of a LightningModule that generates images from numbered conditions, such as classes or prompts.
 
     Attributes:
         device: device of the weights.
-        ema_decay: decay of the moving average of the weights; None without an average.
+        ema_decay: decay of the exponential moving average of the weights; None if there is no average.
         sampling: default sampler options, a dataclass.
     """
 
@@ -44,58 +44,66 @@ class ImageGenerator(Protocol):
 
     @property
     def num_conditions(self) -> int:
-        """Number of conditions, such as classes or the prompts of a list."""
+        """Number of conditions that images can be generated from, such as classes or prompts."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a generated image. Height and width are placeholders if the model works on latents."""
+        """Channels, height and width of a generated image. If a VAE decodes images, the size may be a placeholder."""
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Check that images can be drawn with the given sampler options.
+        """Check that images can be generated with the given sampler options.
 
         Args:
             sampling: sampler options; None for the default options.
 
         Raises:
-            ValueError: if the options do not allow drawing.
+            ValueError: if the options are not valid for this model.
             FileNotFoundError: if the VAE does not exist.
         """
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Generate the samples with the given indices.
+        """Generate the images with the given indices.
 
-        Sample i has condition i modulo the number of conditions, and noise that depends on the seed and i only.
+        Image i has condition i modulo the number of conditions. Its noise depends only on the seed and on i.
 
         Args:
-            indices: indices of the samples.
+            indices: indices of the images.
             seed: seed of the noise.
             sampling: sampler options.
 
         Returns:
-            Images ``[b, C, H, W]`` uint8.
+            Images ``[b, C, H, W]`` uint8, one for each of the b indices.
         """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the sampler options that metrics depend on, by name, such as ``sampling_steps`` and ``guidance``."""
+        """Return the sampler options that affect image metrics, by name, such as ``sampling_steps`` and ``guidance``."""
 
     def all_gather(self, data: Any) -> Any:
-        """Gather tensors from all processes, as ``LightningModule.all_gather`` does."""
+        """Gather tensors from all processes, as Lightning's method of this name does.
+
+        Args:
+            data: tensor, or a collection of tensors.
+
+        Returns:
+            Tensors with a new first axis for the processes; unchanged if there is only one process.
+        """
 
 
 class SampleGrid(PeriodicEvaluation):
-    """Callback that draws a grid of samples, balanced over the conditions, with the weights that validation uses.
+    """Callback that generates sample images during training and shows them in a grid.
 
-    The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has condition i modulo the number of
-    conditions (classes, for example) and its own noise, so the samples do not depend on the number of processes.
+    The images are generated with the weights that validation uses, such as averaged weights. The grid is saved as a picture in
+    the subfolder ``pictures`` of the log folder, and is written to TensorBoard. Sample i has condition i modulo the number of
+    conditions, such as classes. Each sample has its own noise, so the samples do not depend on the number of processes.
 
     Args:
         samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
         sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
-        every_n_steps: optimizer steps between two grids; null for no grids during training.
-        at_end: whether to draw a grid with the final weights.
-        batch_size: number of samples that each process draws at once.
+        every_n_steps: number of optimizer steps between two grids; null for no grids during training.
+        at_end: whether to generate a grid with the final weights.
+        batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-        name: name of the pictures, unique among the callbacks.
+        name: name of the pictures, which must be unique among the callbacks.
     """
 
     def __init__(
@@ -124,10 +132,10 @@ class SampleGrid(PeriodicEvaluation):
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that the module can draw samples with its VAE and the sampler options.
+        """Check before training that the module can generate images with its VAE and the sampler options.
 
         Raises:
-            ValueError: if the module does not draw images, or its options do not allow drawing.
+            ValueError: if the module does not generate images, or the sampler options are not valid for it.
             FileNotFoundError: if the VAE does not exist.
         """
         module = self._checked(pl_module)
@@ -138,7 +146,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw samples on every process, and write the grid on the first process."""
+        """Generate sample images on every process, and write them as a grid on the first process."""
         module, shown = self._checked(pl_module), []
         with self._drawing(trainer, pl_module):
             for tickets, pixels in self._rounds(trainer, module, min(self.samples, GRID * GRID)):
@@ -150,7 +158,10 @@ class SampleGrid(PeriodicEvaluation):
 
     @contextmanager
     def _drawing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Context manager for drawing with the weights and precision of validation. The random state is restored at its end."""
+        """Context manager for generating images with the weights and the precision of validation.
+
+        On exit, the random state is restored, and text encoders and VAEs are moved to the CPU.
+        """
         with (
             kept_random_state(),
             evaluation_weights(trainer, module),
@@ -160,16 +171,15 @@ class SampleGrid(PeriodicEvaluation):
         _rest(module)
 
     def _rounds(self, trainer: Trainer, module: ImageGenerator, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
-        """Draw this process's share of the samples, one batch in each round.
+        """Generate this process's share of the samples, one batch at a time.
 
         Args:
             trainer: trainer of the module.
-            module: module that draws the images.
-            samples: number of samples of all processes.
+            module: module that generates the images.
+            samples: number of samples, summed over all processes.
 
         Yields:
-            Tickets that hold the indices of this process's samples in a round, and the pixels of these samples,
-            ``[b, C, S, S]`` uint8.
+            Tickets that hold the indices of the b samples in a batch, and the pixels of these samples, ``[b, C, S, S]`` uint8.
         """
         rank, world = process_share(trainer)
         # Every process draws the same number of rounds, since each round ends with a collective.
@@ -200,24 +210,24 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def _rest(module: Any) -> None:
-    """Move a module's text encoders and VAEs to the CPU, if it has any."""
     if hasattr(module, "rest"):
         module.rest()
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Gather one round of samples from all processes, sorted by index, without samples that only fill up a batch.
+    """Gather the samples that all processes have generated in one batch, and sort them by index.
 
-    This is a collective operation: every process must call it.
+    Samples that only fill up the batch are left out. Every process must call this function, because it is a collective
+    operation.
 
     Args:
         module: module whose ``all_gather`` gathers the tensors.
-        tickets: tickets of this process, which hold the indices of its samples.
-        pixels: pixels ``[b, C, S, S]`` of this process's samples.
-        columns: further tensors ``[b, ...]`` with a row for each of this process's samples.
+        tickets: tickets of this process. Each has the index of a sample, and is not ``valid`` if it only fills up the batch.
+        pixels: pixels ``[b, C, S, S]`` of this process's b samples.
+        columns: more tensors ``[b, ...]`` with a row for each of this process's samples.
 
     Returns:
-        List of the pixels, the indices and each of the further tensors, with rows for the samples of all processes.
+        List of tensors: pixels, sample indices, and each of ``columns``, with a row for each sample of all processes.
     """
     valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
     indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
@@ -232,12 +242,16 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
-    """Arrange images in a grid with gray lines.
+    """Draw images in a grid with gray lines between them.
 
     Args:
-        images: images ``[n, C, S, S]`` uint8; image i is of class i modulo ``num_classes``.
-        num_classes: number of classes. Up to ten classes get a labeled row each; otherwise images are arranged in order.
+        images: images ``[n, C, S, S]`` uint8. Image i belongs to class i modulo ``num_classes``.
+        num_classes: number of classes. Up to ten classes get one labeled row each. With more classes, images are shown in
+            order.
         title: title of the figure.
+
+    Returns:
+        Matplotlib figure.
     """
     labelled = num_classes <= GRID
     rows = [images[label::num_classes][:GRID] for label in range(num_classes)] if labelled else images.split(GRID)

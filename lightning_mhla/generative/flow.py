@@ -17,12 +17,14 @@ TIMESTEPS = 1000
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Options of flow matching, in which a network predicts noise minus data at points on straight paths between the two.
+    """Options of flow matching, in which a network predicts noise minus data at points on straight paths from data to noise.
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.
-        shift: shift of the timesteps towards noise, in training and sampling; 1 for none. Wan uses 3 for videos of 480 rows.
-        caption_dropout: share of samples trained with the empty caption, which guidance needs.
+        shift: shift of the timesteps towards noise, in training and sampling; 1 for no shift. Wan uses 3 for 480p
+            videos.
+        caption_dropout: share of training samples whose caption is replaced by an empty one, as classifier-free
+            guidance requires.
     """
 
     times: FlowTimes = "logit_normal"
@@ -39,19 +41,19 @@ class FlowConfig:
 def draw_flow_times(
     times: FlowTimes, shift: float, count: int, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Draw timesteps ``[count]`` float32 to train on.
+    """Draw random timesteps at which a flow-matching model is trained.
 
     Args:
         times: distribution of the timesteps. ``logit_normal`` (mean 0, standard deviation 1) draws timesteps in the middle
             more often than those near the ends (arXiv 2403.03206).
-        shift: shift s towards noise, for samples with many pixels; 1 for none. The share t of noise becomes
-            ``s t / (1 + (s - 1) t)`` (same paper).
-        count: number of samples.
+        shift: shift s towards noise, for samples with many pixels; 1 for no shift. It changes the share t of noise in a sample
+            to ``s t / (1 + (s - 1) t)`` (arXiv 2403.03206).
+        count: number of timesteps.
         generator: random generator on ``device``; None for the global one.
         device: device of the timesteps.
 
     Returns:
-        Timesteps from 0 (clean data) to 1000 (pure noise).
+        Timesteps ``[count]`` float32 from 0 (clean data) to 1000 (pure noise).
     """
     share = compute_density_for_timestep_sampling(
         times, count, logit_mean=0.0, logit_std=1.0, device=device, generator=generator
@@ -60,15 +62,15 @@ def draw_flow_times(
 
 
 def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute noisy samples at the given timesteps, and their velocities, which are noise minus data.
+    """Mix clean samples with noise at the given timesteps, and compute the velocities that a network learns to predict.
 
     Args:
         clean: clean samples ``[B, ...]``.
         noise: standard normal noise with the shape of ``clean``.
-        times: timesteps ``[B]`` from 0 to 1000.
+        times: timesteps ``[B]`` from 0 (clean data) to 1000 (pure noise).
 
     Returns:
-        Noisy samples and velocities, both with the shape of ``clean``.
+        Noisy samples, and velocities (noise minus clean samples), both with the shape of ``clean``.
     """
     share = (times / TIMESTEPS).view(-1, *(1,) * (clean.dim() - 1))
     return (1 - share) * clean + share * noise, noise - clean

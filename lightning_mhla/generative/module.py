@@ -1,4 +1,4 @@
-"""Base of the training modules of generative models, whose validation uses fixed times and noise for each sample."""
+"""Base class for training generative models, with a fixed timestep and fixed noise for each validation sample."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ VALIDATION_SEED = 0
 
 
 class GenerativeModule(TrainingModule):
-    """Base class of LightningModules that train generative models. The validation loss is the mean of :meth:`sample_losses`.
+    """Base class of LightningModules that train generative models.
 
-    Arguments are those of :class:`TrainingModule`.
+    Subclasses implement :meth:`sample_losses`. The validation loss is the mean of these losses, with a fixed timestep and fixed
+    noise for each sample.
+
+    Args:
+        training: options of the training, such as the optimizer.
     """
 
     def __init__(self, training: TrainingOptions) -> None:
@@ -29,22 +33,22 @@ class GenerativeModule(TrainingModule):
 
     @abstractmethod
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the training loss of each sample, with a timestep and noise drawn from the sample's generator.
+        """Compute the training loss of each sample, with a timestep and noise drawn from the sample's random generator.
 
         Args:
             batch: batch from the data module.
-            generators: random generators on the CPU, one for each sample.
+            generators: random generators on the CPU, one for each of the B samples.
 
         Returns:
             Losses ``[B]``.
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add a batch to the validation loss, with fixed timesteps and noise for each sample."""
+        """Add the losses of a batch to the mean validation loss, with a fixed timestep and fixed noise for each sample."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add a batch to the test loss, with fixed timesteps and noise for each sample."""
+        """Add the losses of a batch to the mean test loss, with a fixed timestep and fixed noise for each sample."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
@@ -59,7 +63,7 @@ class GenerativeModule(TrainingModule):
 
 
 def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """Draw standard normal noise with the shape, dtype and device of another tensor.
+    """Draw standard normal noise with a separate random generator for each sample.
 
     Args:
         like: tensor ``[B, ...]`` whose shape, dtype and device the noise gets.

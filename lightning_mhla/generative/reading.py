@@ -1,4 +1,4 @@
-"""Weights of published models, read from files, folders of diffusers or the hub without running code from them."""
+"""Reading of published model weights from files, diffusers folders or the Hugging Face hub, without running code from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 @contextmanager
 def read_safely(path: str | Path) -> Iterator[None]:
-    """Context manager that converts errors while reading a damaged or malicious file to a ValueError that names the file."""
+    """Context manager that turns errors from reading a damaged or malicious file into a ValueError that names the file.
+
+    Args:
+        path: path of the file, for the error message.
+
+    Raises:
+        ValueError: if reading fails. A FileNotFoundError is raised unchanged.
+    """
     try:
         yield
     except (ValueError, FileNotFoundError):
@@ -30,7 +37,7 @@ def read_safely(path: str | Path) -> Iterator[None]:
 def read_weights_file(
     path: Path, containers: Sequence[str] = (), classes: Sequence[Any] = (), mixed: bool = False
 ) -> dict[str, Tensor]:
-    """Read tensors by name from a ``.safetensors`` file or a file that ``torch.save`` wrote.
+    """Read model weights from a ``.safetensors`` file or a file written by ``torch.save``, as a dict from name to tensor.
 
     Args:
         path: path of the file.
@@ -39,7 +46,7 @@ def read_weights_file(
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
-        ValueError: if the file holds no weights, or if it also holds other entries while ``mixed`` is false.
+        ValueError: if the file contains no weights, or if it contains other entries too and ``mixed`` is false.
     """
     if path.suffix == ".safetensors":
         return load_file(path)
@@ -57,21 +64,21 @@ def read_weights_file(
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Read tensors by name from all ``.safetensors`` files in a folder."""
+    """Read all tensors from the ``.safetensors`` files in a folder into one dict from name to tensor."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[str, Tensor]:
-    """Read the weights of a diffusers model, or those of the ``transformer`` in a pipeline.
+    """Read the weights of a diffusers model, or of the transformer in a diffusers pipeline, as a dict from name to tensor.
 
     Args:
-        path: path of a folder, or name on the hub.
+        path: path of a folder, or name on the Hugging Face hub.
         kind: class of the model in diffusers.
         what: description of the model, for error messages.
-        option: text that precedes the path in error messages, such as the name of the option that gave it.
+        option: text that precedes the path in error messages, such as the name of the option that contains the path.
 
     Raises:
-        FileNotFoundError: if there is no such model.
+        FileNotFoundError: if there is no such model at the path or on the hub.
     """
     config = Path(path) / "config.json"
     alone = config.is_file() and read_json(config).get("_class_name") == kind.__name__

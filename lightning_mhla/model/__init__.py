@@ -1,4 +1,4 @@
-"""The backbone that all domains share, its published sizes, and its state during generation."""
+"""Transformer backbone for images, video and text, its published sizes, and its state during generation."""
 
 from lightning_mhla.model.backbone import Backbone
 from lightning_mhla.model.block import Block

@@ -1,4 +1,4 @@
-"""The transformer that all domains share: pre-norm blocks over the tokens of a layout."""
+"""Transformer for images, video and text: pre-norm blocks over a grid of tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ SHARED_BLOCK = 64
 
 
 class Backbone(LayoutTables):
-    """Transformer shared by all domains: a stack of blocks over a grid of tokens, and a final norm.
+    """Transformer for images, video and text: a stack of transformer blocks over a grid of tokens, and a final norm.
 
-    Tokens are brought into block order before the first block, and back into raster order after the last one.
+    Before the first transformer block, tokens are reordered so that those of each attention block are contiguous (block order).
+    After the last one, they are brought back into raster order.
 
     Args:
         dim: width of the tokens.
-        depth: number of blocks.
+        depth: number of transformer blocks.
         heads: number of attention heads.
-        grid: tokens along each axis.
+        grid: number of tokens along each axis.
         attention: one configuration for all layers, or one for each (their block layouts must agree).
         prefix_tokens: number of tokens before the grid (class or register tokens).
-        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
-        checkpointing: whether to recompute each block in the backward pass instead of keeping its activations.
-        block: class of the blocks.
+        drop_path: stochastic depth rate of the last transformer block; the rate rises linearly from 0 at the first.
+        checkpointing: whether to recompute each transformer block in the backward pass instead of keeping its activations.
+        block: class of the transformer blocks.
         mlp_ratio: inner width of the MLPs divided by ``dim``.
         mlp: kind of the MLPs, see :class:`Block`.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
@@ -137,7 +138,8 @@ class Backbone(LayoutTables):
             context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool, in raster order; None for all.
             context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
-            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal backbones only.
+            cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N; causal backbones
+                only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
                 sequences.
             positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to count the tokens of each sequence.
@@ -145,7 +147,7 @@ class Backbone(LayoutTables):
                 order; None to skip this.
 
         Returns:
-            ``[B, N, dim]`` in raster order.
+            Output tokens ``[B, N, dim]`` in raster order.
         """
         if self.order is not None:
             x = x.index_select(1, self.order)
@@ -190,7 +192,7 @@ class Backbone(LayoutTables):
                 this.
 
         Returns:
-            ``[B, N, dim]``.
+            Output tokens, ``[B, N, dim]``.
         """
         angles = self._angles(next_positions(cache.lengths, x) if positions is None else positions)
         for index, block in enumerate(self.layers):

@@ -53,7 +53,7 @@ class Block(nn.Module):
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        layout: token grid and blocks.
+        layout: arrangement of the tokens in a grid and in attention blocks.
         attention: configuration of the self-attention.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
@@ -68,7 +68,8 @@ class Block(nn.Module):
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
         value_width: width of a value; None for ``dim // heads``.
-        block_ordered: whether tokens come in the block order of the layout instead of raster order.
+        block_ordered: whether tokens come in block order, in which the tokens of each attention block are contiguous, instead
+            of raster order.
     """
 
     def __init__(
@@ -139,14 +140,15 @@ class Block(nn.Module):
             key_mask: mask of tokens that may be attended to, ``[B, N]`` bool; None for all.
             context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
             rotary: rotary angles of the tokens, see :meth:`lightning_mhla.attention.Attention.forward`.
-            cu_seqlens: first token of each sequence packed into the row (B = 1), followed by N; causal attention only.
+            cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N; causal attention
+                only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
                 sequences.
             branch_factors: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None
                 to draw it here.
 
         Returns:
-            ``[B, N, dim]``, in the order of ``x``.
+            Output tokens, ``[B, N, dim]``, in the order of ``x``.
         """
         if branch_factors is None:
             branch_factors = self.draw_kept(x)
@@ -162,7 +164,7 @@ class Block(nn.Module):
         return x + _keep(branch_factors, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch.
+        """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch, otherwise above 1.
 
         Args:
             x: tokens, ``[B, N, dim]``.
@@ -182,10 +184,10 @@ class Block(nn.Module):
             x: next tokens, ``[B, N, dim]``.
             state: state of the attention after the earlier tokens; None before the first token.
             counts: number of tokens in each row that are not padding.
-            rotary: rotary angles of the tokens.
+            rotary: rotary angles of the tokens; None to continue the positions of the earlier tokens.
 
         Returns:
-            ``[B, N, dim]``, and the state after these tokens.
+            Output tokens, ``[B, N, dim]``, and the state of the attention after these tokens.
         """
         assert self.modulation is None
         assert self.cross is None

@@ -1,4 +1,4 @@
-"""State of a model between the calls of autoregressive generation: one state for each layer."""
+"""State of a model between the steps of autoregressive generation: one state for each layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GenerationCache:
     keys and values.
 
     Attributes:
-        layers: generation state of the attention in each layer; None before the first token.
-        columns: number of token positions in the batch so far, padding included.
+        layers: list with the generation state of the attention in each layer; all entries are None before the first token.
+        columns: number of token positions in each row of the batch so far, padding included.
     """
 
     is_compileable = is_croppable = False  # read by transformers' generate
@@ -27,7 +27,7 @@ class GenerationCache:
         self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of token positions so far, padding included, as transformers' ``generate`` requires."""
+        """Return the number of token positions in each row so far, padding included, as transformers' ``generate`` requires."""
         return self.columns
 
     @property

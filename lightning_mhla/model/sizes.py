@@ -1,4 +1,4 @@
-"""Resolution of model sizes, given by a published name or number by number, and of image sizes with one or two sides."""
+"""Conversion of size options to numbers: width, depth and heads of a model, height and width of an image."""
 
 from __future__ import annotations
 

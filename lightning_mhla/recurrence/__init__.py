@@ -1,8 +1,8 @@
-"""Attention operators of baseline models: recurrences with decay, as functions of tensors.
+"""Recurrences of baseline models, such as retention and gated linear attention, as functions of tensors.
 
-Every function takes q and k ``[B, N, H, Dk]`` and v ``[B, N, H, Dv]``. It returns ``(out, final_state)``, of the shapes
-``[B, N, H, Dv]`` and ``[B, H, Dk, Dv]``. The functions process chunks of tokens in PyTorch, without a loop over tokens. On a
-GPU they use the kernels of flash-linear-attention if ``fla-core`` is installed.
+Each function takes queries and keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``. It returns the outputs ``[B, N, H, Dv]``
+and the final state ``[B, H, Dk, Dv]``. On a GPU, the functions use the kernels of flash-linear-attention if ``fla-core`` is
+installed. Otherwise they process chunks of tokens in PyTorch, without a loop over tokens.
 """
 
 from lightning_mhla.recurrence.decay import retention, state_space_dual

@@ -1,7 +1,7 @@
-"""Steps that the recurrences share: checks of the inputs, the split into chunks, and the scan over chunks.
+"""Steps that all recurrences share: checks of the inputs, division into chunks of tokens, and the scan over chunks.
 
-Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M chunks, C tokens of a chunk, S sequences
-packed in one row.
+Shape letters: B rows of a batch, N tokens, H heads, K and V features of a key and a value, M chunks, C tokens of a chunk, S
+sequences packed in one row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from torch.autograd.function import once_differentiable
 def chunk_tokens(width: int) -> int:
     """Return the number of tokens in a chunk for keys and values of up to ``width`` features.
 
-    Longer chunks need larger matrices of weights, and shorter chunks need more states. On a CPU, 32 tokens measured fastest for
-    up to 32 features and 64 tokens for more, forward and backward.
+    A chunk is a group of consecutive tokens that a recurrence processes together, with matrix products. Longer chunks need
+    larger attention matrices, and shorter chunks need more states. In measurements of forward and backward passes on a CPU,
+    chunks of 32 tokens were the fastest for up to 32 features, and chunks of 64 tokens for more.
     """
     return 32 if width <= 32 else 64
 
 
 class ChunkedInputs(NamedTuple):
-    """Checked inputs of a recurrence, split into chunks, in float32 (float64 for float64 inputs).
+    """Checked inputs of a recurrence, divided into chunks, in float32 (float64 for float64 inputs).
+
+    Shapes: B rows, H heads, M chunks of C tokens, K and V features of a key and a value, S packed sequences. The last chunk of
+    a sequence may have fewer tokens than C. Its unused entries are zero.
 
     Attributes:
-        q: scaled queries, ``[B, H, M, C, K]``. Slots without a token hold zeros, also in k and v.
+        q: queries multiplied by the scale, ``[B, H, M, C, K]``.
         k: keys, ``[B, H, M, C, K]``.
         v: values, ``[B, H, M, C, V]``.
         initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
@@ -47,12 +51,12 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Split a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the same chunks as q, k and v, ``[B, H, M, C, ...]``."""
+        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into M chunks of C tokens like ``q``: ``[B, H, M, C, ...]``."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join the chunks of an output ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype ``self.dtype``."""
+        """Join an output's M chunks of C tokens, ``[B, H, M, C, V]``, to ``[B, N, H, V]``, in the output dtype."""
         return self.partition.merge(out).to(self.dtype)
 
 
@@ -65,14 +69,15 @@ def check(
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
-        initial_state: ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
+        initial_state: ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
         cu_seqlens: index of the first token of each packed sequence, followed by N; None for one sequence in each row.
 
     Returns:
-        ``cu_seqlens`` as a list of integers, or None.
+        ``cu_seqlens`` as a list of integers; None for one sequence in each row.
 
     Raises:
-        ValueError: if shapes do not match, or the bounds do not rise from 0 to N.
+        ValueError: if shapes do not match, ``cu_seqlens`` does not rise from 0 to N, or packed sequences are in more than one
+            row.
     """
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
@@ -97,12 +102,12 @@ def check_gate(name: str, gate: Tensor, shape: Sequence[int]) -> None:
     """Check that a tensor of gates or decays has the required shape.
 
     Args:
-        name: name of the argument, for the message.
+        name: name of the tensor, for the error message.
         gate: tensor to check.
-        shape: the required shape.
+        shape: required shape.
 
     Raises:
-        ValueError: if the shape differs.
+        ValueError: if the tensor has a different shape.
     """
     if tuple(gate.shape) != tuple(shape):
         raise ValueError(f"{name} must be {list(shape)}; got {list(gate.shape)}")
@@ -116,15 +121,15 @@ def prepare(
     initial_state: Tensor | None,
     bounds: list[int] | None,
 ) -> ChunkedInputs:
-    """Split the checked inputs of a recurrence into chunks. No chunk spans two packed sequences.
+    """Divide the checked inputs of a recurrence into chunks. No chunk spans two packed sequences.
 
     Args:
         q: queries, ``[B, N, H, K]``.
         k: keys, ``[B, N, H, K]``.
         v: values, ``[B, N, H, V]``.
         scale: factor on the queries; None for ``K ** -0.5``.
-        initial_state: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences; None for zeros.
-        bounds: result of :func:`check`.
+        initial_state: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for S packed sequences; None for zeros.
+        bounds: index of the first token of each packed sequence, followed by N; None for one sequence in each row.
     """
     wide = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device="cpu")
@@ -151,24 +156,24 @@ def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence
     """Compute the states of a recurrence over chunks, ``state = decay * state + update``, for each sequence.
 
     Args:
-        decay: decay over each chunk, ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.
+        decay: decay over each of the M chunks, ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.
         update: term that each chunk adds to the state, ``[B, H, M, K, V]``.
-        initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
+        initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for S packed sequences.
         bounds: index of the first chunk of each sequence, followed by M.
 
     Returns:
-        The state before every chunk, ``[B, H, M, K, V]``, and the final state of each sequence, shaped as ``initial``.
+        The state before each chunk, ``[B, H, M, K, V]``, and the final state of each sequence, in the shape of ``initial``.
     """
     return _Scan.apply(decay, update, initial, tuple(bounds))
 
 
 def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
-    """Return the states of one sequence: one row if sequences are packed, otherwise all rows of ``initial``.
+    """Return the state of one packed sequence, or the states of all rows if each row is one sequence.
 
     Args:
-        initial: states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
+        initial: states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for S packed sequences.
         bounds: index of the first chunk of each sequence, followed by the number of chunks.
-        sequence: index of the sequence.
+        sequence: index of the packed sequence.
     """
     return initial if len(bounds) == 2 else initial[sequence : sequence + 1]
 

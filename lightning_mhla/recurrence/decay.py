@@ -1,4 +1,4 @@
-"""Recurrences whose state decays by one number for each head: retention and the state-space dual."""
+"""Recurrences with one decay for each head: retention and the state-space dual of Mamba-2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def retention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute retention (RetNet, arXiv 2307.08621, equation 5).
+    """Compute retention: linear attention whose weights decay with distance, at a fixed rate for each head.
+
+    RetNet (arXiv 2307.08621, equation 5) defines the output of token t as
 
         out_t = scale * sum_{j <= t} exp(-decay (t - j)) (q_t . k_j) v_j
 
@@ -35,11 +37,12 @@ def retention(
         v: values, ``[B, N, H, Dv]``.
         decay: decay rate of each head, ``[H]``, at least 0.
         scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
-        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for
             zeros.
         cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
-        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
+        backend: ``"torch"``; ``"triton"`` for the GPU kernels of fla-core; ``"auto"`` for these kernels if possible, otherwise
+            torch.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
@@ -66,7 +69,7 @@ def state_space_dual(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the state-space dual (Mamba-2, arXiv 2405.21060, section 6) in the notation of attention.
+    """Compute the state-space dual of Mamba-2 (arXiv 2405.21060, section 6) in the notation of attention.
 
         state_t = exp(log_decay_t) state_{t-1} + k_t v_t^T
         out_t = scale * q_t state_t
@@ -79,11 +82,12 @@ def state_space_dual(
         v: values, ``[B, N, H, Dv]``.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
         scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
-        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for
             zeros.
         cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
-        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
+        backend: ``"torch"``; ``"triton"`` for the GPU kernels of fla-core; ``"auto"`` for these kernels if possible, otherwise
+            torch.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for

@@ -1,4 +1,4 @@
-"""Gated delta rule: a recurrence whose state decays, and in which a key's new value replaces its old one."""
+"""Gated delta rule: a recurrence with a decaying state, in which the new value of a key replaces the old value."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def gated_delta_rule(
         state_t = exp(log_decay_t) (I - beta_t k_t k_t^T) state_{t-1} + beta_t k_t v_t^T
         out_t = scale * q_t state_t
 
-    Within a chunk, the values that tokens replace depend on earlier tokens. They are the solution of a triangular system,
-    which is solved for the complete chunk (the form of arXiv 2406.06484, section 3, with decay).
+    The PyTorch implementation processes the tokens in chunks. Inside a chunk, the value that a token replaces depends on the
+    earlier tokens. All values of the chunk are therefore computed together, by solving a triangular system (arXiv 2406.06484,
+    section 3, extended by the decay).
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -43,12 +44,12 @@ def gated_delta_rule(
         beta: fraction of the old value that is replaced, ``[B, N, H]``, from 0 to 2.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
         scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
-        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for
             zeros.
         cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
-        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core, which take keys of up to 256 features; ``"auto"`` for
-            these kernels if they can run.
+        backend: ``"torch"``; ``"triton"`` for the GPU kernels of fla-core, which support keys of up to 256 features; ``"auto"``
+            for these kernels if possible, otherwise torch.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for

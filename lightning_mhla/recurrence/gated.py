@@ -1,4 +1,4 @@
-"""Gated linear attention: a recurrence whose state decays by one number for each feature of the keys."""
+"""Gated linear attention: a recurrence with one decay for each feature of the keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gated_linear_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention (GLA, arXiv 2312.06635, equation 3).
+    """Compute gated linear attention (GLA, arXiv 2312.06635, equation 3), in which each key feature has its own decay.
 
         state_t = diag(exp(log_decay_t)) state_{t-1} + k_t v_t^T
         out_t = scale * q_t state_t
@@ -34,13 +34,14 @@ def gated_linear_attention(
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
-        log_decay: logarithm of the decay at each token and feature of the key, ``[B, N, H, Dk]``, at most 0.
+        log_decay: logarithm of the decay of each key feature at each token, ``[B, N, H, Dk]``, at most 0.
         scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
-        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for
             zeros.
         cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
-        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
+        backend: ``"torch"``; ``"triton"`` for the GPU kernels of fla-core; ``"auto"`` for these kernels if possible, otherwise
+            torch.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for

@@ -1,4 +1,4 @@
-"""Calls of flash-linear-attention's kernels (fla-core) on a GPU."""
+"""Calls to the GPU kernels of flash-linear-attention (package ``fla-core``)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
     """Return whether a recurrence uses the Triton kernels of flash-linear-attention (fla-core) instead of PyTorch.
 
     Args:
-        backend: ``"torch"``, ``"triton"``, or ``"auto"`` for the kernels if they can run.
+        backend: ``"torch"``, ``"triton"``, or ``"auto"`` to use the kernels if they can run.
         q: queries, ``[B, N, H, Dk]``.
-        widest: largest Dk that the kernels support; None for any.
+        widest: largest Dk that the kernels support; None for no limit.
 
     Raises:
         ValueError: if the backend is unknown, or if it is ``"triton"`` and the kernels cannot run.
@@ -52,7 +52,14 @@ def state_space_dual(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`lightning_mhla.recurrence.state_space_dual` with fla-core's kernel, without checks."""
+    """Compute the state-space dual of Mamba-2 with fla-core's GPU kernel, without checking the arguments.
+
+    The arguments are the same as in :func:`lightning_mhla.recurrence.state_space_dual`, except that ``initial_state`` is called
+    ``state``, and ``cu_seqlens`` is called ``bounds`` and must be a list.
+
+    Returns:
+        Outputs, ``[B, N, H, Dv]``, and the final state.
+    """
     from fla.ops.simple_gla import chunk_simple_gla
 
     out, final = chunk_simple_gla(
@@ -70,7 +77,14 @@ def gated_linear_attention(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`lightning_mhla.recurrence.gated_linear_attention` with fla-core's kernel, without checks."""
+    """Compute gated linear attention with fla-core's GPU kernel, without checking the arguments.
+
+    The arguments are the same as in :func:`lightning_mhla.recurrence.gated_linear_attention`, except that ``initial_state`` is
+    called ``state``, and ``cu_seqlens`` is called ``bounds`` and must be a list.
+
+    Returns:
+        Outputs, ``[B, N, H, Dv]``, and the final state.
+    """
     from fla.ops.gla import chunk_gla
 
     out, final = chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
@@ -87,7 +101,14 @@ def gated_delta_rule(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`lightning_mhla.recurrence.gated_delta_rule` with fla-core's kernel, without checks."""
+    """Compute the gated delta rule with fla-core's GPU kernel, without checking the arguments.
+
+    The arguments are the same as in :func:`lightning_mhla.recurrence.gated_delta_rule`, except that ``initial_state`` is called
+    ``state``, and ``cu_seqlens`` is called ``bounds`` and must be a list.
+
+    Returns:
+        Outputs, ``[B, N, H, Dv]``, and the final state.
+    """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     keys, values, beta = (x.to(q.dtype) for x in (k, v, beta))

@@ -1,9 +1,10 @@
 """Decay weights between the tokens of a chunk, without overflow or cancellation for decays of any strength.
 
-A chunk is divided into halves, and these again. A weight between a token of a half and one of the half before it is the
-product of two factors: the decay from the start of the later half to its token, and the decay from the token of the earlier
-half to its end. Both are at most 1, so nothing overflows. Sums of decays are only added, never subtracted. So a weak decay is
-not lost beside a strong one, as it would be in the difference of two running sums.
+A chunk is divided into two halves, each half again into two halves, and so on. The decay between a token in a first half and a
+token in the second half of the same pair is the product of two factors. One is the decay from the earlier token to the end of
+its half. The other is the decay from the start of the second half to the later token. Both are at most 1, so nothing overflows.
+Logarithms of decays are only added, never subtracted. A difference of two running sums would lose a weak decay next to a strong
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def decay_weights(log_decay: Tensor) -> Tensor:
     """Compute the decay between each pair of tokens in a chunk.
 
     Args:
-        log_decay: logarithms of the decays, at most 0, ``[..., C]``.
+        log_decay: logarithm of the decay at each of the C tokens of a chunk, at most 0, ``[..., C]``.
 
     Returns:
         ``[..., C, C]``: entry (i, j) is ``exp(log_decay[j + 1] + ... + log_decay[i])`` for ``j <= i``, and 0 for ``j > i``.
@@ -32,22 +33,27 @@ def decay_weights(log_decay: Tensor) -> Tensor:
 def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
     """Compute the products of queries and keys in a chunk, with a separate decay for each feature.
 
-    Entry (i, j) is ``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for ``j <= i``, and 0 for
-    ``j > i``.
-
     Args:
-        q: queries, ``[..., C, D]``.
+        q: queries of the C tokens of a chunk, ``[..., C, D]``.
         k: keys, ``[..., C, D]``.
-        log_decay: logarithms of the decays, at most 0, ``[..., C, D]``.
+        log_decay: logarithm of the decay of each feature at each token, at most 0, ``[..., C, D]``.
 
     Returns:
-        ``[..., C, C]``.
+        ``[..., C, C]``: entry (i, j) is ``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for
+        ``j <= i``, and 0 for ``j > i``.
     """
     return _DecayedProducts.apply(q, k, log_decay)
 
 
 def suffix_sums(x: Tensor) -> Tensor:
-    """Sum over the later tokens of a chunk: entry j is ``x[j + 1] + ... + x[C - 1]`` along axis -2, in the shape of ``x``."""
+    """Compute, for each token of a chunk, the sum over all later tokens.
+
+    Args:
+        x: ``[..., C, D]`` for C tokens.
+
+    Returns:
+        Sums in the shape of ``x``: entry j along axis -2 is ``x[j + 1] + ... + x[C - 1]``.
+    """
     return F.pad(x[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
 
 
@@ -114,19 +120,19 @@ class _DecayedProducts(torch.autograd.Function):
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Pad tensors ``[..., C, D]`` with zeros along C to the next power of two."""
+    """Pad tensors ``[..., C, D]`` with zeros, so that C becomes a power of two."""
     size = tensors[0].shape[-2]
     padding = (1 << (size - 1).bit_length()) - size if size else 0
     return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in tensors]
 
 
 def _part(x: Tensor, half: int, side: int) -> Tensor:
-    """Divide a chunk into parts of two halves each, and return a view of all first or all second halves.
+    """Divide a chunk into sections of ``2 * half`` tokens, and return a view of the first or the second half of each.
 
     Args:
-        x: tensor of C tokens, ``[..., C, D]``.
-        half: number of tokens in a half.
-        side: 0 for the first halves, 1 for the second ones.
+        x: values at C tokens, ``[..., C, D]``.
+        half: number of tokens in half a section.
+        side: 0 for the first halves, 1 for the second halves.
 
     Returns:
         ``[..., C / (2 half), half, D]``.
@@ -135,21 +141,25 @@ def _part(x: Tensor, half: int, side: int) -> Tensor:
 
 
 def _below(products: Tensor, half: int) -> Tensor:
-    """Divide a chunk into parts of two halves each, and return a view of the products between second and first halves.
+    """Divide a chunk into sections of ``2 * half`` tokens, and return a view of the products between the halves of each.
 
     Args:
         products: products of all pairs of tokens, ``[..., C, C]``.
-        half: number of tokens in a half.
+        half: number of tokens in half a section.
 
     Returns:
-        ``[..., half, half, C / (2 half)]``: tokens of the second half, tokens of the first half, parts.
+        ``[..., half, half, C / (2 half)]``. The last three axes are tokens of the second half, tokens of the first half, and
+        sections.
     """
     by_halves = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
     return by_halves.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Iterate over the divisions of a chunk into pairs of halves, with 1, 2, 4, ... tokens in a half.
+    """Iterate over the divisions of a chunk into sections that consist of two halves of 1, 2, 4, ... tokens each.
+
+    Args:
+        log_decay: logarithm of the decay of each feature at each of C tokens, ``[..., C, D]``.
 
     Yields:
         Three values: the number of tokens in a half; for each second half, the decay from its start to each of its tokens; and

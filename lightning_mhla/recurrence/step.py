@@ -1,4 +1,4 @@
-"""One step of a recurrence by its definition, for generation token by token."""
+"""One step of a recurrence, for generation token by token."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def one_token(
     initial_state: Tensor | None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one step of a recurrence: update the state with one token, and read the output from it.
+    """Compute one step of a recurrence: decay the state, add one token to it, and read the output.
 
     Args:
         q: query, ``[B, 1, H, K]``.
         k: key, ``[B, 1, H, K]``.
         v: value, ``[B, 1, H, V]``.
-        log_decay: logarithm of the decay, ``[B, 1, H]``; or of the decay of each key feature, ``[B, 1, H, K]``.
+        log_decay: logarithm of the decay of each head, ``[B, 1, H]``, or of each key feature, ``[B, 1, H, K]``.
         scale: factor on the products of queries and keys; None for ``K ** -0.5``.
         initial_state: state before the token, ``[B, H, K, V]``; None for zeros.
-        beta: factor of the delta rule, ``[B, 1, H]``; None without the delta rule.
+        beta: share of the value stored in the state for this key that ``v`` replaces (delta rule), ``[B, 1, H]``; None for
+            recurrences that only add values.
 
     Returns:
         Output, ``[B, 1, H, V]`` in v's dtype, and the state after the token, ``[B, H, K, V]`` in float32 (float64 for float64

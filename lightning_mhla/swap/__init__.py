@@ -1,4 +1,7 @@
-"""Replacement of the self-attention of pretrained models; see :mod:`lightning_mhla.swap.swapping`."""
+"""Replacement of the softmax self-attention in pretrained diffusers, timm and transformers models by linear attention.
+
+:func:`swap_attention` replaces the attention, and :func:`load_swapped` loads a model that was saved afterwards.
+"""
 
 from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
 from lightning_mhla.swap.host import SAVED

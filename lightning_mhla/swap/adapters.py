@@ -1,4 +1,4 @@
-"""Choice of the parameters to train in a swapped model: all of them, the new attention, or the latter with LoRA adapters."""
+"""Choice of the trainable parameters in a model whose attention was replaced, and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TrainedPart = Literal["all", "attention", "new", "lora"]
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Options of the low-rank adapters (arXiv 2106.09685) that ``train: lora`` adds to the replaced layers' projections.
+    """Options of the LoRA adapters (arXiv 2106.09685) for the linear projections of layers with replaced attention.
 
     Args:
-        rank: rank of an adapter, at least 1.
-        alpha: scale of an adapter; its output is multiplied by ``alpha / rank``.
-        dropout: dropout probability on the input of an adapter.
+        rank: rank of each adapter, at least 1.
+        alpha: scale; the output of each adapter is multiplied by ``alpha / rank``.
+        dropout: dropout probability on the input of each adapter.
     """
 
     rank: int = 64
@@ -38,14 +38,14 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     """Freeze all parameters of a model with replaced attention except those to be trained.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, changed in place; ``"lora"`` also inserts adapters.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced; changed in place.
         part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced self-attention layers,
             including their projections. ``"new"`` trains only the parameters that the new attention added. ``"lora"`` trains
-            these parameters and low-rank adapters of the projections.
-        lora: options of the adapters.
+            the same parameters as ``"new"``, and also inserts and trains LoRA adapters for the projections.
+        lora: options of the adapters; used only if ``part`` is ``"lora"``.
 
     Raises:
-        ValueError: if no layer was replaced, or if replacing layers added no parameters to train.
+        ValueError: if ``part`` is not ``"all"`` and the model has no replaced layer, or if no parameter is left to train.
         ModuleNotFoundError: if ``part`` is ``"lora"`` and peft is not installed.
     """
     if part == "all":
@@ -69,12 +69,12 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 
 
 def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
-    """Return the names, within ``model``, of the linear layers that ``host`` had before its attention was replaced.
+    """Return the names, within ``model``, of the linear layers in ``host`` that do not belong to the new attention.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
-        host: attention module of a replaced layer.
-        new: new attention inside ``host``.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
+        host: attention module of a layer whose attention was replaced.
+        new: the new attention, a submodule of ``host``.
     """
     names, added = {module: name for name, module in model.named_modules()}, set(new.modules())
     return [names[module] for module in host.modules() if isinstance(module, nn.Linear) and module not in added]
@@ -97,20 +97,23 @@ def _add_adapters(model: nn.Module, targets: list[str], lora: LoraOptions) -> No
 
 
 def merge_adapters(model: Any) -> None:
-    """Merge the LoRA adapters of ``model``, if any, into the weights they adapt, and remove them, in place."""
+    """Merge the LoRA adapters of ``model`` into the weights that they adapt, in place, and remove the adapters.
+
+    A model without adapters does not change.
+    """
     _remove_adapters(model, merge=True)
 
 
 def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
-    """Write the LoRA adapters of ``model`` to a folder, and remove them from the model, in place.
+    """Save the LoRA adapters of a diffusers transformer to a folder, and remove them from the model, in place.
 
-    The weights of the transformer itself do not change. ``load_lora_weights(folder)`` of the model's pipeline and
-    ``peft.PeftModel.from_pretrained(transformer, folder)`` add the saved adapters to the transformer again.
+    The other weights of the transformer do not change. To add the saved adapters to the transformer again, call
+    ``load_lora_weights(folder)`` on its pipeline, or ``peft.PeftModel.from_pretrained(transformer, folder)``.
 
     Args:
         model: transformer with adapters, changed in place.
         folder: folder to write the adapters to.
-        pipeline: diffusers pipeline class that the model belongs to.
+        pipeline: diffusers pipeline class that uses this transformer.
 
     Raises:
         ValueError: if the model has no adapters.

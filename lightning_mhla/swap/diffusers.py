@@ -1,10 +1,12 @@
-"""Attention swapped into diffusers transformers, as the processor of their attention modules.
+"""Replacement of the self-attention in diffusers transformers, such as those of Wan, DiT, PixArt and SANA.
 
-The projections of queries, keys, values and outputs, and the norms of queries and keys, stay in place unchanged. The new
-attention is the *processor* of diffusers' attention module, so the names of all other parameters stay the same. The
-parameters that it adds (mixing coefficients, output norm, gate) are found under ``...attn1.processor``. A swapped model takes
-images or clips of any size: blocks are fitted to each, and where an axis has fewer tokens than blocks, the coefficients are
-resized (:func:`mhla_kernels.resize_mixing`).
+diffusers separates an attention module from its *processor*, which computes attention with the module's layers. The new
+attention becomes the processor. The projections of queries, keys, values and outputs and the norms of queries and keys stay in
+the attention module, with the same names. The parameters of the new attention (mixing coefficients, output norm, gate) have
+names that contain ``attn1.processor``.
+
+A model with replaced attention accepts images or clips of any size, because the blocks are fitted to each input. If an axis has
+fewer tokens than blocks, the mixing coefficients are resized (:func:`mhla_kernels.resize_mixing`).
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """Forward pre-hook of a diffusers model's patch convolution that records the token grid of the current input.
+    """Forward pre-hook of a diffusers model's patch convolution; records how many tokens the input has along each axis.
 
-    The hook is attached to a module inside the model, so that a compiled model traces it together with the attention.
+    The hook is attached to a module inside the model, so that ``torch.compile`` traces it together with the attention.
 
     Args:
         name: name of the model's class, for error messages.
@@ -68,14 +70,15 @@ class InputGrid(TokenGrid):
         self.name = name
 
     def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
-        """Record the token grid of an input ``[B, C, ...]``.
+        """Record how many tokens an input has along each axis.
 
         Args:
-            convolution: patch convolution; its stride is the size of a patch along each axis.
-            args: positional arguments of the convolution, the input first.
+            convolution: patch convolution, 2D for images or 3D for clips; its stride is the size of a patch along each axis.
+            args: positional arguments of the convolution, the input first: ``[batch, channels, height, width]`` for images,
+                ``[batch, channels, frames, height, width]`` for clips.
 
         Raises:
-            ValueError: if the input does not have exactly two more axes than a patch, for batch and channels.
+            ValueError: if the number of axes of the input does not match the convolution.
         """
         patch = convolution.stride
         if args[0].dim() != len(patch) + 2:
@@ -87,12 +90,12 @@ class InputGrid(TokenGrid):
 
 
 class SwappedAttention(nn.Module):
-    """diffusers attention processor that computes a new attention with the projections and norms of the original module.
+    """diffusers attention processor that computes MHLA or another attention kind with the original projections and norms.
 
     Args:
-        attention: attention without projections, such as MHLA, which replaces the original attention.
+        attention: the new attention, without projections.
         blocks: number of blocks along each axis of the token grid.
-        grid: token grid of the model's current input.
+        grid: hook that records the token grid of the model's current input.
     """
 
     def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: InputGrid) -> None:
@@ -109,12 +112,13 @@ class SwappedAttention(nn.Module):
         rotary_emb: tuple[Tensor, Tensor] | None = None,
         image_rotary_emb: Any = None,
     ) -> Tensor:
-        """Call :meth:`forward` with the arguments that diffusers passes to an attention processor.
+        """Compute self-attention with the arguments that diffusers passes to an attention processor.
 
-        diffusers inspects this signature and drops arguments that the signature does not name.
+        diffusers drops arguments that this signature does not name. See :meth:`forward` for the arguments and the returned
+        tensor.
 
         Raises:
-            ValueError: if ``image_rotary_emb`` is given; only rotary angles in Wan's form are supported.
+            ValueError: if an argument other than ``attn``, ``hidden_states`` and ``rotary_emb`` is not None.
         """
         if image_rotary_emb is not None:
             raise ValueError(
@@ -130,15 +134,17 @@ class SwappedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute self-attention of tokens in raster order of the grid.
+        """Compute self-attention over the tokens of an image or clip.
+
+        B is the batch size, N the number of tokens, C their width, and D the width of a head.
 
         Args:
             attn: diffusers attention module that uses this processor.
-            hidden_states: tokens, ``[B, N, C]``.
+            hidden_states: tokens in raster order, ``[B, N, C]``.
             encoder_hidden_states: must be None, since cross-attention is not supported.
             attention_mask: must be None, since masks are not supported.
-            rotary_emb: cosines and sines of the rotary embedding, ``[1, N, 1, D]`` each, with every angle twice in a row, as
-                Wan computes them; None without a rotary embedding.
+            rotary_emb: cosines and sines of the rotary embedding, ``[1, N, 1, D]`` each, with two adjacent entries for each
+                angle; None without a rotary embedding.
 
         Returns:
             Outputs ``[B, N, C]``.
@@ -161,7 +167,16 @@ class SwappedAttention(nn.Module):
 
 
 def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Project tokens ``[B, N, C]`` to queries, keys and values, ``[B, N, H, D]`` each, in float32 if ``x`` is float16."""
+    """Project tokens to queries, keys and values, and normalize queries and keys.
+
+    Args:
+        attn: diffusers attention module with the projections and norms.
+        x: tokens, ``[B, N, C]`` for B rows of N tokens of width C.
+        attention: the new attention, which determines the widths of the heads.
+
+    Returns:
+        Queries, keys and values, ``[B, N, H, D]`` each for H heads of width D; in float32 if the projections are in float16.
+    """
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
     out, width = [], attention.key_width
     for tensor, norm in ((q, attn.norm_q), (k, attn.norm_k)):
@@ -185,10 +200,10 @@ def _merge_heads(attn: Any, x: Tensor) -> Tensor:
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
-    """Return the self-attention modules of a diffusers transformer, first to last.
+    """Return the self-attention modules of a diffusers transformer in the order of its layers.
 
     Raises:
-        ValueError: if the blocks of the model do not have self-attention ``attn1``, as those of Wan, DiT and SANA do.
+        ValueError: if the model has no transformer blocks, or if a block does not have a self-attention module named ``attn1``.
     """
     blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
     layers = [getattr(block, "attn1", None) for block in blocks]
@@ -205,11 +220,12 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     """Check that the attention of a diffusers model can be replaced. The model does not change.
 
     Args:
-        model: diffusers model. Its class must be a key of :data:`PROCESSORS`, the supported classes, or derived from one.
-        hosts: attention modules to replace, by layer number.
+        model: diffusers model.
+        hosts: mapping from layer number to the diffusers attention module to replace.
 
     Raises:
-        ValueError: if the model's class or its masking of frames, or a layer's processor, option or norm is not supported.
+        ValueError: if the model's class is not supported, if the model masks attention between frames, or if an attention
+            module has an unsupported processor, option or norm.
     """
     supported_class = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
     if supported_class is None:
@@ -243,15 +259,18 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
 
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
-    """Build the attention that replaces the one computed by ``host``, on the same device and in the same dtype.
+    """Build the attention that replaces the one in a diffusers attention module, on the same device and in the same dtype.
 
     Args:
         host: diffusers attention module, whose projections stay in use.
         config: configuration of the new attention.
-        axes: number of axes of the token grid.
+        axes: number of axes of the token grid: 2 for images, 3 for clips.
+
+    Returns:
+        The new attention, without projections.
 
     Raises:
-        ValueError: if the configuration does not give a number of blocks for each axis.
+        ValueError: if the attention kind uses blocks and ``config`` does not give a number of blocks for each axis.
     """
     blocks = blocks_along(axes, config)
     heads, weight = host.heads, host.to_q.weight
@@ -269,9 +288,9 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
 
 
 class DiffusersHost(HostLibrary):
-    """Replacement of the attention of diffusers models: Wan, DiT, PixArt, SANA and the other classes in :data:`PROCESSORS`.
+    """Implementation of attention replacement for diffusers transformers, such as those of Wan, DiT, PixArt and SANA.
 
-    If a model applies a rotary embedding to queries and keys, the new attention does so too, after its feature map.
+    If a model applies a rotary embedding to queries and keys, the new attention applies it too, after its feature map.
     """
 
     package = "diffusers"
@@ -315,7 +334,7 @@ class DiffusersHost(HostLibrary):
 
 
 def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
-    """Return the convolution that turns a model's input into tokens.
+    """Return the convolution that turns the input of a diffusers model into tokens.
 
     Raises:
         ValueError: if no submodule ``patch_embedding``, ``patch_embed`` or ``pos_embed`` is or contains a convolution.
@@ -327,5 +346,4 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
 
 
 def _rotates(model: nn.Module) -> bool:
-    """Return whether a model of diffusers applies a rotary embedding to queries and keys."""
     return hasattr(model, "rope")

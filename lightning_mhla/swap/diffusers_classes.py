@@ -1,9 +1,9 @@
-"""Subclasses of diffusers' models that build and save swapped attention.
+"""Subclasses of diffusers model classes, with which models with replaced attention can be saved and loaded.
 
-Each class has the name of its diffusers parent, such as ``DiTTransformer2DModel``, and is created on first access.
-:func:`lightning_mhla.swap_attention` changes the class of a model to one of them, so its ``save_pretrained`` writes a folder
-that only these classes accept. A pipeline that is saved with such a model names this module in its ``model_index.json``;
-diffusers loads it wherever ``lightning_mhla`` is imported.
+Each subclass has the name of its diffusers parent, such as ``DiTTransformer2DModel``, and is created when this module's
+attribute of that name is first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass.
+The model's ``save_pretrained`` then writes a folder that the original diffusers class rejects. In a saved pipeline,
+``model_index.json`` names this module, so diffusers can load the pipeline after ``import lightning_mhla``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of diffusers models with replaced attention, which :meth:`from_config` builds as the configuration records."""
+    """Base class of diffusers models with replaced attention: saves and loads them, and builds them from a configuration."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Derive a subclass with replaced attention from a model class of diffusers. Later calls return the same subclass.
+        """Return the subclass of a diffusers model class for models with replaced attention.
+
+        The subclass is created on the first call.
 
         Args:
             host: model class of diffusers. If it already is such a subclass, it is returned unchanged.
@@ -53,13 +55,25 @@ class SwappedDiffusersModel(SwappedClass):
 
     @classmethod
     def load_config(cls, *args: Any, **options: Any) -> Any:
-        """Load a configuration as diffusers does, and restore the values that :meth:`to_json_file` replaced in it."""
+        """Load the configuration of a model with replaced attention, and restore its original values.
+
+        The saved file contains some invalid values, so that the original diffusers class rejects it. Arguments and return
+        values are the same as for the diffusers method.
+        """
         loaded = super().load_config(*args, **options)  # type: ignore[misc]
         return (restored(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else restored(loaded)
 
     @classmethod
     def from_config(cls, config: Any, return_unused_kwargs: bool = False, **options: Any) -> Any:
-        """Build a model with replaced attention from its configuration; arguments are those of the diffusers method.
+        """Build a model with replaced attention from its configuration, without loading weights.
+
+        Args:
+            config: configuration that :meth:`load_config` returned.
+            return_unused_kwargs: whether to also return the keyword arguments that the model does not use.
+            options: further arguments of the diffusers method.
+
+        Returns:
+            The model; with ``return_unused_kwargs``, a tuple of the model and a dict of the unused arguments.
 
         Raises:
             ValueError: if the configuration does not record how the attention was replaced.
@@ -80,7 +94,15 @@ class SwappedDiffusersModel(SwappedClass):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """Load a saved model with replaced attention; arguments are those of the diffusers method.
+        """Load a saved model with replaced attention.
+
+        Args:
+            pretrained_model_name_or_path: folder of the model, or its name on the Hugging Face Hub.
+            output_loading_info: whether to also return which weights were missing or unexpected.
+            options: further arguments of the diffusers method.
+
+        Returns:
+            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information.
 
         Raises:
             ValueError: if the files lack weights of the model, which diffusers would leave uninitialized, or contain weights
@@ -92,13 +114,21 @@ class SwappedDiffusersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as diffusers does, and write the Python module to which its entry ``auto_map`` refers."""
+        """Save the configuration, and a Python module that lets diffusers' ``AutoModel`` import this class.
+
+        ``AutoModel`` imports the module only with ``trust_remote_code=True``. The arguments are the same as for the diffusers
+        method.
+        """
         if self._is_public() and not Path(save_directory).is_file():
             write_module(save_directory, __name__, [type(self).__name__])
         super().save_config(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any) -> None:
-        """Write the configuration as JSON, with replaced values so that only this class, not diffusers' own, can load it."""
+        """Write the configuration to a JSON file that only this class can load.
+
+        Some values are replaced by invalid ones, so that the original diffusers class rejects the file with an error message
+        that says how to load it.
+        """
         content = json.loads(self.to_json_string())  # type: ignore[attr-defined]
         content[SAVED][DTYPE] = str(self.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
         replaced: dict[str, Any] = {"quantization_config": {"quant_method": NOTICE}}
@@ -108,13 +138,16 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether this class can be imported from this module by name, through the module's :func:`__getattr__`."""
+        """Return whether ``diffusers`` exports the original class, so that this class can be imported by its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as diffusers does, and remove older weight files that would be loaded in place of the new ones."""
+        """Save the model, and remove older weight files that diffusers would load in place of the new ones.
+
+        The arguments are the same as for the diffusers method.
+        """
         signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
         arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
@@ -124,7 +157,11 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the subclass with replaced attention of the diffusers class ``name``, so that saved models can import it."""
+    """Return the subclass of the diffusers model class ``name`` for models with replaced attention, so that it can be imported.
+
+    Raises:
+        AttributeError: if diffusers does not have a model class of this name.
+    """
     if name.startswith("_"):
         raise AttributeError(name)
     import diffusers
@@ -138,7 +175,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DiffusersFolders(DiffusersHost):
-    """Replacement of the attention of diffusers models, with saving and loading of the changed models."""
+    """Implementation of attention replacement for diffusers models that also saves and loads the resulting models."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
@@ -171,7 +208,7 @@ class DiffusersFolders(DiffusersHost):
 
 
 def _saved_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of the saved query projections in a model folder; None if the folder has none."""
+    """Return the dtype of a query projection in the safetensors files of a folder; None if the files do not contain one."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):

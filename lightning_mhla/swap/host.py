@@ -1,7 +1,8 @@
-"""Interface for swapping attention in the models of a library, with one subclass of :class:`HostLibrary` for each library.
+"""Interface for replacing the attention in pretrained models, and the token grid that its implementations share.
 
-A *host* is the model, or the attention module in it, whose attention is replaced. Longer than other modules: it defines the
-interface that every library implements, and the token grid that their models share.
+diffusers, timm and transformers each have one implementation. A *host* is a pretrained model whose attention is replaced, or
+one of its attention modules. This file is longer than others because every implementation needs both the interface and the
+token grid.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ HUB_OPTIONS = (
 
 
 class HostLibrary(ABC):
-    """Interface for replacing the attention in models of a library, and for saving and loading the changed models.
+    """Interface for replacing the attention in the models of a library such as timm, and for saving and loading these models.
 
     Attributes:
-        package: name of the library's package; a model belongs to the library if its class or a base class is defined there.
-        options: names of the options of ``from_pretrained`` that :meth:`load` accepts.
+        package: name of the library's package. A model belongs to the library if its class or a base class is defined there.
+        options: names of the keyword arguments that :func:`lightning_mhla.load_swapped` passes on to the library.
     """
 
     package: ClassVar[str]
@@ -50,54 +51,55 @@ class HostLibrary(ABC):
 
     @abstractmethod
     def layers(self, model: Any) -> list[Any]:
-        """Return the self-attention modules of a model, first to last.
+        """Return the self-attention modules of a model in the order of its layers.
 
         Raises:
-            ValueError: if the attention of this model cannot be replaced.
+            ValueError: if attention cannot be replaced in a model of this class.
         """
 
     @abstractmethod
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Check that the original layers have no feature that the new attention lacks. The model does not change.
+        """Check that the attention modules have no feature that the new attention lacks. The model does not change.
 
         Args:
             model: model whose attention is to be replaced.
-            layers: attention modules to replace, by layer number.
-            configs: configurations of the new attention, by layer number.
+            layers: mapping from layer number to the attention module to replace.
+            configs: mapping from layer number to the configuration of the new attention.
 
         Raises:
-            ValueError: if a layer or a configuration is not supported.
+            ValueError: if a module or a configuration is not supported.
         """
 
     @abstractmethod
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
-        """Replace the attention of layers that :meth:`check` accepts, in place.
+        """Replace the attention of layers for which :meth:`check` found no problem, in place.
 
         The model does not change if an exception is raised.
 
         Args:
             model: model whose attention is replaced.
-            layers: attention modules to replace, by layer number.
-            configs: configurations of the new attention, by layer number.
+            layers: mapping from layer number to the attention module to replace.
+            configs: mapping from layer number to the configuration of the new attention.
 
         Returns:
-            The new attention modules by layer number.
+            Mapping from layer number to the new attention module.
         """
 
     def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
-        """Replace the attention of a model in place, with recorded options.
+        """Replace the attention of a model in place, as described by the record of an earlier replacement.
 
         Args:
             model: model with its original attention.
-            record: attention options and kinds of the layers, in the form that :meth:`remember` describes.
+            record: mapping with two entries. ``attention`` maps the fields of :class:`AttentionConfig` to their values;
+                ``layers`` maps the number of each layer to replace to its attention kind.
 
         Returns:
-            The new attention modules by layer number.
+            Mapping from layer number to the new attention module.
 
         Raises:
-            ValueError: if :meth:`check` rejects the replacement.
+            ValueError: if a layer or its new attention is not supported.
         """
         attention, all_layers = AttentionConfig(**record["attention"]), self.layers(model)
         kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(all_layers)}
@@ -107,19 +109,19 @@ class HostLibrary(ABC):
         return self.replace(model, replaced_layers, configs)
 
     def swapped(self, model: Any) -> dict[int, Attention]:
-        """Return the attention modules that :meth:`replace` inserted, by layer number."""
+        """Return the attention modules that were inserted into a model, by layer number."""
         return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
 
     def use_original(self, model: Any, layer: Any, original: bool) -> None:
-        """Switch a replaced layer to its original attention, or back to the new one.
+        """Switch a layer with replaced attention to its original attention, or back to the new attention.
 
         Args:
-            model: model after :func:`lightning_mhla.swap_attention`.
-            layer: attention module of a replaced layer.
+            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
+            layer: attention module of the layer.
             original: True to compute the original attention from now on; False to compute the new attention.
 
         Raises:
-            NotImplementedError: if the library's models do not keep the original attention.
+            NotImplementedError: if models of this library do not keep the original attention.
         """
         raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
 
@@ -128,11 +130,11 @@ class HostLibrary(ABC):
         """Context manager in which replaced layers compute their original attention, with the current projection weights.
 
         Args:
-            model: model after :func:`lightning_mhla.swap_attention`.
+            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
             layers: numbers of the layers to switch; None for all replaced layers.
 
         Raises:
-            NotImplementedError: if the library's models do not keep the original attention.
+            NotImplementedError: if models of this library do not keep the original attention.
         """
         every = self.layers(model)
         replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
@@ -145,34 +147,38 @@ class HostLibrary(ABC):
                 self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens for a call of an attention layer. The base class returns None.
+        """Return which tokens of an attention layer's input are not padding. The base class always returns None.
 
         Args:
-            options: keyword arguments that the layer was called with.
-            x: output of the layer, ``[B, N, dim]``.
+            options: keyword arguments with which the layer was called.
+            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C; it has as many tokens as the input.
 
         Returns:
-            Mask ``[B, N]``, bool; None if no token is padding.
+            Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
         """
         return None
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        """Return the options that :meth:`remember` stored in a model; None if its attention was not replaced."""
+        """Return the record of how a model's attention was replaced, as :meth:`remember` stored it.
+
+        Returns:
+            The record, with the entries ``attention`` and ``layers``; None if the attention was not replaced.
+        """
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Store in a model the record of how its attention was replaced, which is then saved with the model's configuration.
+        """Store a record of how a model's attention was replaced. The record is later saved with the model's configuration.
 
         Args:
             model: model whose attention was replaced.
-            record: mapping with the fields of the :class:`AttentionConfig` under ``attention``, and a mapping from the number
-                of each replaced layer to its attention kind under ``layers``.
+            record: mapping with two entries. ``attention`` maps the fields of :class:`AttentionConfig` to their values;
+                ``layers`` maps the number of each replaced layer to its attention kind.
         """
 
     @abstractmethod
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """Return whether this library wrote the ``config.json`` of a saved model.
+        """Return whether a model's ``config.json`` was written by this library.
 
         Args:
             config: content of the file.
@@ -182,13 +188,16 @@ class HostLibrary(ABC):
     def load(
         self, source: str, config: Mapping[str, Any], dtype: torch.dtype | None, options: Mapping[str, Any]
     ) -> nn.Module:
-        """Load a saved model with replaced attention as the library loads its own models.
+        """Load a model with replaced attention from a folder or from the Hugging Face Hub.
 
         Args:
-            source: folder, or name on the hub.
+            source: path of the folder, or name of the model on the hub.
             config: content of the model's ``config.json``.
-            dtype: dtype of the weights; None for the saved dtype.
-            options: options of the library's loader, by the names in :attr:`options`.
+            dtype: dtype of the weights; None for the dtype in which they were saved.
+            options: keyword arguments for the library's own loading function. :attr:`options` lists the supported names.
+
+        Returns:
+            The model with its new attention and weights.
 
         Raises:
             ValueError: if the weights do not fit the model, or the library does not have the model's class.
@@ -207,14 +216,14 @@ _numbers = itertools.count()
 
 
 class TokenGrid:
-    """Record of the token grid of a model's current input, for attention modules that get only a flat sequence of tokens.
+    """Recorder of how many tokens a model's input has along each axis, for layers that receive only a flat token sequence.
 
-    A hook on the model calls :meth:`enter` for each input. When activation checkpointing recomputes a layer in the
-    backward pass, the layer's input may come from an earlier input of the model. The grid with the same number of tokens is
-    then chosen among those of all inputs since the last backward pass.
+    A hook on the model calls :meth:`enter` for each input. Activation checkpointing recomputes layers in the backward pass,
+    possibly for an input that is not the most recent one. A recomputed layer therefore gets the recorded grid whose number of
+    tokens matches its own, among all grids recorded since the previous backward pass.
 
     Args:
-        prefix_tokens: number of tokens before those of the grid, such as class and register tokens.
+        prefix_tokens: number of tokens that precede the tokens of the grid, such as class and register tokens.
     """
 
     def __init__(self, prefix_tokens: int = 0) -> None:
@@ -225,7 +234,7 @@ class TokenGrid:
         self._take_number()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes of a copied or unpickled object, which records its inputs separately from the original."""
+        """Restore a copied or unpickled object, so that it records inputs independently of the original."""
         self.__dict__.update(state)
         self._take_number()
 
@@ -234,7 +243,7 @@ class TokenGrid:
         _shapes[self.number] = torch.empty(0, device="cpu")
 
     def enter(self, shape: tuple[int, ...]) -> None:
-        """Record the token grid of the model's next input.
+        """Record how many tokens the model's next input has along each axis.
 
         Args:
             shape: number of tokens along each axis.
@@ -250,14 +259,18 @@ class TokenGrid:
             self.recent.add(shape)
 
     def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
-        """Return the partition of a layer's input tokens into blocks, with at most as many blocks as tokens along each axis.
+        """Return the partition of a layer's input tokens into blocks.
 
         Args:
-            blocks: number of blocks along each axis.
+            blocks: number of blocks along each axis. An axis with fewer tokens than blocks gets one block per token.
             tokens: number of tokens in the layer's input, including prefix tokens.
 
+        Returns:
+            Layout of the blocks in the grid of the current input.
+
         Raises:
-            ValueError: if the grid does not have this number of tokens, or if several earlier grids fit a recomputed layer.
+            ValueError: if the recorded grid has a different number of tokens, if several recorded grids match a recomputed
+                layer, or if an axis has fewer tokens than blocks in a model with prefix tokens.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
@@ -300,12 +313,12 @@ class TokenGrid:
 
 
 def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-    """Reject more blocks than tokens along an axis if there are prefix tokens.
+    """Check that each axis has at least as many tokens as blocks if the model has prefix tokens, such as a class token.
 
-    Prefix tokens form a block outside the grid, and mixing coefficients that include such a block cannot be resized.
+    Prefix tokens form an additional block, and mixing coefficients with such a block cannot be resized to fewer blocks.
 
     Args:
-        prefix_tokens: number of class and register tokens before those of the grid.
+        prefix_tokens: number of class and register tokens, which precede the tokens of the image.
         blocks: number of blocks along each axis.
         tokens: number of tokens along each axis.
 
@@ -320,14 +333,14 @@ def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int
 
 
 def refuse_float16(index: int, kind: type) -> None:
-    """Reject a kind of attention that overflows in float16.
+    """Raise an error if an attention class would overflow in float16. Call this for layers in float16.
 
     Args:
         index: number of the layer, for the error message.
-        kind: class of the attention.
+        kind: class of the new attention.
 
     Raises:
-        ValueError: if the kind of attention computes sums over many tokens, as linear attention does.
+        ValueError: if ``kind`` computes sums over many tokens, as linear attention does.
     """
     if issubclass(kind, SummaryAttention):
         raise ValueError(
@@ -336,17 +349,18 @@ def refuse_float16(index: int, kind: type) -> None:
 
 
 def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
-    """Set the block layout of an attention module, or return the layout while a graph is traced.
+    """Set the block layout of an attention module; during compilation or export, return the layout instead.
 
     Args:
-        owner: object whose attribute ``fitted`` stores the last layout and device; nothing is set if they are the same.
+        owner: object with an attribute ``fitted``, in which the last layout and device are stored. If ``layout`` and ``device``
+            have not changed, the attention module stays unchanged.
         attention: attention module whose layout is set.
-        layout: layout of the tokens.
+        layout: partition of the tokens into blocks.
         device: device of the tokens.
 
     Returns:
-        While a graph is traced, the layout, which the caller must pass to :meth:`Attention.forward` because tracing must not
-        change the module. Otherwise None.
+        The layout while ``torch.compile`` or ``torch.export`` traces the model, since tracing must not change the module. The
+        caller must pass the returned layout to :meth:`Attention.forward`. None in all other cases.
     """
     if torch.compiler.is_compiling():
         return layout
@@ -357,14 +371,17 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
-    """Return the configured number of blocks along each axis of the token grid; 1 for each axis if the kind has no blocks.
+    """Return the number of blocks along each axis of the token grid, as configured in ``block_grid``.
 
     Args:
         axes: number of axes of the token grid.
         config: configuration of the attention.
 
+    Returns:
+        Number of blocks along each axis; 1 for each axis if this kind of attention does not use blocks.
+
     Raises:
-        ValueError: if the length of ``block_grid`` is not the number of axes.
+        ValueError: if the kind uses blocks, and ``block_grid`` is None or does not have one entry for each axis.
     """
     if not Attention.kinds[config.kind].uses_blocks:
         return (1,) * axes
@@ -379,17 +396,20 @@ def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
 def build_beside(
     weight: Tensor, config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
 ) -> Attention:
-    """Build attention without projections, for use with the projections of an existing layer.
+    """Build an attention module without projections, for use with the projections of an existing layer.
 
     If the attention has an output gate, the gate is initialized so that it does not change the output.
 
     Args:
-        weight: a weight of the existing layer; the new attention is built on its device and in its dtype.
+        weight: any weight of the existing layer; the new attention gets its device and dtype.
         config: configuration of the new attention.
         dim: width of the tokens.
         heads: number of query heads.
-        layout: layout of the tokens.
+        layout: partition of the tokens into blocks.
         options: further arguments of :func:`build_attention`.
+
+    Returns:
+        The new attention module.
     """
     with weight.device:
         attention = build_attention(config, dim, heads, layout, projections=False, **options)

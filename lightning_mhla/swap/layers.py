@@ -1,4 +1,4 @@
-"""Choice of the attention kind for each layer of a host model."""
+"""Choice of the attention kind for each layer of a pretrained model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ def kinds_of_layers(
     """Return the new attention kind of each layer, or ``"keep"`` for layers that do not change.
 
     Args:
-        attention: configuration of the new attention; its kind is that of the layers to replace.
+        attention: configuration of the new attention, with the kind to use for replaced layers.
         depth: number of layers of the model.
-        layers: numbers of the layers to replace; None for all.
-        layer_kinds: pattern of attention kinds that is repeated over all layers; None to choose the layers with ``layers``.
+        layers: numbers of the layers to replace, from 0; None for all layers.
+        layer_kinds: attention kinds for the first layers, repeated until all layers have one. ``"keep"`` keeps a layer, and
+            ``"replace"`` stands for the kind in ``attention``. None to choose layers with ``layers``.
+
+    Returns:
+        One attention kind or ``"keep"`` per layer.
 
     Raises:
-        ValueError: if both ``layers`` and ``layer_kinds`` are given, if a layer does not exist, or if the number of kinds
-            does not divide the depth.
+        ValueError: if both ``layers`` and ``layer_kinds`` are given, if a layer in ``layers`` does not exist, or if ``depth``
+            is not a multiple of the length of ``layer_kinds``.
     """
     if layers is not None and layer_kinds is not None:
         raise ValueError("give layers or layer_kinds, not both")

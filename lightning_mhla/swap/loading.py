@@ -1,4 +1,4 @@
-"""Loading of weights into a swapped model, from a checkpoint saved before or after the swap."""
+"""Loading of weights into a model whose attention was replaced."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ log = logging.getLogger(__name__)
 
 
 def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied: Sequence[str] = ()) -> None:
-    """Load weights into a model with replaced attention, from a checkpoint saved before or after the replacement.
+    """Load weights into a model with replaced attention. The weights may have been saved before or after the replacement.
 
-    Parameters of the new attention or of adapters keep their initial values if ``state`` does not have them.
+    Parameters of the new attention and of adapters keep their initial values if ``state`` does not contain them.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, with adapters or without.
-        state: weights by the names that they have without adapters.
-        path: origin of the weights, for messages.
-        tied: names of weights that share memory with others, and may be missing from ``state``.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced, with or without LoRA adapters.
+        state: weights by parameter name. If the model has adapters, the names may be those of the model without adapters.
+        path: file or folder that the weights come from, for messages.
+        tied: names of weights that share memory with other weights. They may be missing from ``state``.
 
     Raises:
-        ValueError: if names or shapes do not match the model, or if ``state`` holds adapters and the model has none.
+        ValueError: if names or shapes do not match the model, or if ``state`` contains LoRA adapters and the model has none.
     """
     model_state = model.state_dict()
     adapted = {name.replace(".base_layer.", "."): name for name in model_state}

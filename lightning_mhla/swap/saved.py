@@ -1,9 +1,10 @@
-"""Shared parts of saving swapped models: derived classes that repeat the swap, and a ``config.json`` that others reject.
+"""Functions and classes shared by the saving of diffusers and transformers models with replaced attention.
 
-The library's own ``save_pretrained`` and ``from_pretrained`` write and read the files, so its rules for indexes, shards,
-variants and dtypes hold. The library's original class would build softmax attention from the same folder and only warn about
-unexpected weights. The saved ``config.json`` therefore holds a value that the library rejects with a message that quotes
-:data:`NOTICE`. The derived classes restore the right value before anything is built.
+diffusers' and transformers' own ``save_pretrained`` and ``from_pretrained`` write and read the files, so features such as
+sharding and variants work as usual. The original model classes would ignore the new attention and only warn about unexpected
+weights. Therefore at least one value in the saved ``config.json`` is replaced by a text that makes the original class fail with
+an error message, and this message tells the user how to load the model. Subclasses of the original classes restore the original
+values, and replace the attention again when a model is built.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return a class derived from ``mixin`` and ``host``. Every call with the same arguments returns the same class.
+    """Return the class derived from a mixin and a class of diffusers or transformers; it is created on the first call.
 
     Args:
-        mixin: mixin that replaces the attention; its ``derive_from`` calls this function.
-        host: model or configuration class of a library.
-        name: name of the derived class, under which it can be imported from the module of ``mixin``.
+        mixin: mixin that replaces the attention.
+        host: model or configuration class of diffusers or transformers.
+        name: name of the derived class, which can be imported under this name from the module of ``mixin``.
         attributes: class attributes of the derived class.
     """
     if (mixin, host) not in _derived:
@@ -54,34 +55,41 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
 
 class SwappedClass:
-    """Base class of mixins that add replaced attention to a library's model or configuration class; see :func:`derive`.
+    """Base class of mixins that add replaced attention to a model or configuration class of diffusers or transformers.
+
+    :func:`derive` combines a mixin with such a class, and sets the attributes of the result.
 
     Attributes:
-        host: class of the library that is extended, such as ``LlamaForCausalLM``.
-        mixin: subclass of this class that :func:`derive` combined with ``host``.
+        host: class of diffusers or transformers, such as ``LlamaForCausalLM``.
+        mixin: mixin that was combined with ``host``.
     """
 
     host: type
     mixin: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle or copy an instance by its mixin and host, since not every derived class can be imported by its name."""
+        """Return the data for pickling or copying an instance, which is rebuilt from its mixin and its original class.
+
+        Classes that :func:`derive` creates cannot always be imported by name, so pickle cannot refer to the class itself.
+        """
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
 
 
 def blank(mixin: Any, host: type) -> Any:
-    """Create an uninitialized instance of the class derived from ``mixin`` and ``host``, for copying and unpickling."""
+    """Create an instance of the class derived from ``mixin`` and ``host`` without calling its constructor, for unpickling."""
     kind = mixin.derive_from(host)
     return kind.__new__(kind)
 
 
 def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
-    """Write the Python module that ``auto_map`` in a saved model's ``config.json`` refers to.
+    """Write the Python module from which Auto classes with ``trust_remote_code=True`` import a saved model's classes.
+
+    The module is named ``modeling_swapped.py``. It only imports the classes from this package.
 
     Args:
-        folder: folder of the saved model.
-        source: name of the module that the written module imports the classes from.
+        folder: folder of the saved model; created if it does not exist.
+        source: name of the module in this package that defines the classes.
         names: names of the classes.
     """
     path = Path(folder)
@@ -92,10 +100,12 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values of a configuration so that the library's own classes reject it. :func:`restored` undoes this.
+    """Replace values in a configuration so that the original classes of diffusers or transformers reject it.
+
+    :func:`restored` reverses this.
 
     Args:
-        config: configuration to save.
+        config: configuration to save. Its entry ``swapped_attention`` is a mapping.
         replaced: new values by the names of the entries to replace.
 
     Returns:
@@ -106,7 +116,10 @@ def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str,
 
 
 def restored(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a saved configuration with the original values that :func:`guarded` replaced, if it replaced any."""
+    """Return a copy of a saved configuration with the original values of the entries that :func:`guarded` replaced.
+
+    A configuration without replaced values is copied unchanged.
+    """
     record = config.get(SAVED)
     if not isinstance(record, Mapping) or ORIGINAL not in record:
         return dict(config)
@@ -117,14 +130,14 @@ def restored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str) -> None:
-    """Remove weight files of an earlier save that the library would read in place of those just saved.
+    """Remove weight files of an earlier save that the library would load instead of those just saved.
 
-    The libraries themselves remove old shards, but not an index whose shards are gone, a single file beside new shards, or
-    safetensors files beside a new ``.bin`` file.
+    The library itself removes old shards. It does not remove an index whose shards are gone, an unsharded file next to new
+    shards, or safetensors files next to a new ``.bin`` file.
 
     Args:
         folder: folder of the model.
-        stem: beginning of the names of weight files, such as ``model``.
+        stem: beginning of the names of the weight files, such as ``model``.
         variant: name of the variant that was just saved, such as ``fp16``; None for weights without a variant.
         suffix: suffix of the files that were just saved, ``safetensors`` or ``bin``.
     """
@@ -144,17 +157,18 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
 
 
 def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights: bool = False) -> None:
-    """Check that all weights of a loaded model were read from its saved files.
+    """Check that the saved files of a loaded model contained its weights.
 
     Args:
         name: name of the model's class, for the error message.
-        source: folder or name that the model was loaded from, for the error message.
-        info: loading information that the library returned, with the entries ``missing_keys`` and ``unexpected_keys``.
-        all_weights: whether to check every weight. If false, only weights of the new attention are checked; the library
-            initializes other missing weights, and ignores unknown ones, with a warning.
+        source: folder or hub name that the model was loaded from, for the error message.
+        info: loading information from the library. ``missing_keys`` lists weights that the files lack, and ``unexpected_keys``
+            lists weights that the model does not have.
+        all_weights: True to check all weights; False to check only that no weight of the new attention is missing.
 
     Raises:
-        ValueError: if a weight is missing or, with ``all_weights``, not part of the model.
+        ValueError: if a checked weight is missing or, with ``all_weights``, if the files contain a weight that the model does
+            not have.
     """
     missing = sorted(info.get("missing_keys", ()))
     wrong = [f"{key} is missing" for key in missing if all_weights or ".swapped." in key or ".processor." in key]

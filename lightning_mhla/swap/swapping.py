@@ -5,10 +5,12 @@
     model.save_pretrained("swapped")
     model = load_swapped("swapped")
 
-The projections of queries, keys, values and outputs and the norms of queries and keys keep their places and weights. None of
-the parameters that the new attention adds starts at random: the gate is open and ``lepe`` adds nothing.
+The projections of queries, keys, values and outputs and the norms of queries and keys keep their names and weights. The new
+attention has parameters of its own, none of which is initialized at random: its output gate and the local convolution
+(``lepe``) initially do not change the output.
+
 :mod:`lightning_mhla.swap.diffusers`, :mod:`lightning_mhla.swap.timm` and :mod:`lightning_mhla.swap.transformers` describe the
-details for the models of each library.
+details for each library.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def host_of(model: nn.Module) -> HostLibrary:
-    """Return the library that a model belongs to.
+    """Return the object that implements attention replacement for the library a model belongs to.
 
     Raises:
         ValueError: if the model does not belong to diffusers, timm or transformers.
@@ -64,19 +66,19 @@ def swap_attention(
     """Replace the self-attention of a pretrained model in place.
 
     Args:
-        model: transformer of diffusers, vision transformer of timm, or language model or encoder of transformers.
+        model: diffusers transformer, timm vision transformer, or transformers language model or encoder.
         attention: configuration of the new attention. Its ``rotary`` is ignored; the model's own rotary embedding applies.
-        layers: numbers of the layers to replace; None for all.
-        layer_kinds: pattern of attention kinds that is repeated over all layers, in place of ``layers``. ``"keep"`` keeps a
-            layer, and ``"replace"`` stands for ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three
-            layers.
+        layers: numbers of the layers to replace, from 0; None for all layers.
+        layer_kinds: alternative to ``layers``: attention kinds for the first layers, repeated until all layers have one.
+            ``"keep"`` keeps a layer, and ``"replace"`` stands for ``attention.kind``. For example,
+            ``["keep", "replace", "replace"]`` replaces two of every three layers.
 
     Returns:
-        The new attention modules by layer number.
+        Mapping from layer number to the new attention module.
 
     Raises:
         ValueError: if the model or its attention is not supported, if the configured blocks do not match the axes of the
-            model's token grid, or if its attention was replaced before.
+            model's token grid, or if the attention was replaced before.
     """
     host = host_of(model)
     all_layers = host.layers(model)
@@ -94,21 +96,23 @@ def swap_attention(
 
 
 def swapped_layers(model: nn.Module) -> dict[int, Attention]:
-    """Return the attention modules that :func:`swap_attention` inserted, by layer number."""
+    """Return the attention modules that :func:`swap_attention` inserted into a model, by layer number."""
     return host_of(model).swapped(model)
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Change the block grid of a diffusers model with replaced attention, for example for clips of a different size.
+    """Change the number of blocks in a diffusers model with replaced attention, for example for clips of a different size.
 
-    The mixing coefficients are resized to the new number of blocks, and the saved configuration gets the new grid.
+    The mixing coefficients are resized to the new number of blocks, which is also stored in the model's configuration.
 
     Args:
-        model: model after :func:`swap_attention`, with attention of kind ``mhla`` in some layers.
+        model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
+            ``mhla``.
         block_grid: new number of blocks along each axis.
 
     Raises:
-        ValueError: if no layer is of kind ``mhla``, or if the number of axes differs.
+        ValueError: if no layer is of kind ``mhla``, or if ``block_grid`` does not have one entry for each axis of the model's
+            token grid.
     """
     new = tuple(block_grid)
     processors = [layer.processor for layer in attention_layers(model) if isinstance(layer.processor, SwappedAttention)]
@@ -139,18 +143,21 @@ def load_swapped(
     torch_dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model that was saved after :func:`swap_attention`, in evaluation mode.
+    """Load a saved model whose attention was replaced, in evaluation mode.
 
-    The library's own ``from_pretrained`` reads the weights: it prefers a sharded index to a single file, and safetensors to
-    ``.bin``, which it reads without running code. ``variant`` selects a variant.
+    The model's library, such as transformers, reads the weights with its own loading function. If a folder holds several weight
+    files, the library's usual order of preference applies, such as safetensors before ``.bin``.
 
     Args:
-        folder: folder of the model, or a name on the hub.
-        dtype: dtype of the weights, except the mixing coefficients and weights that the library keeps in float32; None for
-            the saved dtype.
+        folder: folder of the model, or its name on the Hugging Face Hub.
+        dtype: dtype of the weights. Mixing coefficients, and weights that the library always keeps in float32, are not
+            converted. None for the dtype in which the weights were saved.
         torch_dtype: older name of ``dtype``.
-        options: options of the library's ``from_pretrained``, such as ``variant``, ``device_map``, ``subfolder``,
-            ``use_safetensors``, ``revision`` and ``cache_dir``. timm takes ``cache_dir`` only.
+        options: further arguments of the library's ``from_pretrained``, such as ``variant``, ``device_map``, ``subfolder``,
+            ``use_safetensors``, ``revision`` and ``cache_dir``. Models of timm support only ``cache_dir``.
+
+    Returns:
+        The model with its new attention, of the same library as the original.
 
     Raises:
         FileNotFoundError: if the folder has no ``config.json``, or the hub does not have the model.
@@ -175,7 +182,11 @@ def load_swapped(
 
 
 def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the ``config.json`` of a folder, or of a model on the hub.
+    """Read the ``config.json`` of a model.
+
+    Args:
+        folder: folder of the model, or its name on the Hugging Face Hub.
+        options: loading options, of which ``subfolder`` and those for downloads, such as ``revision``, are used.
 
     Raises:
         FileNotFoundError: if there is no such file or model.
@@ -199,10 +210,10 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert a dtype or its name to a floating-point dtype; None for None and ``"auto"``.
+    """Convert a dtype or its name to a dtype; return None for None and ``"auto"``.
 
     Raises:
-        ValueError: if the value is neither a floating-point dtype nor the name of a floating-point dtype.
+        ValueError: if the value is not a floating-point dtype or the name of one.
     """
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) and name != "auto" else name
     if name in (None, "auto"):
@@ -213,11 +224,11 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
-    """Replace the attention of a pretrained model in place, with the options that a saved model records.
+    """Replace the attention of a pretrained model in place, with the same options as in a saved model.
 
     Args:
         model: model with its original attention.
-        saved: entry ``swapped_attention`` in the ``config.json`` of a model that was saved after :func:`swap_attention`.
+        saved: entry ``swapped_attention`` from the saved model's ``config.json``.
 
     Raises:
         ValueError: if the model is not supported, or its attention was replaced before.

@@ -1,14 +1,15 @@
-"""Attention swapped into vision transformers of timm, in place of the product of queries, keys and values.
+"""Replacement of the self-attention in vision transformers of timm.
 
     model = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=True, img_size=518)
     swap_attention(model, AttentionConfig(block_grid=[6, 6]))
     save_swapped(model, "swapped")
     model = load_swapped("swapped")
 
-Projections, norms of queries and keys, rotary embedding, and norm and gate of the output stay timm's. The feature map is
-applied after the rotary embedding. Class and register tokens form a block of their own, which every block sees and which sees
-every block. Blocks are fitted to the token grid of the current image, so a model with ``dynamic_img_size`` takes images of
-any size. The parameters that the new attention adds are found under ``...attn.swapped``.
+The new attention only replaces the step that combines queries, keys and values. timm's own modules still compute the
+projections, the norms of queries and keys, the rotary embedding, and the norm and gate of the output. The feature map of the
+new attention is applied after the rotary embedding. Class and register tokens form one additional block: these tokens and all
+other tokens attend to each other. Blocks are fitted to the token grid of the current image, so a model with
+``dynamic_img_size`` accepts images of any size. The parameters of the new attention have names that contain ``attn.swapped``.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 
 
 class TimmPatchGrid(TokenGrid):
-    """Forward pre-hook of a timm model's patch embedding that records the token grid of the current image."""
+    """Forward pre-hook of a timm model's patch embedding; records the number of patches along each axis of the image."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
-        """Record the token grid of an image ``[B, C, H, W]``.
+        """Record the number of patches along the height and width of the current images.
 
         Args:
-            embedding: patch embedding of timm.
-            args: positional arguments of the embedding, the image first.
+            embedding: patch embedding of a timm model.
+            args: positional arguments of the embedding. The first is a batch of images, ``[batch, channels, height, width]``.
         """
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
 
 class TimmHost(HostLibrary):
-    """Replacement of the attention of timm's vision transformers, of the classes ``VisionTransformer`` and ``Eva``."""
+    """Implementation of attention replacement for timm's vision transformer classes ``VisionTransformer`` and ``Eva``."""
 
     package = "timm"
 
@@ -105,7 +106,7 @@ class TimmHost(HostLibrary):
 
 
 def vision_transformer(model: Any) -> Any:
-    """Return the vision transformer in a model of timm: the model itself, or the one that a ``features_only`` model wraps.
+    """Return the vision transformer in a timm model: the model itself, or the one inside a ``features_only`` model.
 
     Raises:
         ValueError: if the model does not contain a ``VisionTransformer`` or ``Eva`` of timm.
@@ -123,19 +124,19 @@ def vision_transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is a supported attention module of timm, before or after its attention was replaced.
+    """Return whether a module is a timm attention module whose attention can be replaced or was replaced.
 
-    Modules of classes derived from supported ones are not supported, since they may compute something different.
+    Subclasses of timm's attention classes are not supported, because they may compute something different.
     """
     kind = type(module)
     return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the attention that replaces the one computed by ``layer``.
+    """Build the attention that replaces the one in a timm attention module, without projections.
 
     Args:
-        layer: attention module of timm, whose projections stay in use.
+        layer: timm attention module, whose projections stay in use.
         config: configuration of the new attention.
         prefix_tokens: number of class and register tokens.
     """

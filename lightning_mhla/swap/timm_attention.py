@@ -1,7 +1,7 @@
-"""Subclasses of timm's attention modules that compute swapped attention. Importing this module needs timm.
+"""Subclasses of timm's attention modules that compute MHLA or another replacement. Importing this module requires timm.
 
-A swap changes the class of a module to a derived class. Its parameters keep their names, and it can still compute the
-original attention.
+To replace the attention of a module, its class is changed to such a subclass. Its parameters keep their names, and it can still
+compute the original attention.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from lightning_mhla.swap.host import TokenGrid, fit
 
 
 class _Swapped:
-    """Mixin with the forward pass of replaced attention, for subclasses of timm's three attention modules.
+    """Mixin for subclasses of timm's attention classes; its forward pass computes a replacement of the original attention.
 
     Attributes:
         swapped: the new attention, without projections.
         blocks: number of blocks along each axis of the token grid.
-        grid: token grid of the current image.
+        grid: hook that records the token grid of the current image.
         as_before: whether the forward pass computes the original attention instead of the new one.
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute the attention ``swapped``, or the original one if ``as_before`` is set, with the signature of timm's modules.
+        """Compute the new attention, or the original attention if ``as_before`` is true.
+
+        The signature is compatible with all three attention modules of timm. B is the batch size, N the number of tokens, and C
+        their width.
 
         Args:
             x: tokens, ``[B, N, C]``.
             args: further positional arguments of timm's modules, which the new attention does not support.
-            options: keyword arguments of timm's modules; the new attention supports only ``rope``.
+            options: keyword arguments of timm's modules. The new attention uses only ``rope``, the rotary embedding.
 
         Returns:
             Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: if a mask or causal attention is requested, or the tokens are not those of the current image.
+            ValueError: if the new attention is called with a mask or for causal attention, or if N does not match the current
+                image.
         """
         if self.as_before:
             out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own
@@ -61,27 +65,27 @@ class _Swapped:
 
 
 class SwappedPlainAttention(_Swapped, PlainAttention):
-    """timm's ``Attention`` with replaced attention, for ViT, DeiT, DINOv2 and SigLIP."""
+    """Variant of timm's ``Attention``, as in ViT, DeiT, DINOv2 and SigLIP, that computes MHLA or another replacement."""
 
 
 class SwappedAttentionRope(_Swapped, AttentionRope):
-    """timm's ``AttentionRope`` with replaced attention, for DINOv3 and other models with a rotary embedding."""
+    """Variant of timm's ``AttentionRope``, as in DINOv3, that computes MHLA or another replacement attention."""
 
 
 class SwappedEvaAttention(_Swapped, EvaAttention):
-    """timm's ``EvaAttention`` with replaced attention, for EVA."""
+    """Variant of timm's ``EvaAttention``, as in EVA, that computes MHLA or another replacement attention."""
 
 
 KINDS = {PlainAttention: SwappedPlainAttention, AttentionRope: SwappedAttentionRope, EvaAttention: SwappedEvaAttention}
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
-    """Make an attention module of timm compute ``attention`` with its existing projections, in place.
+    """Make a timm attention module compute a different attention with its existing projections, in place.
 
     Args:
-        module: ``Attention``, ``AttentionRope`` or ``EvaAttention`` of timm.
+        module: timm module of class ``Attention``, ``AttentionRope`` or ``EvaAttention``.
         attention: the new attention, without projections.
-        grid: token grid of the current image.
+        grid: hook that records the token grid of the current image.
     """
     module.__class__ = KINDS[type(module)]
     module.swapped, module.grid, module.blocks = attention, grid, attention.layout.block_grid
@@ -89,12 +93,16 @@ def install(module: Any, attention: Attention, grid: TokenGrid) -> None:
 
 
 def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Project tokens to queries, keys and values ``[B, N, H, D]``, and apply timm's norms and rotary embedding.
+    """Project tokens to queries, keys and values, and apply timm's norms and rotary embedding.
 
     Args:
-        module: attention module of timm.
-        x: tokens, ``[B, N, C]``.
-        rope: rotary embedding of the patches, as timm passes it; None without one.
+        module: timm attention module.
+        x: tokens, ``[B, N, C]`` for B images of N tokens of width C.
+        rope: sines and cosines of the patch positions, in the layout that timm passes to attention modules; None without a
+            rotary embedding.
+
+    Returns:
+        Queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
     """
     if module.qkv is None:
         q, k, v = (
@@ -112,12 +120,12 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
 
 
 def _rotate(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
-    """Apply the rotary embedding to the patches in queries or keys; prefix tokens have no position and do not change.
+    """Apply the rotary embedding to queries or keys of patches. Class and register tokens have no position and do not change.
 
     Args:
-        module: attention module of timm.
-        heads: queries or keys, ``[B, N, H, D]``.
-        rope: rotary embedding of the patches, as timm passes it.
+        module: timm attention module.
+        heads: queries or keys, ``[B, N, H, D]`` for N tokens and H heads of width D.
+        rope: sines and cosines of the patch positions, in the layout that timm passes to attention modules.
     """
     prefix = module.num_prefix_tokens
     patches = heads[:, prefix:].transpose(1, 2)
@@ -126,12 +134,15 @@ def _rotate(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
 
 
 def _merge(module: Any, heads: Tensor, x: Tensor) -> Tensor:
-    """Project the attention output to tokens ``[B, N, C]``, after timm's output norm and gate.
+    """Apply timm's output norm, gate and projection to the attention output.
 
     Args:
-        module: attention module of timm.
-        heads: attention output of all heads, ``[B, N, H * D]``.
-        x: input of the module, ``[B, N, C]``, from which the gate is computed.
+        module: timm attention module.
+        heads: attention output, ``[B, N, H * D]`` for N tokens and H heads of width D.
+        x: input of the attention module, ``[B, N, C]``, from which the gate is computed.
+
+    Returns:
+        Output tokens, ``[B, N, C]``.
     """
     out = module.norm(heads)
     if module.gate is not None:

@@ -1,8 +1,8 @@
-"""Saving and loading of swapped vision transformers of timm, in timm's own folder layout.
+"""Saving and loading of timm vision transformers with replaced attention, in timm's own file format.
 
-The ``config.json`` names the architecture ``mhla_swapped``, which timm does not have. ``import lightning_mhla.timm`` registers
-it. From then on ``timm.create_model("local-dir:FOLDER", pretrained=True)`` and timm's scripts load such a folder;
-:func:`lightning_mhla.load_swapped` always does.
+A saved ``config.json`` names the architecture ``mhla_swapped``, which ``import lightning_mhla.timm`` registers with timm. After
+this import, timm's scripts and ``timm.create_model("local-dir:FOLDER", pretrained=True)`` load a saved folder.
+:func:`lightning_mhla.load_swapped` loads it without this import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Replacement of the attention of timm models, with saving and loading of the changed models."""
+    """Implementation of attention replacement for timm models, including saving and loading."""
 
     options = ("cache_dir",)
 
@@ -69,17 +69,18 @@ def save_swapped(
     label_names: Sequence[str] | None = None,
     data_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a timm model with replaced attention in timm's format, ``config.json`` and safetensors.
+    """Save a timm model with replaced attention as ``config.json`` and ``model.safetensors``, in timm's format.
 
-    :func:`lightning_mhla.load_swapped` loads the model.
+    :func:`lightning_mhla.load_swapped` loads the model again.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         folder: folder to write to.
-        model_args: keyword arguments with which the model is built when it is loaded, as for ``timm.models.save_for_hf``;
-            None to add no arguments.
-        label_names: names of the classes, in the order of their labels; None to save no names.
-        data_config: preprocessing of images, as for ``timm.models.save_for_hf``; None for that of the pretrained model.
+        model_args: keyword arguments to save, with which ``timm.create_model`` builds the model again, such as ``img_size``;
+            None for no arguments.
+        label_names: names of the classes, in the order of the model's outputs; None to save no names.
+        data_config: image preprocessing to save, by timm's names such as ``mean``, ``std`` and ``interpolation``; None to save
+            the preprocessing of the pretrained model.
 
     Raises:
         ValueError: if the attention of the model was not replaced, or the model was built with ``features_only``.
@@ -107,8 +108,8 @@ def save_swapped(
 def _marked(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights to save, with an extra leading axis on the original weights of replaced attention modules.
 
-    Because of this axis, timm rejects the file for a model with the original attention. A different shape is always an error,
-    while timm ignores unknown weights if the numbers of classes of model and file differ.
+    The extra axis makes timm reject the file if the model has its original attention. timm always rejects a wrong shape, but it
+    ignores unknown weights if the model has a different number of classes than the file.
     """
     replaced = [name for name, module in model.named_modules() if hasattr(module, "swapped")]
     prefixes = tuple(f"{name}." for name in replaced)
@@ -119,11 +120,11 @@ def _marked(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Remove the leading axes that :func:`_marked` added to saved weights.
+    """Remove the extra leading axes that :func:`_marked` added to saved weights.
 
     Args:
-        state: saved weights by name.
-        model: model that the weights belong to; its parameters have the original shapes.
+        state: saved weights by parameter name.
+        model: model for these weights. A weight loses its leading axis if its remaining shape is that of the model's parameter.
     """
     model_state = model.state_dict()
     return {
@@ -133,7 +134,10 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def register() -> None:
-    """Register ``mhla_swapped``, the architecture of saved models with replaced attention, with timm, unless this was done."""
+    """Register the architecture ``mhla_swapped`` with timm, so that timm can build saved models with replaced attention.
+
+    Nothing changes if the name is registered already.
+    """
     from timm.models import is_model, register_model
 
     if not is_model(ARCHITECTURE):
@@ -143,16 +147,22 @@ def register() -> None:
 def mhla_swapped(
     pretrained: bool = False, model: str = "", swapped_attention: Mapping[str, Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Build the timm model with replaced attention that a saved folder describes. :func:`timm.create_model` calls this.
+    """Build a timm model with replaced attention. ``timm.create_model`` calls this function for folders of saved models.
 
     Args:
         pretrained: whether to load the weights from the saved folder or hub repository.
         model: timm's name of the original model.
-        swapped_attention: recorded attention options and layer kinds, in the form of :meth:`HostLibrary.remember`.
-        options: arguments of the original model, and the location of the weights.
+        swapped_attention: record of how the attention was replaced. Its entry ``attention`` maps the fields of
+            :class:`lightning_mhla.AttentionConfig` to their values, and ``layers`` maps the number of each replaced layer to
+            its attention kind.
+        options: further arguments for building the original model, and the location of the weights.
+
+    Returns:
+        The model with its new attention.
 
     Raises:
-        ValueError: if ``model`` or ``swapped_attention`` is missing, since only saved folders have this architecture.
+        ValueError: if ``model`` or ``swapped_attention`` is missing. Both come from a saved folder, so the architecture cannot
+            be created by its name alone.
     """
     import timm
 

@@ -1,8 +1,8 @@
-"""Attention transfer: each replaced layer is trained on its own to reproduce the output of the original attention.
+"""Attention transfer: training each replaced layer separately to reproduce the output of its original attention.
 
-This is the first stage of LoLCATs (arXiv 2410.10254, section 3.2). The model is its own teacher: it runs with its original
-attention, and every replaced layer then computes the new attention from the input that it had in this run. Where a library
-does not keep the original attention, a second model provides the original layers (:func:`matching_loss`).
+This is the first training step of LoLCATs (arXiv 2410.10254, section 3.2). The model first runs with its original attention.
+Each replaced layer then computes the new attention from the input that it received in that forward pass, and is compared with
+its original output. If models of a library do not keep their original attention, a second model provides the original layers.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from lightning_mhla.swap.swapping import host_of, swapped_layers
 
 
 def original_attention(model: nn.Module, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
-    """Return a context manager in which replaced layers compute their original attention, with their current weights.
+    """Return a context manager in which replaced layers compute their original attention, with the current projection weights.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         layers: numbers of the layers to switch; None for all replaced layers.
 
     Raises:
-        NotImplementedError: if the model's library does not keep the original attention (diffusers).
+        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention. The exception is
+            raised when the context is entered.
     """
     return host_of(model).original(model, layers)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Quality of a model with replaced attention: with the replacement in no layer, in all layers, and in one at a time.
+    """Results of evaluating a model with its original attention, with all layers replaced, and with each single layer replaced.
 
     Attributes:
-        original: value of the measure (lower is better) with the original attention in all layers.
-        replaced: value of the measure with the new attention in all replaced layers.
-        alone: value of the measure with the new attention in a single layer, by the number of that layer.
+        original: result with the original attention in all layers; lower is better for all results.
+        replaced: result with the new attention in all replaced layers.
+        alone: mapping from layer number to the result with the new attention in this layer only.
     """
 
     original: float
@@ -49,19 +50,23 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` layers whose replacement raises the measure most, sorted by layer number."""
+        """Return the indices of the ``count`` layers whose replacement alone gives the worst results, sorted by index."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Measure a model with replaced attention: with the replacement in no layer, in all layers, and in one at a time.
+    """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`, preferably trained with :func:`transfer_loss`.
-        measure: function that evaluates the model, such as its loss on held-out data; lower is better.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with
+            :func:`transfer_loss`.
+        measure: function that evaluates the model, for example its loss on held-out data; lower is better.
+
+    Returns:
+        The results of all evaluations.
 
     Raises:
-        NotImplementedError: if the model's library does not keep the original attention (diffusers).
+        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
     """
     every = set(swapped_layers(model))
     alone = {}
@@ -75,7 +80,10 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 
 @contextmanager
 def only_new_trained(model: nn.Module) -> Iterator[None]:
-    """Context manager in which only the parameters of the model's new attention, in replaced layers, require gradients."""
+    """Context manager in which no parameters require gradients except those of the new attention in replaced layers.
+
+    When the context is left, the other parameters have their previous ``requires_grad`` again.
+    """
     new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
     original_parameters = [
         parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
@@ -90,14 +98,14 @@ def only_new_trained(model: nn.Module) -> Iterator[None]:
 
 
 def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """Compute the distance between the outputs of new and original attention, averaged over replaced layers and tokens.
+    """Compute how much the outputs of new and original attention differ, averaged over replaced layers.
 
-    The distance of a layer is the mean squared difference divided by the variance of the original output, so that all layers
-    have the same weight. Each layer gets the input that it has in the original model, so no layer has to correct errors of an
-    earlier one. Only the parameters of the new attention get gradients. Padding does not count.
+    The distance of a layer is the mean squared difference of the two outputs, divided by the variance of the original output,
+    so that all layers have the same weight. Each layer gets the input that it has in the original model, so no layer has to
+    correct errors of an earlier one. Only the parameters of the new attention get gradients. Padding tokens are ignored.
 
     Args:
-        model: model after :func:`lightning_mhla.swap_attention`.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         run: function that calls the complete model once, without a cache.
 
     Returns:
@@ -105,7 +113,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
 
     Raises:
         ValueError: if no layer is replaced.
-        NotImplementedError: if the model's library does not keep the original attention (diffusers).
+        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
     """
     host = host_of(model)
     layers = host.layers(model)
@@ -126,24 +134,25 @@ def matching_loss(
     recomputes: bool,
     trained: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """Compute the distance between the outputs of replaced and original layers, averaged over layers and tokens.
+    """Compute how much the outputs of replaced and original layers differ, averaged over layers.
 
-    See :func:`transfer_loss` for the distance of a layer.
+    The distance of a layer is the mean squared difference of the two outputs, divided by the variance of the original output.
+    Both layers get the input that the original layer receives in ``run``. Padding tokens are ignored.
 
     Args:
         model: model with the replaced layers.
-        replaced: mapping from each original layer to its replacement; both may be the same module if it computes the
-            original attention during ``run``.
-        run: function that calls the complete model of the original layers once, without a cache.
+        replaced: mapping from each original layer to its replacement. Both may be the same module if it computes the original
+            attention during ``run``.
+        run: function that calls the complete model with the original layers once, without a cache.
         recomputes: whether replaced layers are recomputed in the backward pass, to save memory.
-        trained: function that returns a context manager, in which the replaced layers are called. It can select the
-            parameters that get gradients.
+        trained: function that returns a context manager. Replaced layers are called inside it, so it can select the parameters
+            that get gradients.
 
     Returns:
         Scalar loss.
 
     Raises:
-        ValueError: if no layer is replaced.
+        ValueError: if ``replaced`` is empty.
     """
     if not replaced:
         raise ValueError("no layer is replaced, so there is nothing to transfer")
@@ -176,12 +185,16 @@ def matching_loss(
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     """Compute the mean squared difference between two outputs, divided by the variance of the original output.
 
-    No shape depends on the values of the mask, so the memory of a step can be counted with fake tensors.
+    All tensor shapes are independent of the mask's values. The function therefore also works with fake tensors, which are used
+    to estimate memory.
 
     Args:
-        new: output of the replaced layer, ``[B, N, dim]`` float32.
+        new: output of the replaced layer, ``[B, N, C]`` float32 for B rows of N tokens of width C.
         output: output of the original layer, same shape and dtype.
-        real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+
+    Returns:
+        Scalar distance.
     """
     tiny = torch.finfo(output.dtype).tiny
     if real is None:
@@ -194,6 +207,5 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _first(output: Any) -> Tensor:
-    """Return the output of an attention module, without the attention weights that may follow it in a tuple."""
     first: Tensor = output[0] if isinstance(output, tuple) else output
     return first

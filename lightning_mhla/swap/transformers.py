@@ -1,22 +1,21 @@
-"""Attention swapped into language models and encoders of transformers, through transformers' attention interface.
+"""Replacement of the self-attention in language models, text encoders and image encoders of transformers.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
     model.generate(**tokenizer("def ", return_tensors="pt"))
 
-The model's own code projects and normalizes queries and keys, and rotates them by their positions. The feature map is
-therefore applied after the rotary embedding, and ``normalize`` may stay on. Features of rotated queries and keys depend on
-the positions themselves, not only on their differences. Pass ``position_ids`` with rows padded on the left, as ``generate``
-does.
+The model's own code still projects and normalizes queries and keys and applies the rotary embedding. The new attention is
+called through transformers' attention interface and applies its feature map afterwards. It therefore depends on absolute
+positions, not only on distances between tokens. If rows are padded on the left, pass ``position_ids``, as ``generate`` does.
+The parameters of the new attention have names that contain ``.swapped.``.
 
-The parameters that the new attention adds are found under ``.swapped`` of each attention module. Generation keeps a state in
-transformers' own cache in place of keys and values; its size is constant with ``mixing="exponential"``. Rows may be padded on
-either side: blocks are counted from a row's first real token. Documents packed in one row do not see each other where
-transformers keeps them apart.
+In language models, generation stores a recurrent state in transformers' cache in place of keys and values. The size of this
+state is constant with ``mixing="exponential"``. Rows may be padded on either side: the first block of a row begins at its first
+token that is not padding. Documents packed in one row do not attend to each other, provided that transformers separates them in
+the attention mask or the positions.
 
-Text encoders take ``block_size`` too, and every token sees all others. For a text shorter than ``max_position_embeddings``,
-the dense coefficients of its blocks are used. Image encoders take ``block_grid``, as timm's do
-(:mod:`lightning_mhla.swap.timm`), and images of any size that the model takes.
+In text encoders, every token attends to all others. A text shorter than ``max_position_embeddings`` has fewer blocks, and uses
+only the mixing coefficients of these blocks. Image encoders need ``block_grid`` instead of ``block_size``.
 """
 
 from __future__ import annotations
@@ -61,21 +60,21 @@ RELATIVE = (
 
 
 class TransformersPatchGrid(TokenGrid):
-    """Forward hook of a transformers model's patch convolution that records the token grid of the current image."""
+    """Forward hook of a transformers model's patch convolution; records the number of patches along each axis of the image."""
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        """Record the token grid of the current image, with the signature of a forward hook.
+        """Record the number of patches along the height and width of the current images.
 
         Args:
-            convolution: patch convolution, not used.
-            args: positional arguments of the convolution, not used.
-            output: output of the convolution, ``[B, C, H, W]`` for H x W patches.
+            convolution: the patch convolution; not used.
+            args: positional arguments of the convolution; not used.
+            output: output of the convolution, ``[B, C, H, W]`` for B images of H x W patches with C features each.
         """
         self.enter(tuple(output.shape[-2:]))
 
 
 class TransformersHost(HostLibrary):
-    """Replacement of the attention of transformers' decoders, text encoders and image encoders of supported families."""
+    """Implementation of attention replacement for language models, text encoders and image encoders of transformers."""
 
     package = "transformers"
 
@@ -158,10 +157,10 @@ class TransformersHost(HostLibrary):
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is a supported attention module of transformers.
+    """Return whether a module belongs to one of the transformers attention classes whose attention can be replaced.
 
     Raises:
-        ValueError: if its class is derived from a supported one, since it may compute something different.
+        ValueError: if its class is a subclass of a supported class, because it may compute something different.
     """
     kind = type(module)
     supported_class = next((base for base in kind.__mro__ if _named(base)), kind)
@@ -178,10 +177,10 @@ def _named(kind: type) -> bool:
 
 
 def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook that rejects ``output_attentions``, since the returned weights would silently omit replaced layers.
+    """Forward pre-hook that rejects ``output_attentions``, because replaced layers do not compute attention weights.
 
     Raises:
-        ValueError: if attention weights are requested while any layer computes its new attention.
+        ValueError: if attention weights are requested, unless every replaced layer currently computes its original attention.
     """
     from lightning_mhla.swap.transformers_attention import NAME
 
@@ -193,7 +192,7 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
 
 
 def _inner_model(model: Any) -> Any:
-    """Return the innermost transformers model that contains all replaced layers and computes their attention masks."""
+    """Return the innermost transformers model that contains all replaced layers, such as the decoder in a language model."""
     from transformers import PreTrainedModel
 
     inner, layers = model, {id(module) for module in model.modules() if hasattr(module, "swapped")}
@@ -206,16 +205,17 @@ def _inner_model(model: Any) -> Any:
 def _hand_on_mask(
     position: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that passes the original ``attention_mask`` on to the attention modules, as argument ``given_mask``.
+    """Forward pre-hook that passes the model's ``attention_mask`` to the attention modules as keyword argument ``given_mask``.
 
     Args:
-        position: index of ``attention_mask`` among the arguments of the model's forward pass.
+        position: index of ``attention_mask`` among the positional arguments of the model's forward pass.
         model: model that is called.
         args: positional arguments of the call.
         options: keyword arguments of the call.
 
     Returns:
-        Positional and keyword arguments of the call. ``given_mask`` is a one-item tuple with the mask, which may be None.
+        The positional arguments, unchanged, and the keyword arguments with ``given_mask``: a one-item tuple with the mask,
+        or with None if the call has no mask.
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
@@ -228,7 +228,7 @@ def _family(layer: Any) -> str:
 
 
 def _has_only_images(model: Any, layers: list[Any]) -> bool:
-    """Return whether all supported attention layers of a model belong to one image encoder.
+    """Return whether all supported attention layers of a model belong to the same image encoder.
 
     Args:
         model: model of transformers.
@@ -246,7 +246,7 @@ def _prefix_tokens(layer: Any) -> int:
 
 
 def _patches(model: Any) -> nn.Conv2d | None:
-    """Return the convolution that turns images into patches; None if the model has none, such as a text model."""
+    """Return the convolution that turns images into patches; None if the model has no such convolution."""
     modules = model.named_modules()
     return next((module for name, module in modules if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
 
@@ -254,9 +254,15 @@ def _patches(model: Any) -> nn.Conv2d | None:
 def _check_layer(index: int, layer: Any, model: Any) -> None:
     """Check that an attention layer has no feature that the new attention lacks, such as dropout of attention weights.
 
+    Args:
+        index: number of the layer, for error messages.
+        layer: attention module of the layer.
+        model: model that contains the layer.
+
     Raises:
-        ValueError: if the layer caps scores, drops attention weights, is not causal in a decoder family or causal in an encoder
-            family, belongs to an image encoder family but a model without patches, or has offloaded weights.
+        ValueError: if the layer limits its scores (``attn_logit_softcapping``), uses dropout on attention weights, or has
+            offloaded weights; if a layer of a language model is not causal, or a layer of an encoder is causal; or if the
+            layer's model family is an image encoder but ``model`` has no patch convolution.
     """
     if (cap := getattr(layer, "attn_logit_softcapping", None)) is not None:
         raise ValueError(
@@ -284,12 +290,12 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
 
 
 def _window(layer: Any) -> int | None:
-    """Return the width of a layer's sliding window in tokens; None if it sees all tokens."""
+    """Return the width of a layer's sliding window in tokens; None if the layer attends to all tokens."""
     return layer.sliding_window if hasattr(layer, "sliding_window") else getattr(layer.config, "sliding_window", None)
 
 
 def _reason(config: Any) -> str:
-    """Return the reason why the attention of a model cannot be replaced, as a predicate for an error message."""
+    """Return why a model's attention cannot be replaced, as the end of a sentence that begins with the model's class name."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):
@@ -298,7 +304,10 @@ def _reason(config: Any) -> str:
 
 
 def _floating(layer: Any) -> Tensor:
-    """Return a floating-point weight of a layer; if all weights are quantized, an empty tensor of the layer's dtype."""
+    """Return a floating-point weight of a layer, whose dtype and device the new attention gets.
+
+    If all weights are quantized, the result is an empty tensor with the dtype of the layer's configuration.
+    """
     weights = list(layer.parameters())
     for weight in weights:
         if weight.is_floating_point():
@@ -309,12 +318,12 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the attention that replaces the one computed by ``layer``.
+    """Build the new attention for an attention module of transformers, which keeps its own projections.
 
     Args:
-        layer: attention module of transformers, whose projections stay in use.
+        layer: attention module of transformers.
         config: configuration of the new attention.
-        grid: recorder of the token grid of the current image; None for text.
+        grid: hook that records the token grid of the current image; None for text.
     """
     layer_config = layer.config
     if grid is not None:

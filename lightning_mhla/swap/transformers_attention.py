@@ -1,8 +1,9 @@
-"""Swapped attention as a function of transformers' attention interface, with its state in transformers' cache.
+"""Attention function that lets transformers models compute MHLA or another replacement, and the cache for its state.
 
-Importing this module needs transformers. Every replaced module has its own copy of the configuration whose
-``_attn_implementation`` is :data:`NAME`; other modules keep theirs. The interface passes queries, keys and values only. A
-forward pre-hook stores the module's input, which gates need, and the cache. Longer than other modules: the attention function
+Importing this module requires transformers. The function is registered in transformers' attention interface as
+``lightning_mhla``. Each attention module that should use it gets its own copy of the model configuration, in which
+``_attn_implementation`` has this name. The interface passes only queries, keys and values. A forward pre-hook therefore stores
+the input of the module, which output gates need, and the cache. This file is longer than others because the attention function
 and its cache layer depend on each other.
 """
 
@@ -35,10 +36,10 @@ NAME = "lightning_mhla"
 
 
 class AttentionCall(NamedTuple):
-    """Input and cache of a call of an attention module, kept for the attention function that the module calls.
+    """Input and cache of a call of an attention module, stored until the attention function runs.
 
     Attributes:
-        x: input, ``[B, N, dim]``.
+        x: input of the module, ``[B, N, C]`` for B rows of N tokens of width C.
         cache: cache layer with the recurrent state before these tokens; None without a cache.
     """
 
@@ -47,12 +48,12 @@ class AttentionCall(NamedTuple):
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid | None = None) -> None:
-    """Make an attention module of transformers compute ``attention`` with its existing projections, in place.
+    """Make a transformers attention module compute a different attention with its existing projections, in place.
 
     Args:
         module: attention module of transformers.
         attention: the new attention, without projections.
-        grid: recorder of the token grid of the current image; None for text.
+        grid: hook that records the token grid of the current image; None for text.
     """
     module.config = copy.copy(module.config)
     module.config._attn_implementation = NAME
@@ -71,14 +72,16 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 class Unread(NamedTuple):
-    """Tokens that a cache has counted but that its recurrent state does not include yet.
+    """Tokens that a cache layer has counted but that its recurrent state does not include yet.
+
+    The letters in the shapes are: B rows, N tokens, width C; H query heads, Hkv key-value heads, key width Dk, value width Dv.
 
     Attributes:
-        x: inputs of the attention module, ``[B, N, dim]``.
+        x: inputs of the attention module, ``[B, N, C]``.
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.
-        real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
     """
 
     x: Tensor
@@ -88,22 +91,27 @@ class Unread(NamedTuple):
     real: Tensor | None
 
     def select(self, rows: Tensor) -> Unread:
-        """Return the tokens of some rows of the batch; ``rows`` holds their indices, int64."""
+        """Return the tokens of the given rows of the batch.
+
+        Args:
+            rows: row indices, 1D int64; an index may occur more than once.
+        """
         index = rows.to(self.x.device)
         x, q, k, v = (tensor.index_select(0, index) for tensor in (self.x, self.q, self.k, self.v))
         return Unread(x, q, k, v, None if self.real is None else self.real.index_select(0, index))
 
 
 class StateLayer(CacheLayerMixin):
-    """Layer of transformers' cache that holds a recurrent state in place of keys and values.
+    """Layer of transformers' cache that holds a recurrent state of linear attention in place of keys and values.
 
     Attributes:
-        state: recurrent state after the tokens so far, see :meth:`Attention.continue_from`; None at the start.
-        columns: number of tokens so far in each row, including padding.
-        kept: whether the state includes the tokens so far. False after training or packed documents, which compute no state.
+        state: recurrent state after all cached tokens; None at the start.
+        columns: number of cached tokens in each row, including padding.
+        kept: whether a state is available for the cached tokens. False after training or packed documents, for which no state
+            is computed.
         kind: attention kind that computed the state; None at the start.
-        unread: tokens that a compiled graph added to an empty cache; None if there are none. The graph does not compute the
-            state, because it cannot count the non-padding tokens of its rows. The next call computes the state from them.
+        unread: tokens that are not part of the state yet; None if there are none. Compiled graphs that start a sequence store
+            tokens here, because they cannot count the padding of each row. The next call adds these tokens to the state.
     """
 
     is_sliding = False
@@ -122,7 +130,14 @@ class StateLayer(CacheLayerMixin):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count new tokens and return their keys and values unchanged; the attention function adds them to the state."""
+        """Count new tokens, and return their keys and values unchanged; the attention function later updates the state.
+
+        Args:
+            key_states: keys of the new tokens, ``[B, H, N, D]`` for B rows of N tokens and H heads of width D.
+            value_states: values of the new tokens, ``[B, H, N, D]``.
+            args: further arguments of transformers, which are ignored.
+            kwargs: further arguments of transformers, which are ignored.
+        """
         self.columns += key_states.shape[-2]
         return key_states, value_states
 
@@ -147,14 +162,18 @@ class StateLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Replace the rows of the batch by those with the given indices; an index may occur more than once."""
+        """Keep only the given rows of the cached batch, in the given order.
+
+        Args:
+            indices: row indices, 1D int64; an index may occur more than once.
+        """
         if self.unread is not None:
             self.unread = self.unread.select(indices)
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch ``repeats`` times; the copies of a row follow each other."""
+        """Repeat each row of the cached batch ``repeats`` times; copies of the same row are adjacent."""
         if self.unread is not None:
             rows = torch.arange(len(self.unread.x), device=self.unread.x.device)
             self.unread = self.unread.select(rows.repeat_interleave(repeats))
@@ -162,7 +181,7 @@ class StateLayer(CacheLayerMixin):
             self.state = self.state.select(torch.arange(len(self.state.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Reject the removal of tokens, because a state cannot forget its last tokens.
+        """Reject the removal of tokens, because a recurrent state cannot forget its last tokens.
 
         Raises:
             ValueError: if ``tokens_to_remove`` is not 0.
@@ -174,14 +193,14 @@ class StateLayer(CacheLayerMixin):
 
 
 def state_layer(cache: Cache, index: int) -> StateLayer:
-    """Return the cache layer that holds an attention module's recurrent state; replace an empty key-value layer if needed.
+    """Return the cache layer with the recurrent state of an attention module; create it if the cache has none yet.
 
     Args:
-        cache: cache of transformers, changed in place.
+        cache: cache of transformers; an empty key-value layer in it is replaced.
         index: number of the attention layer.
 
     Raises:
-        ValueError: if the cache is not a ``DynamicCache``, or the layer already holds keys and values.
+        ValueError: if the cache is not a ``DynamicCache``, or its layer already holds keys and values.
     """
     # a DynamicCache creates its layers on first use, so that of this module may not be there yet
     if cache.layer_class_to_replicate is not None:
@@ -207,25 +226,29 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
 def swapped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention that :func:`install` gave a module, with the signature of transformers' attention functions.
+    """Compute the replacement attention of a module from its queries, keys and values, as a transformers attention function.
+
+    The letters in the shapes are: B rows, N tokens, H query heads, Hkv key-value heads, key width Dk, value width Dv.
+    ``columns`` is the number of cached tokens plus N.
 
     Args:
-        module: attention module of transformers.
-        query: queries after the rotary embedding, if the model has one, ``[B, H, N, Dk]``.
-        key: keys of these N tokens only, after the rotary embedding, ``[B, Hkv, N, Dk]``.
-        value: values of these N tokens only, ``[B, Hkv, N, Dv]``.
-        attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
-            with a column for each cached token and each of these N tokens; None without a mask.
-        options: further arguments of transformers' attention functions. Three are used: ``scaling``, ``position_ids``, and
-            ``given_mask``, a one-item tuple with the model's own ``attention_mask`` argument, which may be None.
+        module: attention module of transformers that :func:`install` changed.
+        query: queries, after the rotary embedding if the model has one, ``[B, H, N, Dk]``.
+        key: keys, after the rotary embedding if the model has one, ``[B, Hkv, N, Dk]``. Unlike in softmax attention, keys of
+            cached tokens are not included.
+        value: values of the same tokens, ``[B, Hkv, N, Dv]``.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, either bool (true for visible tokens) or with values to
+            add to attention scores; None without a mask.
+        options: further arguments that transformers passes. Three are used: ``scaling``, ``position_ids``, and ``given_mask``,
+            a one-item tuple that holds the ``attention_mask`` passed to the model, or None.
 
     Returns:
         Outputs ``[B, N, H * Dv]``, and None in place of attention weights.
 
     Raises:
-        ValueError: if the mask hides more than padding (in a decoder, also later tokens) or adds biases; if documents are
-            packed in several rows; if the text is longer than dense mixing coefficients allow; if the cache has no state to
-            continue; or if the tokens are not those of the current image.
+        ValueError: if the mask hides anything except padding and, in a decoder, later tokens; if the mask adds biases to
+            scores; if documents are packed in more than one row; if a text exceeds the length that dense mixing coefficients
+            support; if the cache has no state to continue; or if the tokens do not match the grid of the current image.
     """
     (x, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory
@@ -268,17 +291,20 @@ def swapped_attention(
 def _continued(
     attention: Attention, state: Any, x: Tensor, heads: list[Tensor], real: Tensor | None
 ) -> tuple[Tensor, Any]:
-    """Compute the outputs of the next tokens of a sequence, and the recurrent state after them.
+    """Compute the attention output for the next tokens of a sequence, and update the recurrent state.
 
     Args:
         attention: the new attention.
         state: recurrent state before these tokens; None at the start.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        heads: queries, keys and values, ``[B, N, H, D]`` each.
-        real: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+        x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
+        heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
+        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+
+    Returns:
+        Outputs ``[B, N, H * D]``, and the recurrent state after these tokens.
 
     Raises:
-        ValueError: if a compiled graph gets a mask for more than one token, because it cannot count non-padding tokens.
+        ValueError: if a compiled graph is called with a mask for more than one token, since it cannot count padding tokens.
     """
     last = real
     if last is not None and torch.compiler.is_compiling():
@@ -295,7 +321,7 @@ def _continued(
 
 
 def _state_of(attention: Attention, unread: Unread) -> Any:
-    """Compute the recurrent state after tokens whose outputs a compiled graph returned without computing the state."""
+    """Compute the recurrent state after the first tokens of a sequence, which a compiled graph processed without a state."""
     x, q, k, v, real = unread
     if real is not None and torch.compiler.is_compiling():
         return _state_outside(attention, unread)
@@ -308,14 +334,15 @@ def _state_outside(attention: Attention, unread: Unread) -> Any:
 
 
 class Rows(NamedTuple):
-    """Batch of tokens in which the padding of every row is moved to the end of the row.
+    """Batch of token rows in which the padding of each row was moved to its end.
 
     Attributes:
-        x: inputs of the attention module, ``[B, N, dim]``.
-        projections: queries, keys and values of these tokens, in the form that :meth:`Attention.forward` takes.
-        visible: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
-        counts: number of non-padding tokens in each row; None if no token is padding, and in graphs, which cannot count them.
-        inverse: indices along N that restore the original order, ``[B, N]`` int64; None if no token moved.
+        x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
+        projections: queries, keys and values of these tokens, as an argument of :meth:`Attention.forward`.
+        visible: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        counts: number of tokens in each row that are not padding; None if no token is padding, or if a compiled graph cannot
+            count them.
+        inverse: int64 indices ``[B, N]`` that restore the original order of each row's tokens; None if no token was moved.
     """
 
     x: Tensor
@@ -325,17 +352,21 @@ class Rows(NamedTuple):
     inverse: Tensor | None
 
     def restored(self, out: Tensor) -> Tensor:
-        """Return outputs ``[B, N, ...]`` in the original order of the tokens."""
+        """Return a tensor ``[B, N, ...]`` with the tokens of each row in their original order."""
         return out if self.inverse is None else rows_in_order(out, self.inverse)
 
 
 def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
-    """Move padding to the end of every row, in tokens and in their queries, keys and values.
+    """Move the padding of each row to its end, in the input tokens and in their queries, keys and values.
 
     Args:
-        mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        heads: queries, keys and values, ``[B, N, H, D]`` each.
+        mask: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
+        heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
+
+    Returns:
+        The reordered batch. If the mask's values cannot be read, as in compiled graphs, the number of padding tokens is
+        unknown.
     """
     if mask is None:
         q, k, v = heads
@@ -355,12 +386,15 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
 
 
 def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
-    """Return the mask that an encoder was called with, if it is known; otherwise the mask passed to its attention module.
+    """Return the mask that shows the padding of a text encoder's input.
+
+    This is the ``attention_mask`` that the model was called with, if it is known and has the shape ``[B, N]`` (rows, tokens).
+    Otherwise it is the mask that transformers derived from it.
 
     Args:
         attention_mask: mask that transformers passes to the attention module.
-        original_mask: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that
-            argument is not known. A mask that is not ``[B, N]`` counts as not known.
+        original_mask: one-item tuple that holds the model's own ``attention_mask``, or None if the model was called without
+            one. None in place of the tuple if the argument is not known.
     """
     if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask
@@ -368,13 +402,18 @@ def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
 
 
 def _attend_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Compute bidirectional attention over texts. The first block of a row begins at its first non-padding token.
+    """Compute attention in a text encoder, in which every token attends to all others.
+
+    The first block of a row begins at its first token that is not padding.
 
     Args:
         module: attention module of transformers.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        heads: queries, keys and values, ``[B, N, H, D]`` each.
-        attention_mask: mask that hides padding, from :func:`_encoder_mask`; None without padding.
+        x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
+        heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
+        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]`` that hides padding; None without padding.
+
+    Returns:
+        Outputs ``[B, N, H * D]``.
     """
     rows = real_first(padding_mask(attention_mask, x), x, heads)
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
@@ -383,13 +422,16 @@ def _attend_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: An
 
 
 def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
-    """Compute bidirectional attention over the patches of an image, in blocks of its token grid.
+    """Compute attention in an image encoder, in which every patch attends to all others.
 
     Args:
         module: attention module of transformers.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        heads: queries, keys and values, ``[B, N, H, D]`` each.
+        x: inputs of the attention module, ``[B, N, C]`` for B images of N tokens of width C.
+        heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
         attention_mask: mask of the encoder, which must not hide any token; None without a mask.
+
+    Returns:
+        Outputs ``[B, N, H * D]``.
     """
     layout = module.grid.layout(module.blocks, x.shape[1])
     check_nothing_hidden(attention_mask)

@@ -1,8 +1,9 @@
-"""Subclasses of transformers' models and configurations that build and save swapped attention.
+"""Subclasses of transformers models and configurations that save and load replaced attention.
 
-Each model class has the name of its transformers parent, such as ``LlamaForCausalLM``; the name of a configuration class gets
-the prefix ``Swapped``. They are created on first access. :func:`lightning_mhla.swap_attention` changes the class of a model to
-one of them, so its ``save_pretrained`` writes a folder that only these classes accept.
+A model class has the name of its transformers parent, such as ``LlamaForCausalLM``. A configuration class has its parent's name
+with the prefix ``Swapped``, such as ``SwappedLlamaConfig``. Each class is created when this module's attribute of that name is
+first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass. The model's
+``save_pretrained`` then writes a folder that transformers' original classes reject.
 """
 
 from __future__ import annotations
@@ -50,27 +51,38 @@ PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
 class SwappedConfig(SwappedClass):
     """Base class of the configurations of transformers models with replaced attention.
 
-    The library's own configuration classes reject the saved file, because they would build the original attention.
+    The configuration is saved in a form that transformers' own configuration classes reject, because with them the model would
+    be built with its original attention.
     """
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Derive a configuration class for models with replaced attention from one of transformers.
+        """Return the subclass of a transformers configuration class for models with replaced attention.
 
-        Later calls return the same class.
+        The subclass is created on the first call.
 
         Args:
-            host: configuration class of transformers. If it already is such a derived class, it is returned unchanged.
+            host: configuration class of transformers. If it already is such a subclass, it is returned unchanged.
         """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing. The Python module in a saved folder imports the class, so its source must not be copied there."""
+        """Do nothing, so that transformers does not copy the source of this class to the folder of a saved model.
+
+        The folder contains a module that imports the class instead.
+        """
 
     @classmethod
     def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a configuration as transformers does, and restore the values that :meth:`to_json_file` replaced in it."""
+        """Read the configuration of a model with replaced attention, and restore its original values.
+
+        The saved file contains some invalid values, so that transformers' own classes reject it. The arguments are the same as
+        for the transformers method.
+
+        Returns:
+            Configuration entries, and the keyword arguments that were not used.
+        """
         config, unused = super().get_config_dict(*args, **options)  # type: ignore[misc]
         config = restored(config)
         if names := config.get("architectures"):
@@ -78,13 +90,27 @@ class SwappedConfig(SwappedClass):
         return {"attn_implementation": UNUSABLE, **config}, unused
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the configuration as transformers does, and write the Python module to which its entry ``auto_map`` refers."""
+        """Save the configuration, and a Python module that lets Auto classes import this class (``trust_remote_code=True``).
+
+        Args:
+            save_directory: folder to write to.
+            args: further positional arguments of the transformers method.
+            options: further keyword arguments of the transformers method.
+        """
         if (names := self._auto_map()) and not Path(save_directory).is_file():
             write_module(save_directory, __name__, sorted({name.rpartition(".")[2] for name in names.values()}))
         super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """Write the configuration as JSON, with replaced values so that only this class, not transformers' own, can load it."""
+        """Write the configuration to a JSON file that only this class can load.
+
+        Some values are replaced by invalid ones, so that transformers' own classes reject the file with an error message that
+        says how to load it.
+
+        Args:
+            json_file_path: file to write.
+            use_diff: whether to omit entries that have their default value.
+        """
         content = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         content["auto_map"] = self._auto_map()
         if names := content.get("architectures"):
@@ -94,11 +120,11 @@ class SwappedConfig(SwappedClass):
         Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _auto_map(self) -> dict[str, str]:
-        """Return the entry ``auto_map`` of the saved configuration, which tells Auto classes what to import from the folder.
+        """Return the configuration entry ``auto_map``, which tells Auto classes where to find the classes of this model.
 
-        The dict maps the name of each Auto class, such as ``AutoConfig``, to a module in the folder and a class in it,
-        separated by a dot. It is empty if the original
-        configuration class is not one of transformers itself.
+        Returns:
+            Mapping from the name of an Auto class, such as ``AutoConfig``, to the module and class to import, such as
+            ``modeling_swapped.SwappedLlamaConfig``. Empty if transformers does not export the original configuration class.
         """
         import transformers
 
@@ -123,7 +149,9 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Derive a subclass with replaced attention from a model class of transformers. Later calls return the same subclass.
+        """Return the subclass of a transformers model class for models with replaced attention.
+
+        The subclass is created on the first call.
 
         Args:
             host: model class of transformers. If it already is such a subclass, it is returned unchanged.
@@ -140,11 +168,17 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing. The Python module in a saved folder imports the class, so its source must not be copied there."""
+        """Do nothing, so that transformers does not copy the source of this class to the folder of a saved model.
+
+        The folder contains a module that imports the class instead.
+        """
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False, so that transformers treats this class as its own and renames weights that old versions saved."""
+        """Return False, so that transformers still renames weights in files that older versions of transformers saved.
+
+        transformers skips this renaming for classes that are not its own.
+        """
         return False
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -170,7 +204,16 @@ class SwappedTransformersModel(SwappedClass):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any = None, *args: Any, output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """Load a saved model with replaced attention; arguments are those of the transformers method.
+        """Load a saved model with replaced attention.
+
+        Args:
+            pretrained_model_name_or_path: folder of the model, or its name on the Hugging Face Hub.
+            args: further positional arguments of the transformers method.
+            output_loading_info: whether to also return which weights were missing or unexpected.
+            options: further keyword arguments of the transformers method.
+
+        Returns:
+            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information.
 
         Raises:
             ValueError: if weights of the new attention are missing, which transformers would leave uninitialized.
@@ -181,7 +224,10 @@ class SwappedTransformersModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model as transformers does, and remove older weight files that would be loaded in place of the new ones."""
+        """Save the model, and remove older weight files that transformers would load in place of the new ones.
+
+        The arguments are the same as for the transformers method.
+        """
         signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
         arguments = signature.bind(self, *args, **options).arguments
         super().save_pretrained(*args, **options)  # type: ignore[misc]
@@ -190,7 +236,11 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class named ``name``, a model or configuration with replaced attention, so that saved models can import it."""
+    """Return the model or configuration class ``name`` for models with replaced attention, so that it can be imported.
+
+    Raises:
+        AttributeError: if transformers does not have a corresponding class.
+    """
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -206,10 +256,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Make the subclass with replaced attention of a model class importable from ``transformers``, and return its name there.
+    """Add the subclass for models with replaced attention to the package ``transformers``, and return its name there.
 
-    ``transformers serve`` and pipelines look up the model classes of a configuration in ``transformers``. A name that is not a
-    model class of transformers is returned unchanged.
+    Pipelines and ``transformers serve`` look up model classes by name in ``transformers``.
+
+    Args:
+        name: name of the original class, such as ``LlamaForCausalLM``. If transformers does not have a model class of this
+            name, ``name`` is returned unchanged.
     """
     import transformers
 
@@ -221,7 +274,7 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether a configuration class raises an error if its argument ``name`` is a string."""
+    """Return whether the constructor of a configuration class raises an error if the argument called ``name`` is a string."""
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap
@@ -230,7 +283,10 @@ def _rejects(host: Any, name: str) -> bool:
 
 
 class TransformersFolders(TransformersHost):
-    """Replacement of the attention of transformers models, with saving and loading of the changed models."""
+    """Implementation of attention replacement for transformers models.
+
+    The class records the replacement in the model's configuration, and loads saved models.
+    """
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
@@ -273,15 +329,15 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer, from the names of a model's weights, constructor arguments that transformers does not save.
+    """Infer constructor arguments that transformers does not save, by looking at the names of a model's weights.
 
     Args:
         model: model, or its class.
-        names: names of its weights.
+        names: names of the model's weights.
 
     Returns:
-        Those of the arguments ``add_pooling_layer`` and ``use_mask_token`` that the class has. An argument is True if there are
-        weights of the pooler or mask token.
+        Values of ``add_pooling_layer`` and ``use_mask_token``, if the constructor has these arguments. A value is True if the
+        model has weights of a pooler or a mask token, respectively.
     """
     parameters = inspect.signature(getattr(model, "host", model).__init__).parameters
     return {option: any(part in name for name in names) for option, part in PARTS.items() if option in parameters}

@@ -1,4 +1,4 @@
-"""Padding and document boundaries, derived from transformers' attention masks and positions."""
+"""Conversion of transformers' attention masks and positions to padding masks and document boundaries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GIVEN = "given_mask"
 
 
 def check_values(condition: Callable[[], Tensor], message: str) -> None:
-    """Check a condition on the values of a tensor, immediately or, in a traced graph, whenever the graph runs.
+    """Raise an error if a boolean tensor is not true everywhere; in a compiled graph, check it each time the graph runs.
 
     Args:
-        condition: function that returns a boolean tensor that must be true everywhere.
+        condition: function that returns the boolean tensor.
         message: error message.
 
     Raises:
-        ValueError: if the condition does not hold. Compiled and exported graphs raise RuntimeError.
+        ValueError: if an element is false. Compiled and exported graphs raise RuntimeError instead.
     """
     holds = condition().all()
     if torch.compiler.is_compiling():
@@ -41,26 +41,32 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 def real_of_decoder(
     attention_mask: Any, x: Tensor, cache: Any, given_mask: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Return the mask of a decoder's non-padding tokens, from the mask that the model was called with if it is known.
+    """Return which tokens of a decoder's input are not padding.
 
-    If that original mask has two dimensions, it is used, and ``attention_mask``, which transformers derives from it, is not
-    read. In a traced graph, transformers passes a mask over pairs of tokens even if the model was called without a mask. Such
-    a mask could only separate packed documents, so ``position_ids`` are checked for these instead.
+    The mask that the model was called with is used if it is known and has two dimensions. Otherwise the mask that transformers
+    derives from it is used. In a compiled graph, transformers passes a mask even if the model was called without one. Such a
+    mask contains no padding, but it could separate packed documents, which compiled graphs do not support. Therefore
+    ``position_ids`` are checked for packed documents in this case.
+
+    The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask that the attention module gets, ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each
-            cached token and each of the N tokens; None without a mask.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
-        given_mask: one-item tuple with the model's own ``attention_mask`` argument, which may be None; None if that argument is
-            not known.
-        position_ids: positions, ``[B, N]`` or ``[1, N]``; None if they are not known.
+        attention_mask: mask that the attention module receives, ``[B, columns]`` or ``[B, 1, N, columns]``; None without a
+            mask.
+        x: inputs of the attention module, ``[B, N, C]``.
+        cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
+            cache.
+        given_mask: one-item tuple that holds the ``attention_mask`` that the model was called with, or None if it was called
+            without one. None in place of the tuple if the argument is not known.
+        position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
     Returns:
-        Mask ``[B, N]``, bool; None if no token is padding.
+        Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
 
     Raises:
-        ValueError: if :func:`key_mask` rejects the mask, or documents are packed in a graph.
+        ValueError: if the mask hides anything except padding and later tokens, hides tokens that the recurrent state includes,
+            or adds biases to attention scores.
+        RuntimeError: from a compiled graph, when it runs with packed documents or with such a mask.
     """
     if given_mask is not None and isinstance(given_mask[0], Tensor) and given_mask[0].dim() == 2:
         return key_mask(given_mask[0], x, cache)
@@ -82,21 +88,22 @@ PACKED = (
 def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
     """Return the boundaries of documents that are packed in a single row.
 
-    Documents are recognized as in transformers: by a mask ``[B, 1, N, N]`` that separates them, or, for flash attention
-    without a mask, by positions. A document then begins at each occurrence of the smallest position.
+    Packed documents are recognized from a mask ``[B, 1, N, N]`` that separates them. Without a mask, as with flash attention,
+    they are recognized from positions that return to their smallest value inside the row.
+
+    The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]``, or ``[B, 1, N, columns]`` as booleans or as values that are added to scores,
-            with a column for each cached token and each of the N tokens; None without a mask.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        position_ids: positions, ``[B, N]`` or ``[1, N]``, if only they separate documents (flash attention); otherwise None.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, either bool (true for visible tokens) or with values to
+            add to attention scores; None without a mask.
+        x: inputs of the attention module, ``[B, N, C]``.
+        position_ids: positions, ``[B, N]`` or ``[1, N]``, if documents are to be recognized from them; otherwise None.
 
     Returns:
-        ``cu_seqlens`` ``[documents + 1]``, int64: the index of the first token of each document, then the number of tokens.
-        None if no documents are packed.
+        Int64 tensor with the index of the first token of each document, followed by N; None if no documents are packed.
 
     Raises:
-        ValueError: if documents are packed and there are several rows.
+        ValueError: if documents are packed and there is more than one row.
     """
     tokens = x.shape[1]
     if attention_mask is not None:
@@ -114,10 +121,15 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
 
 
 def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
-    """Find the first tokens of packed documents in a causal mask that keeps documents apart.
+    """Find the first tokens of packed documents from a causal mask that separates the documents.
+
+    Args:
+        attention_mask: mask that transformers passes to an attention module.
+        tokens: number N of tokens.
 
     Returns:
-        ``[B, N - 1]`` bool, true at ``i`` if token ``i + 1`` does not see token ``i``; None for a mask of a different form.
+        Bool ``[B, N - 1]``, true at ``i`` if token ``i + 1`` is the first of a document. None if the mask does not separate
+        documents, or if a compiled graph cannot read its values.
     """
     if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or _has_no_values(attention_mask)):
         return None
@@ -138,7 +150,10 @@ _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Return whether every position is one more than the previous one; True if the tensor's values cannot be read."""
+    """Return whether each position in a row is one more than the previous position.
+
+    If the values of the tensor cannot be read, as in a compiled graph, the result is True.
+    """
     if _has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
@@ -150,12 +165,17 @@ def _counts_up(position_ids: Tensor) -> bool:
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return the mask of tokens that may attend to themselves, ``[B, N]`` bool; None without an attention mask.
+    """Return which tokens may attend to themselves, according to an attention mask.
+
+    In transformers' masks, padding tokens usually may not attend to themselves. The letters in the shapes are: B rows, N
+    tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
-            tokens; None without a mask.
-        x: inputs or outputs of the attention module, ``[B, N, dim]``.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``; None without a mask.
+        x: inputs or outputs of the attention module, ``[B, N, C]``.
+
+    Returns:
+        Bool mask ``[B, N]``; None without a mask.
     """
     if attention_mask is None:
         return None
@@ -166,10 +186,14 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
 
 
 def _visible(attention_mask: Any) -> Tensor:
-    """Convert a mask over queries and keys to a boolean mask ``[B, heads or 1, N, columns]``, True for visible keys.
+    """Convert a 4D attention mask to a bool mask of the same shape, true where a query may attend to a key.
+
+    Args:
+        attention_mask: bool mask, or values to add to attention scores: 0 for visible keys, very large negative values for
+            hidden ones.
 
     Raises:
-        ValueError: if the mask is not a tensor, or adds biases to scores.
+        ValueError: if the mask is not a tensor, or if it contains other values.
     """
     if not isinstance(attention_mask, Tensor):
         raise ValueError(
@@ -187,24 +211,27 @@ def _visible(attention_mask: Any) -> Tensor:
 
 
 def _has_no_values(x: Tensor) -> bool:
-    """Return whether the values of a tensor cannot be read, because a graph is being traced or the tensor is fake."""
+    """Return whether the values of a tensor cannot be read, as during ``torch.compile`` and for fake tensors."""
     return torch.compiler.is_compiling() or is_fake(x)
 
 
 def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:
-    """Return the mask of non-padding tokens of a decoder, from its attention mask.
+    """Return which tokens of a decoder's input are not padding, according to its attention mask.
+
+    The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, with a column for each cached token and each of the N
-            tokens; None without a mask.
-        x: inputs of the attention module, ``[B, N, dim]``.
-        cache: cache layer with the state before these tokens, whose columns already count them; None without a cache.
+        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``; None without a mask.
+        x: inputs of the attention module, ``[B, N, C]``.
+        cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
+            cache.
 
     Returns:
-        Mask ``[B, N]``, bool; None without an attention mask.
+        Bool mask ``[B, N]``, true for tokens that are not padding; None without an attention mask.
 
     Raises:
-        ValueError: if the mask hides more than padding and later tokens, or hides tokens that the cache's state includes.
+        ValueError: if the mask hides anything except padding and later tokens, or hides tokens that the recurrent state
+            includes.
     """
     if attention_mask is None:
         return None
@@ -233,17 +260,18 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
 
 
 def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return the mask of non-padding tokens of a text encoder, from its attention mask.
+    """Return which tokens of a text encoder's input are not padding, according to its attention mask.
 
     Args:
-        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]``, booleans or values that are added to scores; None without a mask.
-        x: inputs of the attention module, ``[B, N, dim]``.
+        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]`` for B rows of N tokens, either bool (true for visible tokens) or
+            with values to add to attention scores; None without a mask.
+        x: inputs of the attention module, ``[B, N, C]`` for tokens of width C.
 
     Returns:
-        Mask ``[B, N]``, bool; None without an attention mask.
+        Bool mask ``[B, N]``, true for tokens that are not padding; None without an attention mask.
 
     Raises:
-        ValueError: if the mask hides more than padding.
+        ValueError: if the mask hides anything except padding.
     """
     real = own_keys(attention_mask, x)
     if real is None or attention_mask.dim() == 2:
@@ -257,10 +285,10 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
 
 
 def check_nothing_hidden(attention_mask: Any) -> None:
-    """Check that a mask of an image encoder hides no patch.
+    """Raise an error if an attention mask of an image encoder hides any patch.
 
     Raises:
-        ValueError: if the mask hides a patch, or is not a tensor.
+        ValueError: if the mask hides a patch, or is neither a tensor nor None.
     """
     if attention_mask is not None:
         visible = _visible(attention_mask)

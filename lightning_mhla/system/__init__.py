@@ -1,1 +1,1 @@
-"""Helpers for files, processes and options that all other packages use."""
+"""Helpers that all other packages use: for files, processes, options, and private names of libraries."""

@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed.checkpoint``, apart from :mod:`torch_private` because they take 0.5 s to import."""
+"""Private names of ``torch.distributed.checkpoint``, in a separate module because importing them takes 0.5 s."""
 
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as EmptyStateDictLoadPlanner

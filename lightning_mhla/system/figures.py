@@ -1,4 +1,4 @@
-"""Matplotlib figures with several panels."""
+"""Matplotlib figures with several plots."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 def make_panels(
     count: int, columns: int, size: tuple[float, float], margin: tuple[float, float] = (0, 0)
 ) -> tuple[Figure, list[Any]]:
-    """Create a matplotlib figure with panels in rows. The last row may be shorter.
+    """Create a matplotlib figure with plots arranged in rows. The last row may be shorter.
 
     Args:
-        count: number of panels, at least 1.
-        columns: maximum number of panels in a row.
-        size: width and height of a panel in inches.
-        margin: width and height in inches that the figure has in addition to its panels.
+        count: number of plots, at least 1.
+        columns: maximum number of plots in a row.
+        size: width and height of a plot in inches.
+        margin: width and height in inches that the figure has in addition to its plots.
 
     Returns:
-        The figure, and the axes of its panels in order.
+        The figure, and a list of the axes of its plots, row by row.
     """
     columns = min(columns, count)
     rows = -(-count // columns)

@@ -25,8 +25,8 @@ def beside(path: Path, ending: str = "part") -> Path:
 
     Args:
         path: the final path.
-        ending: ``part`` for new content that will be renamed to ``path`` (see :data:`UNFINISHED`), ``old`` for previous
-            content that is being replaced (see :data:`REPLACED`).
+        ending: ``part`` for new content that will be renamed to ``path``, or ``old`` for previous content that is being
+            replaced.
     """
     return path.with_name(f"{path.name}.mhla-{secrets.token_hex(6)}.{os.getpid()}.{ending}")
 
@@ -40,7 +40,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Context manager for an atomic write: it yields a temporary path to write to, which is finally renamed to ``path``.
+    """Context manager that writes a file atomically: it yields a temporary path to write to, and then renames it to ``path``.
 
     The file is flushed to disk before it is renamed. If the process stops or an error occurs, ``path`` stays unchanged.
     """
@@ -60,14 +60,14 @@ def written_whole(path: Path) -> Iterator[Path]:
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
     """Context manager that replaces a folder atomically: it yields an empty folder to write to, which becomes ``folder``.
 
-    If the process stops or an error occurs while the block runs, ``folder`` stays unchanged. Files of ``folder`` that are not
-    written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. If a folder cannot
-    be renamed, for example because it is a mount point, its files are replaced one by one.
+    If the process stops or an error occurs inside the ``with`` block, ``folder`` stays unchanged. Files of ``folder`` that are
+    not written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. If a folder
+    cannot be renamed, for example because it is a mount point, its files are replaced one by one.
 
     Args:
         folder: the folder to replace; created if missing.
-        replaced: function from the path of an old file, relative to the folder, to whether a new file with a different name
-            supersedes it.
+        replaced: function that takes the path of an old file, relative to the folder, and returns whether a new file with a
+            different name supersedes it.
 
     Raises:
         FileExistsError: if ``folder`` is a file, or a kept file and a new folder have the same name.
@@ -118,16 +118,16 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Move or link the files of one folder into another, and create its empty folders there.
+    """Move or link the files of one folder into another folder, which also gets the empty folders of the first.
 
     Args:
-        source: the previous folder.
-        target: the new folder.
-        is_carried: function of a path relative to ``source`` that returns whether to move or link it.
-        move: function of the old and the new path that links or renames a file.
+        source: folder to take files from.
+        target: folder to put them in.
+        is_carried: function that takes a path relative to ``source``, and returns whether to move or link it.
+        move: function that takes the old and the new path of a file, and links or renames the file.
 
     Raises:
-        FileExistsError: if one folder has a file where the other has a folder.
+        FileExistsError: if ``target`` has a folder where ``source`` has a file, or the reverse.
     """
     for parent, folders, files in os.walk(source):
         empty = Path(parent).relative_to(source)
@@ -144,7 +144,7 @@ def _carry(
 
 
 def _restore(folder: Path) -> None:
-    """Rename a folder back from its temporary name if a process was killed while it replaced the folder."""
+    """Rename a temporarily renamed folder back to ``folder`` if a process was killed while it replaced the folder."""
     if os.path.lexists(folder) or not folder.parent.is_dir():
         return
     with suppress(PermissionError):
@@ -163,16 +163,17 @@ def _files_below(folder: Path) -> list[Path]:
 def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
     """Rename a complete file or folder to ``path``, replacing an existing file or folder.
 
-    Replacing a file is atomic. A folder to replace is first renamed to a temporary name (:data:`REPLACED`). If the process dies
-    before the new folder has its name, :class:`lightning_mhla.checkpoints.runs.RunFolder` gives the old folder its name back.
+    Replacing a file is atomic. A folder to replace is first renamed to a temporary name. If the process dies before the new
+    folder has its name, the old folder is renamed back by :class:`lightning_mhla.checkpoints.runs.RunFolder` or by the next
+    call of :func:`rebuilt_folder`.
 
     Args:
         new: complete file or folder.
         path: path to rename it to.
-        keep: whether a replaced folder is kept under its temporary name rather than removed.
+        keep: whether to keep a replaced folder under its temporary name rather than remove it.
 
     Returns:
-        Path of the replaced folder, if there was one and it is kept; otherwise None.
+        Path of the replaced folder if it is kept, otherwise None.
     """
     old = None
     if path.is_dir():  # rename() replaces a file in one step, but not a folder with content: two steps, see REPLACED
@@ -189,7 +190,7 @@ def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its contents; a missing path and errors inside a folder are ignored."""
+    """Remove a file, a link, or a folder with its contents. A missing path and errors inside a folder are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -197,14 +198,14 @@ def remove(path: Path) -> None:
 
 
 def give_second_name(path: Path, name: Path) -> None:
-    """Give a file or a folder a second name, atomically.
+    """Make a file or folder available under a second path, atomically.
 
-    Files get hard links, which need no additional space; a folder becomes a new folder of hard links. Files are copied if the
-    file system does not support hard links, or if ``name`` is on a different file system.
+    A file gets a hard link, which needs no additional space. A folder becomes a new folder of hard links. Files are copied if
+    the file system does not support hard links, or if the second path is on a different file system.
 
     Args:
         path: existing file or folder.
-        name: the second name; an existing file or folder of this name is replaced.
+        name: second path; an existing file or folder at this path is replaced.
     """
     name.parent.mkdir(parents=True, exist_ok=True)
     aside = beside(name)

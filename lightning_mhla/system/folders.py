@@ -1,4 +1,4 @@
-"""Output folders of a run, and gathering of rows from all processes."""
+"""Output folders of a run, and gathering of lists from all processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Row = TypeVar("Row")
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Return the log folder of a run, the same on every rank. Collective: call it on every rank."""
+    """Return the log folder of a run, the same on every process. Every process must call this function."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def checkpoint_folder(trainer: Trainer) -> Path:
-    """Return the folder of a run's checkpoints, the same on every rank. Collective: call it on every rank."""
+    """Return the folder of a run's checkpoints, the same on every process. Every process must call this function."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             return Path(callback.dirpath)
@@ -26,9 +26,9 @@ def checkpoint_folder(trainer: Trainer) -> Path:
 
 
 def gather_rows(trainer: Trainer, rows: list[Row]) -> list[Row]:
-    """Gather a list from each process, and return all of them on every process as one list in rank order.
+    """Join the lists of all processes in rank order, and return the joined list on every process.
 
-    Collective: call it on every rank.
+    Every process must call this function.
 
     Args:
         trainer: trainer of the run.

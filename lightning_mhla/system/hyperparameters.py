@@ -43,18 +43,18 @@ def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class LoggedApart(HyperparametersMixin):
     """Mixin that logs hyperparameters without secrets, under separate prefixes for modules and data modules.
 
-    Lightning merges the hyperparameters of module and data module for loggers, and fails if a name has two values. For example,
-    the option ``train`` of a module is the part of the network to train, but that of a data module is a folder. Names in
-    checkpoints have no prefix.
+    Lightning merges the hyperparameters of the module and the data module for loggers, and fails if a name has two values. For
+    example, the option ``train`` of a module is the part of the network to train, but the option ``train`` of a data module is
+    a folder. Names in checkpoints have no prefix.
 
     Attributes:
-        logged_as: prefix, ``"model"`` or ``"data"``; loggers get ``PREFIX/NAME``.
+        logged_as: prefix, ``"model"`` or ``"data"``. Loggers get names such as ``model/train``.
     """
 
     logged_as: str
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers: names get the prefix, secrets become ``***``, and private names are left out."""
+        """Hyperparameters for loggers: prefixed names, ``***`` in place of secrets, and no names that start with ``_``."""
         options = redacted(dict(super().hparams_initial))
         return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

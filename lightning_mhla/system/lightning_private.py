@@ -1,4 +1,7 @@
-"""Private names of Lightning that the suite uses; ``tests/test_private_names.py`` states the purpose of each."""
+"""Functions that access private attributes and methods of Lightning.
+
+``tests/test_private_names.py`` states why each of them is needed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the number of the step that Lightning attaches to the metrics it logs."""
+    """Return the step number that Lightning attaches to the metrics it logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -43,7 +46,7 @@ def validates_after_this_batch(trainer: Trainer) -> bool:
 
 
 def accumulates_gradients(trainer: Trainer) -> bool:
-    """Return whether gradients are still being accumulated, so that the last batch did not complete an optimizer step."""
+    """Return whether the current batch only accumulates gradients, and does not complete an optimizer step."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -61,7 +64,7 @@ def inside_accumulation(trainer: Trainer) -> bool:
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Return whether the epoch ends after the current training batch, because it is the last one or because training stops."""
+    """Return whether the epoch ends after the current training batch, because it is the last batch or training stops."""
     fit_loop = trainer.fit_loop
     return fit_loop.epoch_loop._is_training_done or (trainer.should_stop and fit_loop._can_stop_early)
 
@@ -72,10 +75,10 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Correct the progress in a checkpoint that was saved after training stopped inside an epoch.
+    """Correct the training progress in a checkpoint that was saved after training stopped inside an epoch.
 
-    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. The correction lets it
-    resume after the last batch.
+    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. After the correction, a
+    resumed run continues after the last batch that was processed.
 
     Args:
         loops: entry ``loops`` of the checkpoint, changed in place.
@@ -90,8 +93,8 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 def start_next_epoch(trainer: Trainer) -> None:
     """Make a trainer begin the next epoch if it has loaded a checkpoint from the end of an epoch.
 
-    Otherwise, if ``max_steps`` limits the run, Lightning processes the end of that epoch a second time, without the metrics
-    that callbacks monitor.
+    Without this call, if ``max_steps`` limits the run, Lightning processes the end of that epoch a second time, without the
+    metrics that callbacks monitor.
     """
     fit_loop = trainer.fit_loop
     if fit_loop.restarted_on_epoch_end:
@@ -115,10 +118,12 @@ def defer_saves(
 
     Args:
         callback: ModelCheckpoint to change in place, until :func:`stop_deferring` is called for it.
-        save: called with each path to which the callback would write the current state.
-        remove: called with the path of each checkpoint that is no longer among the best.
-        pending: function that returns whether a path was reported but is not written yet, so that its name is not reused.
-        outdated: function that returns whether the monitored value at the end of an epoch belongs to earlier weights.
+        save: function that is called with each path to which the callback would write the current state.
+        remove: function that is called with the path of each checkpoint that is no longer among the best.
+        pending: function that takes a path, and returns whether it was reported but is not written yet. The callback does not
+            use such a path again.
+        outdated: function that takes the trainer, and returns whether the monitored value at the end of an epoch belongs to
+            earlier weights. If so, the callback does nothing at the end of the epoch.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end
 
@@ -151,5 +156,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the number of steps between two saves of a ModelCheckpoint; 0 if it does not save every n steps."""
+    """Return the number of steps between two saves of a ModelCheckpoint, or 0 if it does not save by steps."""
     return callback._every_n_train_steps

@@ -1,4 +1,4 @@
-"""Listing of the visible files in a folder, with links followed, and printable forms of their names."""
+"""Listing of the visible files in a folder, and conversion of file names to printable text."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a file or folder name neither begins with a dot nor is in :data:`NOISE`, such as ``__pycache__``."""
+    """Return whether a file is visible: its name has no leading dot, and is not ``Thumbs.db``, ``__pycache__`` or the like."""
     return not name.startswith(".") and name not in NOISE
 
 
 def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
-    """List all visible files below a folder, sorted. Links are followed, except a link to a folder that contains the link.
+    """List all visible files below a folder, sorted.
+
+    Names with a leading dot, and leftovers of operating systems or Python, such as ``Thumbs.db``, are hidden. Links are
+    followed, except a link to a folder that contains the link.
 
     Args:
         folder: folder to search.
@@ -86,13 +89,13 @@ def with_extension(paths: Sequence[Path], extensions: Collection[str]) -> list[P
 
 
 def without_controls(text: str) -> str:
-    r"""Return a text as one line: line breaks and control characters become escapes such as ``\n``."""
+    r"""Return a text as one line, with escapes such as ``\n`` in place of line breaks and control characters."""
     return "".join(
         sign.encode("unicode_escape").decode() if category(sign) in ("Cc", "Cs", "Zl", "Zp") else sign for sign in text
     )
 
 
 def shown(name: str | os.PathLike[str]) -> str:
-    r"""Return a file name as printable text; bytes that are not UTF-8 and control characters become escapes like ``\xe9``."""
+    r"""Return a file name as printable text, with escapes such as ``\xe9`` for invalid UTF-8 and unprintable characters."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

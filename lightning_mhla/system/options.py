@@ -11,13 +11,13 @@ Options = TypeVar("Options")
 
 
 def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
-    """Convert a mapping from a configuration or checkpoint to a dataclass of options; return an instance unchanged.
+    """Convert a mapping from a configuration or checkpoint to a dataclass of options.
 
-    Mappings in fields that take a dataclass are converted, too.
+    An instance of the dataclass is returned unchanged. Mappings in fields that take a dataclass are converted, too.
 
     Args:
         kind: dataclass to create.
-        value: mapping or instance.
+        value: mapping from option names to values, or an instance of the dataclass.
         name: name of the options in error messages; empty for the name of the dataclass.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Ranks and devices of the processes of a command, and votes among them."""
+"""Ranks and devices of the processes of a run, and votes among these processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 def process_ranks() -> tuple[int, int, int]:
     """Return the rank, the number of processes and the local rank of this process, as set by torchrun or srun.
 
-    Variables of SLURM are used only inside a step that srun started: a batch script or a shell of salloc is a single process.
+    SLURM's environment variables are used only in processes that srun started. A batch script or a shell that salloc opened
+    counts as a single process.
 
     Returns:
         Rank, number of processes and local rank; (0, 1, 0) for a process that neither torchrun nor srun started.
@@ -31,10 +32,11 @@ def process_ranks() -> tuple[int, int, int]:
 
 
 def process_device(name: str | None) -> torch.device:
-    """Return the requested device; by default the GPU of this process, or the CPU if there is no GPU.
+    """Return the requested device or, by default, the GPU of this process.
 
     Args:
-        name: name of the requested device, such as ``cuda:0``; None for the default.
+        name: name of the requested device, such as ``cuda:0``. None for the GPU with the local rank of this process, or for
+            the CPU if there is no GPU.
     """
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
@@ -43,10 +45,10 @@ def process_device(name: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes among all processes of a run. Voting does not wait for pending work of the GPU.
+    """Voting among all processes of a run, without waiting for pending work on the GPU.
 
-    Creating an instance is collective: create it on every process, after the process group exists. With one process, the result
-    of a vote is the answer of this process.
+    Every process must create an instance, after the process group exists. With one process, the result of a vote is the answer
+    of this process.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class Agreement:
     def any(self, *answers: bool) -> tuple[bool, ...]:
         """Return, for each of several yes-or-no questions, whether any process answers yes.
 
-        Collective: call it on every process with the same number of answers.
+        Every process must call this method with the same number of answers.
 
         Args:
             answers: this process's answer to each question.
@@ -74,7 +76,7 @@ class Agreement:
 def check_open_files(workers: int) -> None:
     """Check that the system's limit on open files is high enough for a number of worker processes.
 
-    Without the check, a worker that cannot open a file for a batch makes the loader wait for this batch forever.
+    Without this check, the data loader would wait forever for a batch from a worker that cannot open a file.
 
     Args:
         workers: number of worker processes to start.

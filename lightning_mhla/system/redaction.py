@@ -1,9 +1,9 @@
 """Removal of secrets from text and options: user names, passwords and signatures in URLs, and keys of services.
 
-A URL keeps its scheme, host and path. The user name and password become ``***``, and so do the query and the fragment as a
-whole, because each service has a different name for its signature: ``https://***@host/train.tar?***``. The value of an
-option with a name such as ``api_key`` or ``password`` becomes ``***``. A URL without its secrets cannot be opened, see
-:func:`check_secrets`.
+A URL keeps its scheme, host and path. The user name and password become ``***``. The complete query and fragment also become
+``***``, because each service has a different name for its signature: ``https://***@host/train.tar?***``. The value of an option
+with a name such as ``api_key`` or ``password`` becomes ``***``. A URL without its secrets cannot be opened.
+:func:`check_secrets` detects such URLs.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return nested options with secrets replaced by ``***``; unchanged parts are the same objects, not copies.
+    """Return nested options with secrets replaced by ``***``. Unchanged parts are the same objects, not copies.
 
     Args:
         value: dicts, namespaces, lists, tuples and plain values; other objects are returned unchanged.
-        name: name of the option that has this value.
+        name: name of the option that has this value. The value of an option such as ``password`` is replaced completely.
     """
     if isinstance(value, str):
         if value and _is_secret(name):
@@ -78,7 +78,7 @@ def published(value: Any, name: str = "") -> Any:
 
     Args:
         value: dicts, lists, tuples, strings, paths and plain values; other objects are returned unchanged.
-        name: name of the option that has this value.
+        name: name of the option that has this value. The value of an option such as ``password`` is replaced completely.
     """
     if isinstance(value, str | PurePath):
         text = redacted(str(value), name)
@@ -92,7 +92,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Check that a URL does not contain ``***``, which replaces the secrets of URLs in saved files.
+    """Check that a URL does not contain ``***``, the text that replaces secrets when URLs are saved.
 
     Args:
         url: URL or path.
@@ -110,7 +110,7 @@ def check_secrets(url: str, option: str | None = None) -> None:
 
 
 def hidden_options(value: Any, path: str = "") -> Iterator[str]:
-    """Iterate over the dotted names of options in which ``***`` replaces a secret.
+    """Yield the dotted names of options in which ``***`` replaces a secret.
 
     Args:
         value: nested options.
@@ -142,7 +142,7 @@ def _redact_in_text(match: re.Match[str]) -> str:
 
 
 def _redact_url(url: str) -> str:
-    """Replace the secrets in a URL, or in several URLs chained by ``::`` in the syntax of fsspec, by ``***``."""
+    """Replace the secrets in a URL by ``***``. The text may also be several URLs joined by ``::``, the syntax of fsspec."""
     return "::".join(_redact_link(link) for link in re.split(rf"::(?={_START})", url))
 
 

@@ -1,7 +1,7 @@
-"""Rendezvous port of the processes of a run, restricted to one network interface.
+"""Restriction of a run's rendezvous port, at which its processes meet, to one network interface.
 
-torch opens this port on all interfaces without authentication. Here rank 0 opens it before Lightning starts the processes,
-only on the address that they connect to.
+By default, torch opens this port on all interfaces without authentication. This module opens it in rank 0, only on the address
+to which the processes connect, before Lightning starts the processes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ _stores: list[Store] = []
 
 
 def listen_on_one_interface(strategy: Strategy) -> None:
-    """Open the rendezvous port of a run only on the network interface with the address of rank 0.
+    """Open the rendezvous port of a run, at which its processes meet, only on the network interface of rank 0's address.
 
-    The processes of a run meet at this port. By default, torch opens it on all interfaces. This function leaves that unchanged
-    in three cases:
+    By default, torch opens this port on all interfaces. This function leaves the default unchanged in these cases:
 
-    - several machines with a host name instead of an IP address in MASTER_ADDR, because the name may resolve to different
-      addresses
-    - an address that does not belong to this machine
-    - torchrun, which opens the port itself
+    - The run has a single process.
+    - The run uses several machines, and MASTER_ADDR is a host name, which may resolve to different addresses.
+    - The address does not belong to this machine.
+    - torchrun started the process, and opens the port itself.
+
+    Call this function before any method of the trainer.
 
     Args:
-        strategy: strategy of the trainer, before any method of the trainer is called. Nothing is done for a single process.
+        strategy: strategy of the trainer.
     """
     environment = getattr(strategy, "cluster_environment", None)
     if environment is None or TORCHRUN in os.environ or distributed.is_initialized():

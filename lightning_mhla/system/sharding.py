@@ -1,4 +1,7 @@
-"""Sharding by FSDP2. Its packages are imported on first use, because they take 0.5 s and most runs do not shard."""
+"""Sharding of the parameters of a network with FSDP2.
+
+The packages of FSDP2 are imported on first use, because importing them takes 0.5 s and most runs do not shard.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ SEQUENCE = "sequence_parallel"
 
 
 def is_shard(value: object) -> TypeGuard[DTensor]:
-    """Return whether a value is a ``DTensor``, a tensor of which each process holds a shard."""
+    """Return whether a value is a ``DTensor``, that is, a tensor of which each process holds a shard."""
     return _is("torch.distributed.tensor", "DTensor", value)
 
 
@@ -44,11 +47,11 @@ def shard(
 
     Args:
         network: network with float32 parameters; the optimizer updates them in float32.
-        layers: layers of the network, whose parameters are gathered one layer at a time.
+        layers: layers of the network. Their parameters are gathered one layer at a time.
         mesh: one-dimensional mesh of the processes.
         gathered: dtype in which weights are gathered and used; gradients are reduced in float32.
         float32_parts: parts of the network that stay in float32. Their parameters remain gathered after the forward pass,
-            because they are used again. No effect if ``gathered`` is float32.
+            because they are used again. This argument has no effect if ``gathered`` is float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

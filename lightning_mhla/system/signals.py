@@ -24,7 +24,7 @@ class StopSignals:
         received: name of the latest signal since :meth:`start`; None if there was none.
 
     Raises:
-        ValueError: if a name is not that of a signal on this system.
+        ValueError: if a name is not the name of a signal on this system.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ class StopSignals:
         self.listen()
 
     def listen(self) -> None:
-        """Reinstall handlers that other code has replaced; Lightning replaces some when training starts."""
+        """Reinstall handlers that other code has replaced. Lightning, for example, replaces some when training starts."""
         for number in self.numbers if self._active else []:
             current = signal.getsignal(number)
             # A shell starts background jobs with SIGINT ignored, so that Ctrl+C for the foreground job does not stop them.
@@ -57,8 +57,8 @@ class StopSignals:
         """Stop recording signals.
 
         Args:
-            ignore: whether to ignore the signals from now on instead of restoring the previous handlers; srun repeats its
-                signal while a job exits.
+            ignore: whether to ignore the signals from now on instead of restoring the previous handlers. Ignoring them is
+                useful because srun repeats its signal while a job exits.
         """
         self._active, self._ignored = False, ignore
         for number, handler in self._previous.items():

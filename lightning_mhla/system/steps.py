@@ -1,4 +1,4 @@
-"""Number of optimizer steps of a run under gradient accumulation, which may change between epochs."""
+"""Number of optimizer steps of a run. Gradient accumulation, which may change between epochs, is taken into account."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 def accumulation(trainer: Trainer, epoch: int) -> int:
-    """Return the number of batches per optimizer step in an epoch, which is counted from 0."""
+    """Return the number of batches per optimizer step in an epoch. Epochs are counted from 0."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)

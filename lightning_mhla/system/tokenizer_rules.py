@@ -1,4 +1,4 @@
-"""Safety checks for tokenizers from untrusted sources: rules that make a short text grow without bound are rejected."""
+"""Safety checks for tokenizers from untrusted sources, which reject rules that make a short text grow without bound."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
         where: folder or name of the tokenizer, for messages.
 
     Raises:
-        ValueError: if a replacement or the padding is unsafe, see :func:`check_rules`, or if more than :data:`MOST_AROUND`
-            special tokens are added to each text.
+        ValueError: if text replacements can make a text more than 100 times longer, if texts are padded to more than 131,072
+            tokens, or if more than 1,000 special tokens are added to each text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -55,8 +55,8 @@ def check_folder(folder: Path) -> None:
     A check after loading would be too late, because loading applies the replacements to the added tokens.
 
     Raises:
-        ValueError: if a replacement or the padding is unsafe, see :func:`check_rules`, or if ``tokenizer.json`` is larger than
-            :data:`LARGEST_FILE` bytes.
+        ValueError: if text replacements can make a text more than 100 times longer, if texts are padded to more than 131,072
+            tokens, or if ``tokenizer.json`` is larger than 128 MiB.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -77,8 +77,8 @@ def check_rules(state: Any, where: str) -> None:
         where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if replacements can make a text more than :data:`MOST_GROWTH` times longer, or padding extends a text to
-            more than :data:`MOST_PADDING` tokens.
+        ValueError: if text replacements can make a text more than 100 times longer, or if texts are padded to more than 131,072
+            tokens.
     """
     if not isinstance(state, dict):
         return
@@ -96,7 +96,7 @@ def check_rules(state: Any, where: str) -> None:
 
 
 def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
-    """Check that successive replacements of a tokenizer do not make a text many times longer.
+    """Check that successive replacements of a tokenizer do not make a text more than 100 times longer.
 
     The check takes the output of each replacement and applies all later replacements to it, so that the result does not depend
     on a choice of test texts.
@@ -107,7 +107,8 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
         where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if the text may become more than :data:`MOST_GROWTH` times longer, or a replacement is broken.
+        ValueError: if the text may become more than 100 times longer, or if a replacement has more than 1,000 characters or an
+            invalid pattern.
     """
     long = any(len(rule.content) > LONGEST_REPLACEMENT for rule in rules)
     # The product bounds the growth from above without running a rule, which is enough for almost all tokenizers.
@@ -159,19 +160,19 @@ class _Rule(NamedTuple):
         return (len(self.content) + (self.is_regex or not self.pattern)) / self.shortest
 
     def make(self) -> normalizers.Normalizer:
-        """Create the step as an object of the tokenizers library."""
+        """Create the object of the tokenizers library that performs this replacement."""
         if self.pattern is None:
             return normalizers.Prepend(self.content)
         return normalizers.Replace(Regex(self.pattern) if self.is_regex else self.pattern, self.content)
 
 
 def _rules(step: Any, depth: int) -> Iterator[_Rule]:
-    """Iterate over the replacement steps of a normalizer or decoder, in order.
+    """Yield the replacement steps of a normalizer or decoder, in order.
 
     Args:
         step: entry of ``tokenizer.json`` that describes the normalizer or decoder.
-        depth: number of sequences in which ``step`` is nested. Steps that are nested too deeply give a rule that is always
-            rejected.
+        depth: number of steps that enclose ``step``. From a depth of 8, steps inside ``step`` are replaced by a rule that is
+            always rejected.
     """
     if not isinstance(step, dict):
         return

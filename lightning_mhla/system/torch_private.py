@@ -1,4 +1,4 @@
-"""Private names of torch that the suite uses; ``tests/test_private_names.py`` states the purpose of each."""
+"""Private names of torch that this project uses. ``tests/test_private_names.py`` states why each of them is needed."""
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,22 @@ foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten a device mesh of several dimensions to one dimension called ``name``."""
+    """Flatten a device mesh of several dimensions to one dimension with the name ``name``."""
     return mesh._flatten(name)
 
 
 def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
-    """Set the learning rates that ``schedule.get_last_lr()`` returns until the next step."""
+    """Set the learning rates that ``schedule.get_last_lr()`` returns until the next step of the schedule."""
     schedule._last_lr = list(rates)
 
 
 def is_fake(x: Tensor) -> bool:
-    """Return whether a tensor has no values: a meta tensor or a fake tensor."""
+    """Return whether a tensor has no values, because it is a meta tensor or a fake tensor."""
     return x.is_meta or isinstance(x, FakeTensor)
 
 
 def makes_fake_tensors() -> bool:
-    """Return whether newly created tensors have no values, because torch.compile or a fake mode is tracing the code."""
+    """Return whether new tensors have no values, because torch.compile or a FakeTensorMode is tracing the code."""
     # Dynamo cannot trace detect_fake_mode, so the order matters: under compilation it must not be called.
     return torch.compiler.is_compiling() or detect_fake_mode() is not None
 
@@ -39,7 +39,7 @@ def in_backward() -> bool:
 
 
 def compilations() -> tuple[int, float]:
-    """Return the number of graphs that this process has compiled, and the total time of compilation in seconds."""
+    """Return the number of graphs that torch.compile has compiled in this process, and the total time spent in seconds."""
     from torch._dynamo.utils import calculate_time_spent, counters  # takes a second to import, so not at the top
 
     return counters["stats"]["unique_graphs"], float(calculate_time_spent().get("total_wall_time", 0.0))
@@ -51,7 +51,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def raise_recompile_limit(least: int) -> None:
-    """Raise torch's limit on recompilations of one function to at least ``least``, if it is lower.
+    """Raise torch's limit on recompilations of one function to ``least``, unless the limit is already higher.
 
     Layers that share a forward function each compile it, so the limit has to cover the number of layers.
     """

@@ -9,7 +9,7 @@ def publish(name: str, kind: type) -> None:
     """Add a class to the module ``transformers``, where the library's server and pipelines look up classes by name.
 
     transformers executes its own ``__init__`` a second time when its processors are imported. Code that imported it earlier,
-    such as the server, therefore holds a different module object from the one in ``sys.modules``; the class is added to both.
+    such as the server, therefore holds a different module object than ``sys.modules``. The class is added to both objects.
 
     Args:
         name: name under which the class is looked up.

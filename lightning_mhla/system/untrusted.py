@@ -1,4 +1,4 @@
-"""Readers for files from untrusted sources: a broken or malicious file raises ValueError and never runs code.
+"""Readers for files from untrusted sources, which raise ValueError for a broken or malicious file and never run code.
 
 Each reader converts all errors of its library to ValueError, and limits the memory and time that a small file can demand.
 """
@@ -70,7 +70,7 @@ def check_size(path: Path, most: int) -> None:
     """Check that a file has at most ``most`` bytes.
 
     Raises:
-        ValueError: if the file is larger; the message names it and its size.
+        ValueError: if the file is larger. The message names the file and its size.
     """
     size = path.stat().st_size
     if size > most:
@@ -81,11 +81,13 @@ def check_size(path: Path, most: int) -> None:
 def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Context manager that raises an error if its block takes too much processor time.
 
-    It uses the timer ``ITIMER_VIRTUAL``. There is no limit outside the main thread, or if other code uses this timer.
+    The limit is enforced with the timer ``ITIMER_VIRTUAL``. There is no limit outside the main thread, or if other code uses
+    this timer.
 
     Args:
         seconds: maximum processor time in seconds.
-        what: subject of the error message, in the plural, such as "the loops of the template" (which "take more than 5 s").
+        what: plural subject of the error message. For example, "the loops of the template" gives the message "the loops of the
+            template take more than 5 s".
 
     Raises:
         ValueError: if the block takes longer.
@@ -111,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
-        ValueError: if the file does not contain a JSON object, or has more than :data:`LARGEST_JSON` bytes.
+        ValueError: if the file does not contain a JSON object, or is larger than 128 MiB.
     """
     check_size(path, LARGEST_JSON)
     try:
@@ -127,11 +129,11 @@ def parse_array(data: bytes) -> np.ndarray:
     """Parse the content of an ``.npy`` file from an untrusted source.
 
     Args:
-        data: complete content of the file. The dtype must be one of :data:`DTYPES`, in the byte order of this machine.
+        data: complete content of the file, in the byte order of this machine. The dtype must be bool, int32, int64, uint8,
+            uint16, uint32, float16, float32 or float64.
 
     Raises:
-        ValueError: if the content is not a valid array, or its length differs from what the shape and dtype in the header
-            require.
+        ValueError: if the content is not a valid array, or if its length does not fit the shape and dtype in the header.
     """
     shape, dtype, start = parse_array_header(data)
     size = len(data) - start
@@ -150,13 +152,14 @@ def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
     """Parse the header of an ``.npy`` file.
 
     Args:
-        data: the beginning of the file, with at least the complete header.
+        data: beginning of the file, with at least the complete header.
 
     Returns:
-        Shape, dtype and offset of the first value in bytes.
+        Shape, dtype, and offset in bytes of the first value.
 
     Raises:
-        ValueError: if the header is invalid, or the dtype is not one of :data:`DTYPES`.
+        ValueError: if the header is invalid, or if the dtype is not bool, int32, int64, uint8, uint16, uint32, float16, float32
+            or float64 in the byte order of this machine.
     """
     stream = io.BytesIO(data)
     try:
@@ -174,7 +177,7 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file, after a check that it is safe to parse.
 
     Raises:
-        ValueError: if the file cannot be read, or if :func:`check_yaml` rejects it.
+        ValueError: if the file cannot be read, or if it exceeds a limit on its length, its nesting or the number of its values.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -190,14 +193,14 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
 
     Args:
         path: path of the file.
-        most: maximum size in bytes of each array to read, by name; other arrays are ignored. A compressed array may unpack to
-            at most :data:`PACKED` times the size of the file.
+        most: maximum size in bytes of each array to read, by name; other arrays are ignored. An array must also not be larger
+            than 20 times the file, or 1 MiB if that is more.
 
     Returns:
         Arrays by name, without those that are not in the file.
 
     Raises:
-        ValueError: if the file is damaged, an array is too large, or a header does not fit the size of its array.
+        ValueError: if the file is damaged, if an array is too large, or if a header does not fit the size of its array.
         FileNotFoundError: if there is no such file.
         PermissionError: if the file may not be read.
     """
@@ -229,7 +232,8 @@ def check_yaml(text: str) -> None:
     """Check that a YAML text is safe to parse: limited in length, in nesting, and in values once aliases are expanded.
 
     Raises:
-        ValueError: if the text exceeds a limit, or an alias refers to itself or to an unknown anchor.
+        ValueError: if the text has more than 2**20 characters, 50 levels of nesting or 100,000 values, or if an alias refers to
+            itself or to an unknown anchor.
     """
     if len(text) > YAML_CHARACTERS:
         raise ValueError(f"{len(text)} characters are too many for a configuration (at most {YAML_CHARACTERS})")

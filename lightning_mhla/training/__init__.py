@@ -1,4 +1,4 @@
-"""The LightningModule that domains derive from, its optimizer, and strategies."""
+"""Base class of the LightningModules that train networks, with its optimizers, compilation and strategies."""
 
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig

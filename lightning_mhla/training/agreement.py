@@ -1,4 +1,4 @@
-"""Agreement of options that a model and its data have under the same name."""
+"""Checks that options with the same name, such as the image size, agree in a model and in its data."""
 
 from __future__ import annotations
 
@@ -14,25 +14,43 @@ OF_PIXELS = ("image_size", "sample_size", "channels")
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:
-    """Return the names of options whose values must agree in ``model``, a model's hyperparameters, and in its data."""
+    """Return the names of options that must agree in a model and in its data.
+
+    Args:
+        model: hyperparameters of the model. If they include a ``vae``, the model works on latents, and options that describe
+            images are left out.
+    """
     return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
 
 def agrees(name: str, model: Any, data: Any) -> bool:
-    """Return whether the values of option ``name`` in a model and in its data agree.
+    """Return whether the value of an option in a model agrees with its value in the data.
 
-    Values must be equal, except that the ``context`` of the data may be shorter than that of the model.
+    The values must be equal, except that the ``context`` of the data may be shorter than that of the model.
+
+    Args:
+        name: name of the option.
+        model: value of the option in the model.
+        data: value of the option in the data.
     """
     return bool(data <= model if name == "context" else data == model)
 
 
 def disagreement(name: str, model: Any, data: Any) -> str:
-    """Return an error message which says that option ``name`` has different values in a model and in its data."""
+    """Return an error message for an option that has different values in a model and in its data.
+
+    Args:
+        name: name of the option.
+        model: value of the option in the model.
+        data: value of the option in the data.
+    """
     return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
 
 
 def check_agreement(model: Any, data: Any) -> None:
-    """Check that options with the same meaning agree in a model and a data module. Unknown values are not checked.
+    """Check that options with the same meaning, such as the image size, agree in a model and a data module.
+
+    An option is not checked if its value is unknown in the model or in the data module.
 
     Args:
         model: LightningModule with its hyperparameters.
@@ -55,9 +73,9 @@ def check_agreement(model: Any, data: Any) -> None:
 
 
 def _value(module: Any, name: str) -> Any:
-    """Return a hyperparameter of a model or data module; if it is None or missing, the attribute of the same name.
+    """Return a hyperparameter of a model or data module, or else its attribute of the same name.
 
-    The result is None if neither is known.
+    The attribute is used if the hyperparameter is None or missing. The result is None if neither is known.
     """
     option = module.hparams.get(name)
     return vars(module).get(name) if option is None else option

@@ -1,4 +1,4 @@
-"""Check of the batches that a training module gets."""
+"""Function that checks whether a batch has the keys that a training module needs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
     """Check that a batch has the keys that the steps of a training module read.
 
-    A batch for validation, test or prediction without the key ``valid`` gets it: a bool tensor, True for every sample, so that
-    metrics count all samples.
+    If a batch for validation, test or prediction has no key ``valid``, the key is added: a bool tensor, True for every sample,
+    so that metrics count all samples.
 
     Args:
         batch: batch of any data module, modified in place.
-        keys: required keys, where ``a|b`` requires either of two. If there are none, only the type is checked.
-        part: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
+        keys: required keys. A key such as ``a|b`` requires ``a`` or ``b``. If there are none, only the type is checked.
+        part: use of the batch: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
 
     Raises:
         ValueError: if the batch is not a dict or lacks a key.

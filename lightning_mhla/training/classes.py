@@ -9,7 +9,10 @@ from lightning_mhla.training.module import TrainingModule
 
 
 def known_classes(num_classes: int | None) -> int:
-    """Return ``num_classes``, the number of classes of a model, after checking that it is known and supported.
+    """Check that the number of classes of a model is known and supported, and return it unchanged.
+
+    Args:
+        num_classes: number of classes; None if unknown.
 
     Raises:
         ValueError: if the number is None, or larger than a model supports.
@@ -23,7 +26,7 @@ def known_classes(num_classes: int | None) -> int:
 
 
 class NamesClasses(TrainingModule):
-    """Mixin for modules whose labels are classes of the training data, identified by name.
+    """Mixin that saves the class names of the training data in checkpoints, and checks on resume that they are unchanged.
 
     Attributes:
         label_names: names of the classes in the order of their labels; None if they are not known.
@@ -32,7 +35,7 @@ class NamesClasses(TrainingModule):
     label_names: list[str] | None = None
 
     def setup(self, stage: str) -> None:
-        """Take the names of the classes from the data module, at the start of a fit."""
+        """Read the names of the classes from the data module, at the start of a fit."""
         super().setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if stage == "fit":

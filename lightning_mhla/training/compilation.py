@@ -1,4 +1,4 @@
-"""Compile a network block by block: one graph serves all equal blocks, and names of weights do not change."""
+"""Compilation of a network block by block, so that equal blocks share one graph and the names of weights do not change."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Callback that logs compile times and numbers of compiled graphs, for the first step and for the rest of training."""
+    """Callback that logs the compile time and the number of compiled graphs, for the first step and for all later steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the number of compiled graphs and the compile time before training."""
+        """Store the number of compiled graphs and the compile time so far, which are not part of this training."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 
@@ -78,7 +78,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the number of graphs compiled later, for example for batches of a different size, and the compile time."""
+        """Log the number of graphs compiled after the first step, such as for batches of a new size, and the compile time."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (current - first for current, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

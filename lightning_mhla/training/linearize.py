@@ -1,9 +1,9 @@
 """Two-stage training of a model whose attention was replaced (LoLCATs, arXiv 2410.10254, section 3).
 
-The first ``layer_steps`` optimizer steps match the output of each replaced layer to that of the attention it replaced
-(attention transfer). Later steps train the model on its data and, if there is a teacher (the model before the swap), on the
-teacher's predictions (distillation). A training module holds a :class:`Linearization`. A :class:`LinearizedHost` adapts it
-to the models of a library.
+In the first ``layer_steps`` optimizer steps, each replaced layer learns to reproduce the output of its original attention
+(attention transfer). Later steps train the complete model on its data and, if there is a teacher, on the teacher's predictions
+(distillation). The teacher is the model before its attention was replaced. A training module holds a :class:`Linearization`. It
+uses a :class:`LinearizedHost` for the operations that depend on the library of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_mhla.training.module import TrainingModule
 
 
 class TwoStageOptions(Protocol):
-    """Protocol of the options for training a model in two stages after its attention was replaced.
+    """Protocol for the options of training a model in two stages after its attention was replaced.
 
     The first stage trains each replaced layer to reproduce the output of its original attention. The second stage trains the
     complete model on the data and, if there is a teacher, on the predictions of the model before the replacement.
@@ -40,7 +40,7 @@ class TwoStageOptions(Protocol):
 
     @property
     def teacher(self) -> str | None:
-        """Path of the weights of the teacher, the model before its attention was replaced; None for no teacher."""
+        """Path or name of the weights of the teacher, the model before its attention was replaced; None for no teacher."""
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
@@ -53,13 +53,13 @@ class TwoStageOptions(Protocol):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Options for training a model whose attention was replaced to match the model before the replacement.
+    """Options for training a model after its attention was replaced, so that it behaves like the original model.
 
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
-            output of its original attention for the same input. They train only the parameters of the new attention.
-        teacher: weights of the model before its attention was replaced, in a form that the option pretrained accepts. Later
-            steps match the predictions of this model; null for no teacher.
+            output of its original attention for the same input. These steps train only the parameters of the new attention.
+        teacher: path or name of the weights of the model before its attention was replaced, as for the model's option
+            pretrained. Later steps match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
         loss_weight: weight of the loss on the data.
 
@@ -78,12 +78,17 @@ class TransferOptions:
                 raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions."""
+        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
+
+        Args:
+            plain: loss on the data, a scalar, with the weight ``loss_weight``.
+            distance: distance from the teacher's predictions, a scalar, with the weight ``logits_weight``.
+        """
         return self.loss_weight * plain + self.logits_weight * distance
 
 
 class LinearizedHost(ABC):
-    """Interface to the models of a library for training in two stages after their attention was replaced.
+    """Operations of two-stage training that depend on the library of a model, such as timm or transformers.
 
     The first stage trains each replaced layer to reproduce the output of its original attention. The second stage trains the
     complete model on the data and, if there is a teacher, on the predictions of the model before the replacement.
@@ -103,33 +108,50 @@ class LinearizedHost(ABC):
         Args:
             trainer: trainer of the run.
             network: model with replaced attention.
-            trained: part of the model that the second stage trains, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+            trained: part of the model that the second stage, after such training, trains: ``"all"``, ``"attention"``, ``"new"``
+                (parameters that the replacement added) or ``"lora"``.
 
         Raises:
             ValueError: if the strategy or the model does not support such training. The message says what to change.
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Move the teacher, in place, to ``device``; ``network`` is the model that learns from it."""
+        """Move the teacher, in place, to a device.
+
+        Args:
+            teacher: model before its attention was replaced.
+            network: model that learns from the teacher.
+            device: device of ``network``.
+        """
         teacher.to(device)
 
     @abstractmethod
     def layer_loss(self, network: Any, teacher: Any, *inputs: Tensor) -> Tensor:
-        """Return the mean distance, a scalar, of the outputs of replaced layers from those of their original attention.
+        """Return the mean distance between the outputs of replaced layers and those of their original attention, a scalar.
 
         Args:
             network: model with replaced attention.
             teacher: model before its attention was replaced; None without a teacher.
-            *inputs: inputs of both models, ``[B, ...]``.
+            *inputs: inputs of both models, ``[B, ...]`` for a batch of B samples.
         """
 
     @abstractmethod
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Return the predictions of a model or its teacher for ``inputs``, in the form that :meth:`distance` compares."""
+        """Return the predictions of a model or its teacher, in the form that :meth:`distance` compares.
+
+        Args:
+            network: model with replaced attention, or its teacher.
+            *inputs: inputs of the model, ``[B, ...]`` for a batch of B samples.
+        """
 
     @abstractmethod
     def distance(self, predicted: Tensor, expected: Tensor) -> Tensor:
-        """Return the distance, a scalar, of a model's predictions from those of its teacher."""
+        """Return the distance between the predictions of a model and those of its teacher, a scalar.
+
+        Args:
+            predicted: result of :meth:`predict` for the model.
+            expected: result of :meth:`predict` for the teacher.
+        """
 
 
 @dataclass(frozen=True)
@@ -142,7 +164,8 @@ class ScoringHost(LinearizedHost):
 
     Args:
         loss_name: name under which the loss on the data is logged if there is a teacher.
-        run: function that takes a model and inputs ``[B, ...]``, and runs the model without its head.
+        run: function that takes a model and inputs ``[B, ...]``, and runs the model without its head. B is the batch size. The
+            result is not used.
         scores: function that takes a model and inputs ``[B, ...]``, and returns scores ``[B, ..., classes]``.
     """
 
@@ -175,7 +198,7 @@ class ScoringHost(LinearizedHost):
 
     @override
     def distance(self, predicted: Tensor, expected: Tensor) -> Tensor:
-        """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over all other axes.
+        """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over all axes but the last.
 
         Args:
             predicted: scores of the model, ``[B, ..., classes]``.
@@ -188,14 +211,14 @@ class ScoringHost(LinearizedHost):
 class Linearization:
     """Teacher and losses of two-stage training after the attention of a model was replaced.
 
-    A training module calls :meth:`start` once, and in each training step :meth:`layer_loss` (first stage, which trains each
-    replaced layer to reproduce its original attention) or :meth:`distilled_loss` (second stage, which trains the complete
-    model). The object is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it holds is
-    therefore not trained, averaged or saved.
+    A training module calls :meth:`start` once. In each training step, it calls :meth:`layer_loss` in the first stage, which
+    trains each replaced layer to reproduce its original attention, or :meth:`distilled_loss` in the second stage, which trains
+    the complete model. The object is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that
+    it holds is therefore not trained, averaged or saved.
 
     Args:
         options: number of steps of the first stage, path of the teacher, and weights of the losses of the second stage.
-        host: interface to the library of the model.
+        host: operations that depend on the library of the model.
     """
 
     def __init__(self, options: TwoStageOptions, host: LinearizedHost) -> None:
@@ -211,11 +234,14 @@ class Linearization:
         return self._teacher is not None
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
-        """Check that the first stage is possible, if it has steps, and load the teacher, if the options name one.
+        """Load the teacher, and check that replaced layers can be trained on their own.
+
+        The teacher is loaded if the options name one. The check takes place if the first stage, which trains each replaced
+        layer on its own, has any steps.
 
         Args:
             module: training module, at the start of a fit.
-            read_teacher: function that takes a path of weights and returns the model with its original attention.
+            read_teacher: function that takes the path or name of weights and returns the model with its original attention.
 
         Raises:
             ValueError: if replaced layers cannot be trained one by one, for example because the strategy shards weights.
@@ -228,11 +254,19 @@ class Linearization:
             self.host.place(self._teacher, module.network, module.device)
 
     def matches_layers(self, module: TrainingModule) -> bool:
-        """Return whether the current step of ``module`` belongs to the first stage, which uses :meth:`layer_loss`."""
+        """Return whether the current step belongs to the first stage, which trains each replaced layer on its own."""
         return self.options.layer_steps > 0 and module.trainer.global_step < self.options.layer_steps
 
     def layer_loss(self, module: TrainingModule, *inputs: Tensor) -> Tensor:
-        """Compute and log the distance of the replaced layers from their original attention, for inputs ``[B, ...]``."""
+        """Compute and log the mean distance between the outputs of replaced layers and those of their original attention.
+
+        Args:
+            module: training module.
+            *inputs: inputs of the network, ``[B, ...]`` for a batch of B samples.
+
+        Returns:
+            The distance, a scalar to use as the training loss.
+        """
         loss = self.host.layer_loss(module.network, self._teacher, *inputs)
         module.log("train/layer_distance", loss.detach(), batch_size=len(inputs[0]))
         return module.log_loss(loss, len(inputs[0]))
@@ -244,7 +278,7 @@ class Linearization:
             module: training module.
             plain: loss on the data, a scalar.
             predicted: result of :meth:`LinearizedHost.predict` for the module's network and ``inputs``.
-            *inputs: inputs of network and teacher, ``[B, ...]``.
+            *inputs: inputs of the network and the teacher, ``[B, ...]`` for a batch of B samples.
 
         Returns:
             Weighted sum of ``plain`` and the distance from the teacher's predictions; ``plain`` itself without a teacher.
@@ -268,9 +302,10 @@ def check_layer_steps(
     Args:
         trainer: trainer of the run.
         network: model with replaced attention.
-        trained: part of the model that later steps train, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+        trained: part of the model that is trained after its layers have been trained on their own: ``"all"``, ``"attention"``,
+            ``"new"`` (parameters that the replacement added) or ``"lora"``.
         complete: values of ``trained`` for which training each layer on its own computes gradients of all trained parameters.
-            DDP requires this.
+            DDP requires such a value, unless it is told to find unused parameters.
 
     Raises:
         ValueError: if the strategy or the model does not support such training. The message says what to change.

@@ -18,7 +18,12 @@ Module = TypeVar("Module", bound=TrainingModule)
 
 
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
-    """Return whether a training module class accepts ``memory``, the hyperparameters of a checkpoint, as its arguments."""
+    """Return whether the constructor of a training module accepts the hyperparameters of a checkpoint as arguments.
+
+    Args:
+        kind: class of the training module.
+        memory: hyperparameters of the checkpoint, by current or former names.
+    """
     options = {name for name in present_options("model", kind, memory) if not name.startswith("_")}
     parameters = {
         name: parameter for name, parameter in inspect.signature(kind.__init__).parameters.items() if name != "self"
@@ -32,14 +37,14 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
 
     Args:
         kind: class of the training module.
-        path: path of a checkpoint file, of the folder of a sharded checkpoint, or of a folder with checkpoints, of which the
-            latest complete one is loaded.
-        live: if the checkpoint has a moving average of the weights, whether to load the weights that the optimizer updates
-            in place of the average.
+        path: path of a checkpoint file or a sharded checkpoint, or of a folder with checkpoints, whose latest complete one is
+            loaded.
+        live: whether to load the weights that the optimizer updates instead of their moving average, if the checkpoint has
+            both.
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        ValueError: if the checkpoint does not hold such a module, or cannot be read safely.
+        ValueError: if the checkpoint does not contain a module of this class, or cannot be read safely.
     """
     path = Path(path)
     if not path.exists():

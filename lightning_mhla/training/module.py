@@ -1,4 +1,4 @@
-"""LightningModule from which every domain derives: optimizer, EMA, seeds, sharding, and resuming from a checkpoint."""
+"""Base class of all training modules, with optimizer, weight average, seeds, sharding, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -60,13 +60,15 @@ log = logging.getLogger(__name__)
 
 
 class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
-    """Base class of the LightningModules that train a network. Subclasses set ``self.network`` and implement the steps.
+    """Base class of the LightningModules that train a network.
+
+    Subclasses set ``self.network`` and define methods such as ``training_step``.
 
     Args:
         training: options of the training, such as the optimizer.
 
     Attributes:
-        training_options: the options ``training``, in which Lightning's tuners may have changed the learning rate.
+        training_options: options of the training. Lightning's tuners may have changed the learning rate in them.
     """
 
     logged_as = "model"
@@ -94,12 +96,12 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
 
     @property
     def ema_decay(self) -> float | None:
-        """Decay of the moving average of the weights; None without an average."""
+        """Decay of the moving average of the weights, or None if no average is kept."""
         return self.training_options.ema_decay
 
     @property
     def lr(self) -> float:
-        """Peak learning rate; Lightning's LearningRateFinder reads and sets it."""
+        """Peak learning rate, which Lightning's LearningRateFinder reads and sets."""
         return self.optimizer_config.lr
 
     @lr.setter
@@ -109,11 +111,13 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             self.hparams["training"] = asdict(self.training_options)
 
     def setup(self, stage: str) -> None:
-        """Check that options such as the image size have values in the data that agree with those in the model."""
+        """Check that the model and its data agree on options that both have, such as the image size."""
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
-        """Return the decay of the moving average for the batch size of this run; ``decay`` is the value of ``ema_decay``.
+        """Convert a decay of the moving average from the reference batch size ``ema_batch`` to the batch size of this run.
+
+        Without ``ema_batch``, ``decay`` is returned unchanged.
 
         Raises:
             ValueError: if ``ema_batch`` is set and the data has no batch size.
@@ -128,18 +132,18 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return decay ** (size * self.trainer.accumulate_grad_batches / reference)
 
     def layers(self) -> list[nn.Module]:
-        """Return the repeated blocks of the network, first to last: the units of compilation, sharding and layer decay."""
+        """Return the repeated blocks of the network, first to last, for compilation, sharding and layer decay."""
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks that the current call of the trainer needs, depending on whether it fits or predicts.
+        """Return the callbacks that the trainer needs for its current task: fit, validation, test or prediction.
 
-        A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints, and
-        :class:`FiniteWatch`, :class:`StallWatch` and :class:`Forecast` unless the trainer already has them. Prediction gets
-        the callbacks that write predictions to files. Validation and test get none.
+        A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints, and :class:`FiniteWatch`,
+        :class:`StallWatch` and :class:`Forecast` unless the trainer already has them. Prediction gets the callbacks that write
+        predictions to files. Validation and test get none.
 
-        The method also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`. It does so here
-        because Lightning calls this hook first, before it reads or writes a checkpoint.
+        The method also replaces Lightning's default checkpoint plugin with one that writes atomically and reads safely, because
+        Lightning calls this hook before it reads or writes a checkpoint.
         """
         replace_checkpoint_io(self.trainer.strategy)
         if self.trainer.state.fn == "predict":
@@ -161,7 +165,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         ]
 
     def _recovery(self) -> list[Callback]:
-        """Return a list with the :class:`Recovery` callback; an empty list if the trainer has checkpoints disabled.
+        """Return a list with the :class:`Recovery` callback, or an empty list if the trainer has checkpoints disabled.
 
         If the trainer already has such a callback, this method removes it from the trainer's list and returns it. Lightning
         then adds it at the end, so that it runs after all others and saves the state that they reach at the same step.
@@ -214,9 +218,9 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def _lengths(self) -> tuple[float, float]:
-        """Return the numbers of optimizer steps in the run and in one epoch.
+        """Return the number of optimizer steps in the run, and the number in one epoch.
 
-        The second number is only used to compute the warm-up, and is 1 if there is no warm-up in epochs.
+        The second number is only used to compute the warm-up, and is 1 if the length of the warm-up is not given in epochs.
         """
         epochs = self.optimizer_config.warmup_epochs
         warmup = steps_of_epochs(self.trainer, epochs)
@@ -231,7 +235,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         """Apply the current optimizer options, in place of those that a checkpoint restored.
 
         Raises:
-            ValueError: if the checkpoint was saved between accumulated batches, because it does not hold their gradients.
+            ValueError: if the checkpoint was saved while gradients were being accumulated, because it does not contain them.
         """
         self.trainer.accumulate_grad_batches = accumulation(self.trainer, self.trainer.current_epoch)
         if inside_accumulation(self.trainer):
@@ -312,7 +316,9 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         check_weights(checkpoint, self.state_dict())
 
     def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Log changed options, use the trained weights if this run keeps no average of them, and check the optimizer's state.
+        """Log changed options, select the weights to resume from, and check the optimizer's state.
+
+        If the checkpoint has a moving average of the weights and this run keeps none, the run resumes from the trained weights.
 
         Raises:
             ValueError: if the optimizer state in the checkpoint does not fit the optimizer of this run.
@@ -337,7 +343,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             check_optimizer(saved, self.optimizer_config.kind, len(BETAS[self.optimizer_config.kind]), sizes)
 
     def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
-        """Remove Lightning's tuner callbacks, and restore the batch size and learning rate found at the run's first start."""
+        """Remove Lightning's tuner callbacks, and use the batch size and learning rate that they found before the resume."""
         data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
         for tuner in [callback for callback in callbacks if isinstance(callback, BatchSizeFinder | LearningRateFinder)]:
             callbacks.remove(tuner)

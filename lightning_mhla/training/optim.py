@@ -1,7 +1,7 @@
-"""Optimizers of all domains: AdamW or CAME, with parameter groups, warm-up and schedule.
+"""Optimizers and learning-rate schedules: AdamW or CAME, with parameter groups and a warm-up.
 
-timm's parameter groups do not fit: they store layer decay as ``lr_scale``, which torch's optimizers ignore, and have no group
-for mixing coefficients. timm's schedulers do not fit either, because they do not derive from ``LRScheduler``.
+timm's parameter groups are not used, because they store layer decay as ``lr_scale``, which torch's optimizers ignore, and have
+no group for mixing coefficients. timm's schedulers are not used, because they do not derive from ``LRScheduler``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class OptimizerConfig:
         warmup_steps: length of the linear warm-up in optimizer steps.
         mixing_lr_scale: factor on the learning rate of the mixing coefficients.
         layer_decay: factor on the learning rate from each layer to the one below it; 1 for none.
-        kind: adamw, or came (arXiv 2307.02047), with which SANA is trained and which needs the package pytorch-optimizer. CAME
-            keeps one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
+        kind: adamw or came (arXiv 2307.02047). CAME is the optimizer of SANA, and needs the package pytorch-optimizer. It keeps
+            one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
     """
 
     lr: float = 1e-3
@@ -80,13 +80,17 @@ def parameter_groups(
     """Group trainable parameters by learning rate and weight decay.
 
     There is a group with weight decay, a group without, and a group of mixing coefficients. With layer decay, each layer has
-    such groups of its own.
+    these three groups.
 
     Args:
         model: model to train.
         config: learning rates and weight decay.
         layers: prefixes of the parameter names of each layer, from input to output. Parameters whose names match no prefix
             belong to the output.
+
+    Returns:
+        Parameter groups for a torch optimizer, dicts with ``params``, ``lr``, ``weight_decay`` and ``name``. Empty groups are
+        left out.
     """
     mixing = {id(p) for m in model.modules() if isinstance(m, MixingCoefficients) for p in m.parameters()}
     prefixes = [tuple(names) for names in layers]
@@ -111,9 +115,9 @@ def parameter_groups(
 
 
 class Schedule:
-    """Factor on the learning rate at each optimizer step: a linear warm-up, then cosine or constant.
+    """Learning-rate schedule with a linear warm-up, followed by a cosine or a constant learning rate.
 
-    ``LambdaLR`` calls the object, and saves its attributes in checkpoints.
+    ``LambdaLR`` calls the object to get the factor on the learning rate, and saves its attributes in checkpoints.
 
     Args:
         config: options of the schedule, see :class:`OptimizerConfig`.
@@ -140,14 +144,14 @@ class Schedule:
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     def follow(self, new_schedule: Schedule, step: int) -> list[str]:
-        """Take the options of a different schedule after ``step`` steps, without a jump in the learning rate.
+        """Adopt the options of a different schedule after ``step`` steps, without a jump in the learning rate.
 
         Args:
-            new_schedule: schedule whose options are taken.
+            new_schedule: schedule whose options are adopted.
             step: number of optimizer steps done.
 
         Returns:
-            Text for each changed option, with its old and new values.
+            One text for each changed option, with the old and the new value.
 
         Raises:
             ValueError: if the rest of the run would train at a learning rate of zero.
@@ -189,7 +193,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, options: Asked, step: in
         step: number of optimizer steps done.
 
     Returns:
-        Text for each changed option, with its old and new values.
+        One text for each changed option, with the old and the new value.
 
     Raises:
         ValueError: if the rest of the run would train at a learning rate of zero.
@@ -212,10 +216,10 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, options: Asked, step: in
 
 @dataclass(frozen=True)
 class Asked:
-    """Optimizer options of the current configuration, kept because loading a checkpoint restores older ones.
+    """Optimizer options of the current configuration, to apply in place of those that a checkpoint restores.
 
     Attributes:
-        groups: options of each parameter group.
+        groups: options of each parameter group, such as its initial learning rate, in the order of the optimizer's groups.
         schedule: learning-rate schedule.
     """
 
@@ -235,15 +239,15 @@ def build_optimizer(
     Args:
         model: model to train.
         config: options of the optimizer and its schedule.
-        steps: number of optimizer steps of the complete run.
+        steps: number of optimizer steps of the complete run; infinite if the run has no end.
         steps_per_epoch: number of optimizer steps per epoch, for ``warmup_epochs``.
         layers: prefixes of the parameter names of each layer, from input to output, for layer decay.
 
     Returns:
-        Optimizer, schedule, and their options, which a resumed run compares with those of its checkpoint.
+        Optimizer, schedule, and the options of both, which a resumed run compares with those of its checkpoint.
 
     Raises:
-        ValueError: if the schedule is cosine and the number of steps is infinite, or CAME gets sharded parameters.
+        ValueError: if the schedule is cosine and the number of steps is infinite, or if CAME gets sharded parameters.
     """
     factor = make_schedule(config, steps, steps_per_epoch)
     if factor.warmup >= steps:
@@ -264,7 +268,18 @@ def asked_options(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> Asked:
-    """Return the optimizer options of a configuration; arguments as for :func:`build_optimizer`."""
+    """Return the optimizer and schedule options of a configuration, without building an optimizer.
+
+    Args:
+        model: model to train.
+        config: options of the optimizer and its schedule.
+        steps: number of optimizer steps of the complete run; infinite if the run has no end.
+        steps_per_epoch: number of optimizer steps per epoch, for ``warmup_epochs``.
+        layers: prefixes of the parameter names of each layer, from input to output, for layer decay.
+
+    Raises:
+        ValueError: if the schedule is cosine and the number of steps is infinite.
+    """
     common: dict[str, Any] = {"betas": config.betas or BETAS[config.kind]}
     common |= {"eps": config.eps} if config.kind == "adamw" else {}
     groups = [
@@ -275,7 +290,16 @@ def asked_options(
 
 
 def make_schedule(config: OptimizerConfig, steps: float, steps_per_epoch: float) -> Schedule:
-    """Build the learning-rate schedule of a run; arguments and errors are those of :func:`build_optimizer`."""
+    """Build the learning-rate schedule of a run.
+
+    Args:
+        config: options of the optimizer and its schedule.
+        steps: number of optimizer steps of the complete run; infinite if the run has no end.
+        steps_per_epoch: number of optimizer steps per epoch, for ``warmup_epochs``.
+
+    Raises:
+        ValueError: if the schedule is cosine and the number of steps is infinite.
+    """
     if config.schedule == "cosine" and not math.isfinite(steps):
         raise ValueError("schedule 'cosine' needs an end: set trainer.max_epochs or trainer.max_steps")
     return Schedule(config, steps, config.warmup_steps or round(config.warmup_epochs * steps_per_epoch))

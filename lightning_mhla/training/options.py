@@ -10,13 +10,13 @@ from lightning_mhla.training.optim import OptimizerConfig
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of the training of a network: its optimizer, the moving average of its weights, memory and compilation.
+    """Options for training a network: its optimizer, the moving average of its weights, memory use and compilation.
 
     Args:
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation, predictions and samples use; null for none.
-        ema_batch: samples per step that ema_decay is meant for: a step on n samples decays by ema_decay ** (n / ema_batch);
-            null to decay by ema_decay at every step.
+        ema_batch: number of samples per step for which the average decays by ema_decay. A step on n samples then decays it by
+            ema_decay ** (n / ema_batch). null to decay it by ema_decay at every step.
         checkpointing: whether to recompute blocks in the backward pass, to save memory.
         compile: whether to compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
@@ -40,5 +40,5 @@ class TrainingOptions:
 
     @property
     def compilation(self) -> CompileOptions | None:
-        """Options of torch.compile; None to compile nothing."""
+        """Options of torch.compile, or None if the network is not compiled."""
         return (self.compile_options or CompileOptions()) if self.compile else None

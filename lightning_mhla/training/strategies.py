@@ -26,9 +26,9 @@ from lightning_mhla.system.sharding import SEQUENCE
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """FSDP2 over all processes, based on Lightning's ModelParallelStrategy, with optional sequence parallelism.
+    """Strategy that shards weights over all processes with FSDP2, with optional sequence parallelism.
 
-    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
+    The strategy works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
     any number of processes. Weights are sharded over all processes, including those that share a sequence.
 
     Args:
@@ -36,8 +36,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             one file.
         gather_dtype: dtype in which the weights of a block are gathered and used. Gradients are reduced in float32, and the
             weights that the optimizer updates stay in float32. Mixing coefficients are always gathered in float32.
-        sequence_parallel_size: number of neighboring processes that share each sequence and exchange block summaries, for
-            sequences that do not fit on one device; a divisor of the number of processes. Language models only.
+        sequence_parallel_size: number of neighboring processes that split each sequence among them, for sequences that do not
+            fit on one device; a divisor of the number of processes. Language models only.
 
     Raises:
         ValueError: from :meth:`setup_environment`, if ``sequence_parallel_size`` does not divide the number of processes.
@@ -85,10 +85,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         save_sharded(path, tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizer states from a sharded checkpoint or from one file, and return the other entries.
+        """Load weights and optimizer states from a sharded checkpoint or a single file, and return the other entries.
 
-        If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are
-        then among the returned entries; from a sharded checkpoint, they are sharded like the weights of the module.
+        If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are then
+        among the returned entries. If they come from a sharded checkpoint, they are sharded like the weights of the module.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None

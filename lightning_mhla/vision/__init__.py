@@ -1,4 +1,4 @@
-"""Vision models: the vision transformer (ViT, DeiT) and the hierarchical vision transformer VLT."""
+"""Vision models: the vision transformer (ViT, DeiT) and the hierarchical vision transformer (VLT)."""
 
 from lightning_mhla.vision.stages import StageConfig
 from lightning_mhla.vision.vit import VisionTransformer

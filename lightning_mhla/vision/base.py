@@ -1,4 +1,4 @@
-"""Base class of the vision models, with the interface of timm's models."""
+"""Base class of the vision models, with the same methods as timm's models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
-    """Convert timm's argument ``indices`` to the indices of feature maps, counted from 0.
+    """Convert the argument ``indices`` of timm's methods to a list of indices, counted from 0.
 
     Args:
-        indices: indices of feature maps, negative ones counted from the end; a single number n for the last n maps; None for
-            all.
+        indices: indices of feature maps, where negative ones count from the end; or a number n for the last n maps; or None for
+            all maps.
         count: number of feature maps of the model.
 
     Raises:
-        ValueError: if an index is out of range, or if no map remains.
+        ValueError: if an index is out of range, or if no map is selected.
     """
     if indices is None:
         return list(range(count))
@@ -40,10 +40,10 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
 class ImageCheck(nn.Module):
     """Layer that checks the size of images and returns the images unchanged.
 
-    The check is a module because torch.fx does not trace into it, so that traced graphs do not contain the check.
+    The check is a module because torch.fx does not trace into this module, so that traced graphs do not contain the check.
 
     Args:
-        check: function of height and width that raises ValueError for a size that the model does not support.
+        check: function of ``(height, width)`` in pixels that raises ValueError for a size that the model does not support.
     """
 
     def __init__(self, check: Callable[[tuple[int, int]], object]) -> None:
@@ -51,27 +51,28 @@ class ImageCheck(nn.Module):
         self.check = check
 
     def forward(self, images: Tensor) -> Tensor:
-        """Check the size of images ``[B, channels, H, W]``, and return them.
+        """Check the size of images ``[B, channels, H, W]``, and return the images unchanged.
 
         Raises:
-            ValueError: if the model does not support their size.
+            ValueError: if the model does not support the size.
         """
         self.check((images.shape[2], images.shape[3]))
         return images
 
 
 class VisionModel(nn.Module):
-    """Base class of image classifiers, with the methods of timm's models.
+    """Base class of image classifiers, with the same methods as timm's models.
 
-    Derived classes define ``forward_features``, from images to features, and ``forward_head``, from features to class scores.
+    Derived classes define ``forward_features``, which computes features of images, and ``forward_head``, which computes class
+    scores from these features.
 
     Attributes:
-        in_chans: number of channels of the images; the name is timm's.
+        in_chans: number of channels of the images (timm's name).
         num_classes: number of class scores; 0 for a model without a head.
         num_features: number of channels of the last feature map.
-        head_hidden_size: width of the input of the head.
+        head_hidden_size: number of features that the head takes.
         feature_info: channels, reduction and module name of each feature map, in timm's format.
-        head: layer from pooled features to class scores.
+        head: layer that computes class scores from pooled features.
         class_names: names of the classes, in the order of the scores; None if unknown.
         preprocessing: transform that :meth:`predict` applies to an image; None if unknown.
     """
@@ -92,7 +93,7 @@ class VisionModel(nn.Module):
 
         Args:
             class_names: names of the classes, in the order of the scores; None if unknown.
-            preprocessing: transform of images, or its options; None if unknown.
+            preprocessing: image transform, or a mapping of its options; None if unknown.
 
         Raises:
             ValueError: if the number of names is not ``num_classes``.
@@ -107,14 +108,15 @@ class VisionModel(nn.Module):
         """Compute the class probabilities of one image.
 
         Args:
-            image: an image, or the path of one; it is transformed by :attr:`preprocessing`.
-            top: number of classes to return; None for all.
+            image: an image, or the path of an image file. The method applies :attr:`preprocessing` to it.
+            top: number of most probable classes to return; None for all classes.
 
         Returns:
-            Probabilities by class name, or by class number as a string if names are unknown; the most probable comes first.
+            Probabilities by class name, from the most to the least probable. If the model has no class names, the keys are
+            class numbers as strings.
 
         Raises:
-            BrokenSampleError: if a file is not an image.
+            BrokenSampleError: if the file is not a readable image.
             ValueError: if the model has no preprocessing.
         """
         if self.preprocessing is None:
@@ -139,15 +141,16 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute features of images ``[B, channels, H, W]``, the input of :meth:`forward_head`."""
+        """Compute the features that :meth:`forward_head` takes, from images ``[B, channels, H, W]``."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Compute class scores ``[B, num_classes]`` from features.
 
         Args:
-            x: result of :meth:`forward_features`.
-            pre_logits: whether to return the pooled features, the input of the last layer, instead.
+            x: features that :meth:`forward_features` returned.
+            pre_logits: whether to return the pooled features, from which the last layer computes the scores, instead of the
+                scores.
         """
         raise NotImplementedError
 
@@ -156,16 +159,16 @@ class VisionModel(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the features of images, and some of the intermediate feature maps.
+        """Compute the features of images and some of the intermediate feature maps.
 
         Args:
             images: images, ``[B, channels, H, W]``.
-            map_indices: indices of the feature maps, from 0.
+            map_indices: indices of the requested feature maps, counted from 0.
             stop_early: whether to skip layers after the last requested map.
-            norm: whether to apply the final norm of the tokens to the maps, if there is one.
+            norm: whether to apply the model's final norm to the maps, if the model has one.
 
         Returns:
-            Features as :meth:`forward_features` returns them, and the maps, ``[B, C, H, W]`` each.
+            Features as :meth:`forward_features` returns them, and the requested maps, ``[B, C, H, W]`` each.
         """
         raise NotImplementedError
 
@@ -178,18 +181,20 @@ class VisionModel(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Compute intermediate feature maps, with the signature of timm's models.
+        """Compute intermediate feature maps, with the same arguments as in timm's models.
 
         Args:
             x: images, ``[B, channels, H, W]``.
-            indices: indices of entries of ``feature_info``; a single number n for the last n entries; None for all.
-            norm: whether to apply the final norm of the tokens to the maps, if there is one.
-            stop_early: whether to skip layers after the last requested map. The features are then not the input of the head.
-            output_fmt: ``"NCHW"``, or ``"NLC"`` for maps ``[B, H * W, C]``.
-            intermediates_only: whether to return the maps alone.
+            indices: indices of feature maps, where negative ones count from the end; or a number n for the last n maps; or None
+                for all maps.
+            norm: whether to apply the model's final norm to the maps, if the model has one.
+            stop_early: whether to skip layers after the last requested map. The returned features may then be unsuitable as the
+                input of the head.
+            output_fmt: ``"NCHW"`` for maps ``[B, C, H, W]``, or ``"NLC"`` for maps ``[B, H * W, C]``.
+            intermediates_only: whether to return only the maps.
 
         Returns:
-            The features and the list of maps, or the list alone.
+            The features and the list of maps, or only the list.
 
         Raises:
             ValueError: if the format is unknown, or an index is out of range.
@@ -203,7 +208,7 @@ class VisionModel(nn.Module):
         return maps if intermediates_only else (features, maps)
 
     def get_classifier(self) -> nn.Module:
-        """Return the last layer, from pooled features to class scores."""
+        """Return the last layer, which computes class scores from pooled features."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -211,10 +216,11 @@ class VisionModel(nn.Module):
 
         Args:
             num_classes: number of classes; 0 for no head.
-            global_pool: new kind of pooling; an empty string for no pooling, None to keep the current one.
+            global_pool: name of the new pooling, such as ``"avg"``; an empty string for no pooling, None to keep the current
+                pooling.
 
         Raises:
-            ValueError: if there are classes but no pooling.
+            ValueError: if ``num_classes`` is positive and ``global_pool`` is an empty string.
         """
         if num_classes > 0 and global_pool == "":
             raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
@@ -232,7 +238,7 @@ class VisionModel(nn.Module):
         self.head.train(self.training)
 
     def set_pool(self, kind: str) -> None:
-        """Set the kind of pooling before the head, such as ``"avg"``; an empty string for none."""
+        """Set the pooling before the head by name, such as ``"avg"``. An empty string means no pooling."""
         raise NotImplementedError
 
     def no_weight_decay(self) -> set[str]:

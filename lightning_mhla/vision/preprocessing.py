@@ -1,4 +1,4 @@
-"""Image preprocessing of a classifier, stored as plain values beside the model's weights."""
+"""Image preprocessing of a classifier, with options that are stored beside the weights of the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class Preprocessing:
     """Deterministic transform from an image to the input of a classifier, for validation and prediction.
 
     Args:
-        image_size: side of the square result, in pixels.
-        channels: 3, or 1 for gray images.
-        crop_share: side of the central crop divided by the side of the resized image; null resizes the complete image to the
-            square, without keeping its aspect ratio.
+        image_size: height and width of the result, in pixels.
+        channels: number of channels of the result: 3 for color, 1 for gray.
+        crop_share: side of the central crop divided by the side of the resized image. null resizes the complete image to a
+            square instead, without keeping its aspect ratio.
         mean: values to subtract from pixels in [0, 1]: one for each channel, or a single one for all channels.
-        std: values to divide the pixels by after the subtraction: one for each channel, or a single one for all channels.
+        std: values by which the pixels are divided after the subtraction: one for each channel, or a single one for all
+            channels.
     """
 
     image_size: int
@@ -48,7 +49,11 @@ class Preprocessing:
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Transform an image in mode :attr:`mode` to a tensor ``[channels, image_size, image_size]`` in float32."""
+        """Transform an image to a float32 tensor ``[channels, image_size, image_size]``.
+
+        Args:
+            image: image in the Pillow mode :attr:`mode`.
+        """
         if self.crop_share is not None:
             tensor: Tensor = self._transform(image)
             return tensor
@@ -63,7 +68,7 @@ class Preprocessing:
         return "L" if self.crop_share is None and self.channels == 1 else "RGB"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the options as plain values, for JSON and checkpoints."""
+        """Return the options as numbers, lists and None, for JSON and checkpoints."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

@@ -1,4 +1,4 @@
-"""Conversion of RAVLT's published weights (github.com/qhfan/RALA) to the names and shapes of a VLT."""
+"""Conversion of RAVLT's published weights (github.com/qhfan/RALA) to the parameter names and shapes of a VLT."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def read_ravlt(path: str | Path) -> Pretrained | None:
         path: file that RAVLT's training script or ``torch.save(model.state_dict(), ...)`` wrote.
 
     Returns:
-        Tensors by parameter name of a VLT; None for a file that does not end in .pth or .pt.
+        Weights by parameter name of a VLT, without hyperparameters; None for a file that does not end in .pth or .pt.
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if it cannot be read without running code, or contains a different model.
+        ValueError: if the file cannot be read without running code, or contains weights of a different model.
     """
     if Path(path).suffix not in (".pth", ".pt"):
         return None
@@ -61,7 +61,9 @@ def read_ravlt(path: str | Path) -> Pretrained | None:
 
 
 def from_ravlt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert RAVLT's weights to the names and shapes of a :class:`lightning_mhla.vision.VLT` with a gate and ``lepe: 5``.
+    """Convert RAVLT's weights to the parameter names and shapes of a :class:`lightning_mhla.vision.VLT`.
+
+    The VLT must have the attention options ``gate: true`` and ``lepe: 5``.
 
     Args:
         weights: tensors by parameter name of RAVLT.

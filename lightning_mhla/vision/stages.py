@@ -1,4 +1,4 @@
-"""Options of the stages of a hierarchical vision transformer (VLT): a published size, or the values of each stage."""
+"""Sizes and attention of the stages of a hierarchical vision transformer (VLT)."""
 
 from __future__ import annotations
 
@@ -42,22 +42,27 @@ RAVLT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Options of the stages of a hierarchical vision transformer (VLT): a published size, or the values of each stage.
+    """Configuration of the stages of a hierarchical vision transformer (VLT).
+
+    Give either the name of a published size, or dims, depths and heads. These are lists with one value for each stage.
 
     Args:
-        size: T, S, B or L; sets dims, depths, heads and layer_scale.
-        dims: width of each stage; only without ``size``.
-        depths: number of blocks of each stage; only without ``size``.
-        heads: number of attention heads of each stage; only without ``size``.
-        layer_scale: initial factor of the residual branches in each stage; null for the values of ``size``, or 1 without it.
-        linear_stages: number of stages, counted from the first, that use ``attention.kind``; the others use softmax attention.
-        block_grids: number of attention blocks along both axes in each linear stage, for mhla; null for 7 x 7 and 4 x 4.
-        patch_size: side of a token of the first stage in pixels: 4, 2 or 1.
+        size: published size (T, S, B or L), which sets dims, depths, heads and layer_scale.
+        dims: width of each stage; only without size.
+        depths: number of transformer blocks in each stage; only without size.
+        heads: number of attention heads in each stage; only without size.
+        layer_scale: initial factor of the residual branches in each stage; null for the published values of size, or
+            1 everywhere if size is not given.
+        linear_stages: number of stages, counted from the first, that use the configured kind of attention; later stages use
+            softmax attention.
+        block_grids: number of attention blocks along height and width in each linear stage, for kinds of attention that use
+            blocks, such as mhla; null for 7 x 7 in the first and 4 x 4 in the second stage.
+        patch_size: side of a token in the first stage, in pixels: 4, 2 or 1.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
         head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT.
 
     Raises:
-        ValueError: if values do not fit together; the message names them.
+        ValueError: if values do not fit together. The message names them.
     """
 
     size: Size | None = None
@@ -99,9 +104,10 @@ class StageConfig:
             raise ValueError(f"patch_size={self.patch_size} must be 4, 2 or 1")
 
     def of(self, name: str) -> list[Any]:
-        """Return the values of an option, one for each stage: those that were given, or those of the published ``size``.
+        """Return the values of an option, one for each stage.
 
-        Without values and without ``size``, ``layer_scale`` is 1 in each stage.
+        They are the explicit values if there are any, otherwise those of the published ``size``. Without either,
+        ``layer_scale`` is 1 in each stage.
 
         Args:
             name: name of the option: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``.
@@ -113,13 +119,13 @@ class StageConfig:
         return [1.0] * len(self.dims or [])
 
     def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return rows and columns of the token grid of each stage.
+        """Return the numbers of rows and columns of tokens in each stage.
 
         Args:
             image_size: height and width of the image, in pixels.
 
         Raises:
-            ValueError: if a side of the image is not a multiple of the side of a token in some stage.
+            ValueError: if the height or width of the image is not a multiple of the side of a token in each stage.
         """
         stages = len(self.of("dims"))
         multiple = self.patch_size * 2 ** (stages - 1)
@@ -136,14 +142,16 @@ class StageConfig:
         ]
 
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
-        """Return the attention configuration of one stage, with softmax attention after the linear stages.
+        """Return the attention configuration of one stage. Stages after the linear stages use softmax attention.
 
         Args:
-            config: attention configuration of the linear stages, without blocks; those come from ``block_grids``.
-            stage: number of the stage, from 0.
+            config: attention configuration of the linear stages. It must not set blocks, which ``block_grids`` sets for each
+                stage.
+            stage: index of the stage, counted from 0.
 
         Raises:
-            ValueError: if ``config`` sets ``block_grid`` or ``block_size``, or a linear stage has no entry in ``block_grids``.
+            ValueError: if the kind of attention uses blocks in this stage, and either ``config`` sets ``block_grid`` or
+                ``block_size``, or ``block_grids`` has fewer entries than there are linear stages.
         """
         if stage >= self.linear_stages:
             return replace(config.with_kind("softmax"), block_grid=None, block_size=None)

@@ -1,4 +1,4 @@
-"""Vision transformer on the shared backbone: stem, position embedding, blocks, mean pooling and head."""
+"""Vision transformer: stem, position embedding, transformer blocks, mean pooling and classification head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES: dict[str, Shape] = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": 
 
 
 class ConvStem(nn.Module):
-    """Stem of two convolutions that turns small images into tokens, in place of a patch embedding.
+    """Stem of two convolutions that turns small images into tokens. It replaces the usual patch embedding.
 
     Args:
         channels: number of channels of the image.
@@ -43,7 +43,7 @@ class ConvStem(nn.Module):
         self.layers = nn.Sequential(nn.Conv2d(channels, inner, 3, padding=1), nn.GroupNorm(1, inner), nn.GELU(), last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute tokens ``[B, (S / patch_size)^2, dim]`` from images ``[B, channels, S, S]``."""
+        """Compute tokens ``[B, (S / patch_size)^2, dim]`` from images ``[B, channels, S, S]`` of S x S pixels."""
         return self.layers(images).flatten(2).transpose(1, 2)
 
 
@@ -73,13 +73,13 @@ class VisionTransformer(
         channels: number of channels of the image.
         stem: ``"patch"`` (one convolution of the size of a patch) or ``"conv"`` (:class:`ConvStem`).
         pad_to: side in pixels to which images are padded with zeros; None for no padding. The MHLA paper (arXiv 2601.07832)
-            pads 224 to 256, so that 14 x 14 tokens become 16 x 16 and all attention blocks have equal size.
+            pads images from 224 to 256 pixels, so that 14 x 14 tokens become 16 x 16 and all attention blocks have equal size.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
-        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
+        drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
         global_pool: ``"avg"`` for the mean of the tokens, or an empty string to keep all tokens.
-        class_names: names of the classes, for :meth:`predict`; exports contain them.
-        preprocessing: transform of images, for :meth:`predict`; exports contain it.
+        class_names: names of the classes, for :meth:`predict`. Exported models contain them.
+        preprocessing: transform of images, for :meth:`predict`. Exported models contain it.
 
     Raises:
         ValueError: if sizes do not fit together, for example if ``patch_size`` does not divide the side of the image.
@@ -167,18 +167,18 @@ class VisionTransformer(
 
     @override
     def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the final tokens, and the feature maps after some blocks.
+        """Compute the final tokens, and the feature maps after some of the transformer blocks.
 
         The maps leave out the tokens that ``pad_to`` adds.
 
         Args:
             images: images, ``[B, channels, image_size, image_size]``.
-            map_indices: indices of the blocks whose maps are returned, from 0.
+            map_indices: indices of the blocks whose maps are returned, counted from 0.
             stop_early: has no effect here, since all blocks run.
             norm: whether to apply the final norm to the maps.
 
         Returns:
-            Tokens ``[B, N, dim]``, and the maps, ``[B, dim, H, W]`` each.
+            The final tokens, ``[B, N, dim]``, and the maps, ``[B, dim, H, W]`` each, for H rows and W columns of tokens.
         """
         outputs: dict[int, Tensor] = {}
         hooks = [self.layers[index].register_forward_hook(partial(_keep, outputs, index)) for index in map_indices]
@@ -197,15 +197,16 @@ class VisionTransformer(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last one in ``indices``, and optionally the final norm and the head.
+        """Remove the blocks after the last requested one, and optionally the final norm and the head.
 
         Args:
-            indices: see :meth:`forward_intermediates`.
+            indices: indices of the requested blocks, where negative ones count from the end; or a number n for the last n
+                blocks.
             prune_norm: whether to remove the final norm.
             prune_head: whether to remove pooling and head.
 
         Returns:
-            Indices of the requested blocks, all counted from 0.
+            Indices of the requested blocks, counted from 0.
         """
         block_indices = taken_indices(indices, len(self.layers))
         self.backbone.blocks = self.backbone.blocks[: max(block_indices) + 1]
@@ -222,14 +223,14 @@ class VisionTransformer(
         self.global_pool = kind
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enable or disable the recomputation of blocks in the backward pass (activation checkpointing)."""
+        """Enable or disable activation checkpointing, which recomputes blocks in the backward pass to save memory."""
         self.backbone.checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that group parameter names by depth, for timm's layer-wise learning rates.
 
         Args:
-            coarse: argument of timm's interface, without an effect here.
+            coarse: has no effect here; part of timm's interface.
         """
         return {
             "stem": r"^stem|^position",

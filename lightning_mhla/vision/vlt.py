@@ -1,4 +1,4 @@
-"""Hierarchical vision transformer (VLT) of the RALA paper, with any kind of attention in its first stages."""
+"""Hierarchical vision transformer (VLT) of the RALA paper (arXiv 2411.07635), with a configurable kind of attention."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ EPS = 1e-6
 class MapAttention(nn.Module):
     """Attention over the positions of a feature map of any size.
 
-    The map is divided into blocks. ``config.block_grid`` is their number along each axis, for maps of every size. Blocks have
-    different sizes if the map cannot be divided evenly.
+    The map is divided into ``config.block_grid`` blocks along its two axes, regardless of its size. Blocks have different sizes
+    if the map cannot be divided evenly.
 
     Args:
-        dim: channels of the map.
+        dim: number of channels of the map.
         heads: number of attention heads.
-        grid: rows and columns that the layer is built for; it adapts when it gets a map of a different size.
+        grid: numbers of rows and columns for which the layer is built. The layer adapts when it gets a map of a different size.
         config: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
     """
 
@@ -44,7 +44,7 @@ class MapAttention(nn.Module):
         self.attn: Attention = build_attention(config, dim, heads, BlockLayout(grid, self.blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply attention to feature maps ``[B, H, W, dim]``; return the same shape."""
+        """Apply attention to feature maps ``[B, H, W, dim]``; the output has the same shape."""
         grid = (x.shape[1], x.shape[2])
         if grid != self.attn.layout.grid:
             self.attn.fit(BlockLayout(grid, self.blocks), x.device)
@@ -55,7 +55,7 @@ class ConvMlp(nn.Module):
     """MLP of two linear layers over feature maps, with a residual depthwise 3 x 3 convolution between them.
 
     Args:
-        dim: channels of the map.
+        dim: number of channels of the map.
         inner: number of channels between the linear layers.
     """
 
@@ -67,7 +67,7 @@ class ConvMlp(nn.Module):
         self.fc2 = nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to feature maps ``[B, H, W, dim]``; return the same shape."""
+        """Apply the MLP to feature maps ``[B, H, W, dim]``; the output has the same shape."""
         x = self.act(self.fc1(x))
         return self.fc2(x + _convolved(self.conv, x))
 
@@ -75,16 +75,17 @@ class ConvMlp(nn.Module):
 class VLTBlock(nn.Module):
     """Block of a VLT: positional convolution, attention and MLP, each with a residual connection.
 
-    A layer norm precedes attention and MLP, and each of their outputs is multiplied by a learned factor for each channel.
+    Attention and MLP each have a layer norm before them, and a learned factor for each channel of their output.
 
     Args:
-        dim: channels of the map.
+        dim: number of channels of the map.
         heads: number of attention heads.
-        grid: rows and columns of the map.
+        grid: numbers of rows and columns of the map.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         layer_scale: initial value of the learned factors.
-        drop_path: probability that a sample skips the attention while training; the same for the MLP, drawn separately.
+        drop_path: probability with which attention and MLP are skipped in training, drawn separately for each sample and for
+            each of the two.
     """
 
     def __init__(
@@ -106,20 +107,20 @@ class VLTBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to feature maps ``[B, H, W, dim]``; return the same shape."""
+        """Apply the block to feature maps ``[B, H, W, dim]``; the output has the same shape."""
         x = x + _convolved(self.position, x)
         x = x + self.drop_path(self.scale1 * self.mixer(self.norm1(x)))
         return x + self.drop_path(self.scale2 * self.mlp(self.norm2(x)))
 
 
 class Stage(nn.Module):
-    """Stage of a VLT: blocks that all work at one resolution.
+    """Stage of a VLT: a sequence of blocks at one resolution.
 
     In all stages but the first, a convolution before the blocks halves height and width.
 
     Args:
-        in_dim: channels of the input; None for the first stage, which has no convolution.
-        dim: channels of the blocks.
+        in_dim: number of channels of the input; None for the first stage, which has no convolution.
+        dim: number of channels in the blocks.
         blocks: blocks of the stage, in order.
     """
 
@@ -132,7 +133,11 @@ class Stage(nn.Module):
         self.checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute maps ``[B, dim, H / 2, W / 2]`` from maps ``[B, before, H, W]``; the first stage keeps ``[B, dim, H, W]``."""
+        """Apply the stage to feature maps ``[B, C, H, W]``.
+
+        Returns:
+            Feature maps ``[B, dim, H / 2, W / 2]``, or ``[B, dim, H, W]`` in the first stage.
+        """
         x = self.downsample(x).permute(0, 2, 3, 1)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -154,29 +159,31 @@ class VLT(
 ):
     """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT if the attention kind is mhla.
 
-    The model has a stem of four convolutions, then stages of falling resolution, then a projection, mean pooling and the
-    head. A block has a positional convolution, attention and a convolutional MLP. MHLA-VLT (arXiv 2601.07832) is RAVLT with
-    MHLA in place of RALA, RAVLT's attention. Its paper does not say which parts of RALA it keeps, so each part is an option of
-    ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with ``normalize_before_rotary: true``, ``gate: true`` with
-    ``gate_activation: identity``, ``feature_map: elu``, and ``key_weighting: true``.
+    The model consists of a stem of four convolutions, several stages, a projection, mean pooling and the head. Each stage after
+    the first halves the resolution. A block has a positional convolution, attention and a convolutional MLP.
 
-    Images may have any size that the stages can halve. The number of attention blocks, and with it the shape of the mixing
-    coefficients, does not depend on this size. ``save_pretrained(folder)`` writes the model as safetensors and
-    ``config.json``, and ``VLT.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
+    MHLA-VLT (arXiv 2601.07832) is RAVLT with MHLA instead of RALA, the attention of RAVLT. The paper does not say which parts
+    of RALA the model keeps, so each part is an option of ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with
+    ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation: identity``, ``feature_map: elu``, and
+    ``key_weighting: true``.
+
+    Images may have any size that the stages can divide into tokens. The number of attention blocks and the shape of the mixing
+    coefficients do not depend on this size. ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``,
+    and ``VLT.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
 
     Args:
         image_size: side of the square image, or height and width, in pixels.
         num_classes: number of class scores; 0 for a model without a head.
-        attention: configuration of the attention in the linear stages, see :class:`lightning_mhla.AttentionConfig`; the
-            other stages use its options with softmax attention.
+        attention: configuration of the attention in the first ``stages.linear_stages`` stages, see
+            :class:`lightning_mhla.AttentionConfig`. Later stages use its options with softmax attention.
         stages: sizes of the stages, see :class:`StageConfig`.
         channels: number of channels of the image.
-        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
+        drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
         global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; an empty string for no pooling, which needs
             ``num_classes=0``.
-        class_names: names of the classes, for :meth:`predict`; exports contain them.
-        preprocessing: transform of images, for :meth:`predict`; exports contain it.
+        class_names: names of the classes, for :meth:`predict`. Exported models contain them.
+        preprocessing: transform of images, for :meth:`predict`. Exported models contain it.
 
     Raises:
         ValueError: if sizes do not fit together, for example if the stages cannot divide the image into tokens.
@@ -234,7 +241,7 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the feature map of the last stage, ``[B, C, h, w]``, from images ``[B, channels, H, W]``."""
+        """Compute the last stage's feature map ``[B, C, h, w]`` of images ``[B, channels, H, W]``."""
         return self.stages(self.stem(images))
 
     @override
@@ -244,13 +251,14 @@ class VLT(
 
     @override
     def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Compute the final features, and the feature maps after some stages.
+        """Compute the final features, and the feature maps after some of the stages.
 
         Args:
             images: images, ``[B, channels, H, W]``.
-            map_indices: indices of the stages whose maps are returned, from 0.
-            stop_early: whether to skip the stages after the last of these. The features are then the map of that stage.
-            norm: has no effect here, since stages have no norm after them.
+            map_indices: indices of the stages whose maps are returned, counted from 0.
+            stop_early: whether to skip the stages after the last requested one. The returned features are then the map of that
+                stage.
+            norm: has no effect here, since no norm follows a stage.
 
         Returns:
             The map of the last stage that ran, and the requested maps, ``[B, C, H, W]`` each.
@@ -267,15 +275,16 @@ class VLT(
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last one in ``indices``, and optionally the head.
+        """Remove the stages after the last requested one, and optionally the head.
 
         Args:
-            indices: see :meth:`forward_intermediates`.
-            prune_norm: has no effect here, since stages have no norm after them.
+            indices: indices of the requested stages, where negative ones count from the end; or a number n for the last n
+                stages.
+            prune_norm: has no effect here, since no norm follows a stage.
             prune_head: whether to remove projection, pooling and head.
 
         Returns:
-            Indices of the requested stages, all counted from 0.
+            Indices of the requested stages, counted from 0.
         """
         stage_indices = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(stage_indices) + 1]
@@ -292,7 +301,7 @@ class VLT(
         self.global_pool = SelectAdaptivePool2d(pool_type=kind, flatten=bool(kind))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Enable or disable the recomputation of blocks in the backward pass (activation checkpointing)."""
+        """Enable or disable activation checkpointing, which recomputes blocks in the backward pass to save memory."""
         for stage in self.stages:
             cast(Stage, stage).checkpointing = enable
 
@@ -300,7 +309,7 @@ class VLT(
         """Return patterns that group parameter names by depth, for timm's layer-wise learning rates.
 
         Args:
-            coarse: whether all blocks of a stage are one group.
+            coarse: whether to treat all blocks of a stage as one group.
         """
         return {
             "stem": r"^stem",

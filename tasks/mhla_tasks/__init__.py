@@ -1,1 +1,1 @@
-"""Training domains, one package each, and the command line that trains their models."""
+"""Training tasks, one package each, and the command-line program ``lightning`` that trains and evaluates their models."""

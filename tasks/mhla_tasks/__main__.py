@@ -1,4 +1,4 @@
-"""Entry point for ``python -m mhla_tasks`` and ``torchrun -m mhla_tasks``, which do the same as ``lightning``."""
+"""Entry point for ``python -m mhla_tasks`` and ``torchrun -m mhla_tasks``, which run the same program as ``lightning``."""
 
 from mhla_tasks.commandline.main import main
 

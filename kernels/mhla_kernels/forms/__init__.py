@@ -1,1 +1,1 @@
-"""Forms of the operator in PyTorch, and the choice between them."""
+"""Algorithms that compute attention in PyTorch, called forms, and the choice of the cheapest one."""

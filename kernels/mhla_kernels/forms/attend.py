@@ -1,4 +1,6 @@
-"""Dispatch to the forms in PyTorch: tokens are put in block order, computed, and taken out again.
+"""Computation of attention in PyTorch with a named algorithm.
+
+Tokens are arranged in blocks, attention is computed, and its outputs are put back into the order of the tokens.
 
 Shape letters: B batch, N tokens, H heads, V width of a value.
 """
@@ -29,8 +31,9 @@ def attend(problem: Problem, form: Form) -> Tensor:
     """Compute attention outputs ``[B, N, H, V]`` in PyTorch, with the algorithm that ``form`` names.
 
     Args:
-        problem: checked call with mapped features, as :func:`mhla_kernels.problem.prepare` returns it.
-        form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. The caller has replaced ``"auto"``.
+        problem: checked arguments, with mapped features and one key head per query head, as
+            :func:`mhla_kernels.problem.prepare` returns them.
+        form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here.
     """
     layout = problem.layout
     # A few rows at a time keep the summaries in the cache. Packed rows are copied for every part, which pays off only if a
@@ -55,7 +58,12 @@ def attend(problem: Problem, form: Form) -> Tensor:
 
 
 def attention_weights(problem: Problem) -> Tensor:
-    """Compute the attention weights ``[B, H, N, N]`` of a prepared call, directly from their definition."""
+    """Compute the attention weights ``[B, H, N, N]`` directly from their definition.
+
+    Args:
+        problem: checked arguments, with mapped features and one key head per query head, as
+            :func:`mhla_kernels.problem.prepare` returns them.
+    """
     q, k, layout = problem.q, problem.k, problem.layout
     matrix = problem.mixing.matrix(layout.most_blocks)
     return reference.weights(q, k, matrix, layout.token_blocks(q.device), problem.weighting)
@@ -83,15 +91,18 @@ def _spanning(problem: Problem) -> Tensor:
 
 
 def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout, weighting: Weighting) -> Tensor:
-    """Compute attention outputs ``[B, N, H, V]`` in chunks of several blocks, which running sums connect (the spanning form).
+    """Compute attention in the spanning form: directly within chunks of several blocks, and by running sums between chunks.
 
     Args:
         q: queries, ``[B, N, H, K]``.
         k: keys, ``[B, N, H, K]``.
         v: values, ``[B, N, H, V]``.
-        span: coefficients within and between chunks, which also determine the number of blocks in a chunk.
+        span: mixing coefficients within and between chunks. Their shape gives the number of blocks in a chunk.
         layout: partition of the tokens into equal blocks.
-        weighting: causality and normalization of the weights.
+        weighting: causality and normalization of the attention weights.
+
+    Returns:
+        Outputs, ``[B, N, H, V]``.
     """
     chunks = layout.in_chunks(span.matrix.shape[-1]).partition(q.device)
     q, k, v = chunks.split(q), chunks.split(k), chunks.split(v)
@@ -99,11 +110,13 @@ def attend_span(q: Tensor, k: Tensor, v: Tensor, span: Span, layout: TokenLayout
 
 
 def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
-    """Compute the outputs for a few batch rows at a time, or for a few heads at a time if the batch has one row.
+    """Compute attention for a few batch rows at a time, or for a few heads at a time if the batch has one row.
+
+    The block summaries (sums over the keys and values of a block) of each part need at most 16 MiB, if possible.
 
     Returns:
-        Outputs ``[B, N, H, V]``. None if the call fits into the memory limit :data:`PART` (in bytes) without division, or if
-        the batch has one row and the coefficients cannot be split by head.
+        Outputs ``[B, N, H, V]``. None if all block summaries fit into 16 MiB, so that the computation need not be split,
+        or if the batch has one row and the mixing coefficients cannot be split by head.
     """
     q, k, v, mixing, layout, weighting = problem[:6]
     batch, tokens, heads, key_width = q.shape

@@ -1,12 +1,13 @@
-"""Chunked form in PyTorch: block summaries, one GEMM that mixes them, outputs. Arithmetic grows linearly with N.
+"""Chunked form of attention in PyTorch: it sums each block, mixes the sums, and applies the mixtures to the queries.
 
     S_b = k_b^T v_b,  z_b = sum k_b        summaries of block b
     S~ = m S,         z~ = m z             mixing: a GEMM of [M, M] with [M, K * V]
     o = q S~ / (q . z~ + eps)              outputs
 
-Causal: only the part of ``m`` below its diagonal is applied. In addition, block i attends to its own tokens up to the query,
-weighted by ``m[i, i]``. A block longer than ``TILE`` is processed in tiles, so that the token pairs inside a block never cost
-C squared.
+The number of operations grows linearly with the number of tokens. In causal attention, only the part of the mixing matrix ``m``
+below its diagonal is applied to the summaries. In addition, each query in block i attends to the tokens of its own block up to
+itself, weighted by ``m[i, i]``. A block of more than 128 tokens (``TILE``) is processed in tiles, so that the cost of the token
+pairs inside a block does not grow with C squared.
 
 Shape letters: B batch, H heads, M blocks, C slots of a block, J tiles of a block, T slots of a tile, K key width, V value
 width.
@@ -34,10 +35,15 @@ TILE = 128
 class Mixer:
     """Callable that applies mixing coefficients to block summaries, separately for each packed sequence.
 
+    A block summary is a sum over the tokens of a block. The coefficient m[i, j] is the weight that block i gives to the summary
+    of block j.
+
     Attributes:
-        mixing: mixing coefficients between blocks.
-        own: coefficient m[i, i] with which each block weighs its own tokens, ``[M]`` or ``[H, M]`` (the last axis may be 1).
-        sequences: bounds of the packed sequences in blocks, see :class:`BlockPartition`.
+        mixing: mixing coefficients m.
+        own: coefficients m[i, i] with which blocks weigh their own tokens, ``[M]`` or ``[H, M]`` (the last axis may have length
+            1).
+        sequences: for each packed sequence, the index of its first block and the index after its last block; None to mix all
+            blocks with each other.
     """
 
     mixing: Mixing
@@ -45,7 +51,15 @@ class Mixer:
     sequences: tuple[tuple[int, int], ...] | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix block summaries ``[B, H, M, ...]``; with ``causal``, each block gets a mixture of only the earlier blocks."""
+        """Compute a weighted mixture of block summaries for each of M blocks.
+
+        Args:
+            summary: summaries of the blocks, ``[B, H, M, ...]``.
+            causal: whether a block's mixture contains only the blocks before it, without itself.
+
+        Returns:
+            Mixtures, in the shape of ``summary``.
+        """
         flat = summary.flatten(3)
         if self.sequences is None:
             mixed = self.mixing.mix(flat, causal)
@@ -55,9 +69,14 @@ class Mixer:
 
 
 def make_mixer(mixing: Mixing, blocks: BlockPartition) -> Mixer:
-    """Create the callable that applies mixing coefficients to the block summaries of a partition.
+    """Create a callable that applies mixing coefficients to the block summaries of a partition.
 
-    If only the device knows the bounds of packed sequences, one matrix covers all blocks, with zeros between sequences.
+    If the bounds of packed sequences are known only on the device, the callable applies one matrix to all blocks, with zeros
+    between blocks of different sequences.
+
+    Args:
+        mixing: mixing coefficients between the blocks of one sequence.
+        blocks: partition of the tokens into blocks.
     """
     if is_dynamic(blocks.blocks) or (blocks.local is not None and blocks.sequences is None):
         mixing = DenseMixing(blocks.expand_mixing(mixing.matrix(blocks.blocks)))
@@ -70,14 +89,14 @@ def chunked(q_BHMCK: Tensor, k_BHMCK: Tensor, v_BHMCV: Tensor, mixer: Mixer, wei
     """Compute attention from one summary per block, in time linear in the number of tokens (the chunked form).
 
     Args:
-        q_BHMCK: queries in blocks, ``[B, H, M, C, K]``.
+        q_BHMCK: queries in M blocks of C slots, ``[B, H, M, C, K]``.
         k_BHMCK: keys in blocks, ``[B, H, M, C, K]``.
         v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
-        mixer: callable that mixes the block summaries.
-        weighting: causality and normalization of the weights.
+        mixer: callable that applies the mixing coefficients to the block summaries.
+        weighting: causality and normalization of the attention weights.
 
     Returns:
-        Outputs ``[B, H, M, C, V]``.
+        Outputs, ``[B, H, M, C, V]``.
     """
     run = _bidirectional
     if weighting.causal:
@@ -97,11 +116,11 @@ def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: boo
 
 
 def summarize(k: Tensor, v: Tensor) -> Tensor:
-    """Compute block summaries ``k^T v``, ``[..., K, V]``, with infinite and NaN sums replaced by finite numbers.
+    """Compute the summary ``k^T v`` of each block, ``[..., K, V]``, with infinite and NaN sums replaced by finite numbers.
 
     Args:
-        k: keys of each block, ``[..., C, K]``.
-        v: values of each block, ``[..., C, V]``.
+        k: keys of the C tokens of each block, ``[..., C, K]``.
+        v: values of the C tokens of each block, ``[..., C, V]``.
     """
     return finite_(k.transpose(-1, -2) @ v)
 
@@ -136,11 +155,14 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """Compute, for each tile of a block, the sum of the block's earlier tiles: an exclusive cumulative sum along axis 3.
+    """Compute, for each tile of a block, the sum over the block's earlier tiles: an exclusive cumulative sum along axis 3.
 
-    The sum is never computed as ``cumsum - x``: a large value would remain in it as a rounding error.
+    The result is not computed as ``cumsum - x``, in which a large value would remain as a rounding error.
 
     Args:
         x: sums of the T tiles of each of M blocks, ``[B, H, M, T, ...]``.
+
+    Returns:
+        Sums over the earlier tiles, in the shape of ``x``. Infinite and NaN sums are replaced by finite numbers.
     """
     return finite_(F.pad(x[:, :, :, :-1], (0, 0) * (x.dim() - 4) + (1, 0)).cumsum(3))

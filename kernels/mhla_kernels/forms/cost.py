@@ -1,6 +1,7 @@
-"""Choice of the cheapest form from the shape alone, without timing at run time.
+"""Choice of the attention algorithm with the lowest estimated cost, from sizes alone and without timing at run time.
 
-The constants are in ``cost.json``, each with the command, the machine and the date of its measurement.
+The constants of the estimate are in ``cost.json``. Each is stored with the command, the machine and the date of its
+measurement.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _limit = _limit_at_start()
 
 
 def limit_memory(bytes_of_a_call: float | None) -> None:
-    """Limit the memory that ``form="auto"`` may use in one forward pass, in addition to inputs and outputs.
+    """Limit the memory that attention with ``form="auto"`` may use in one forward pass, in addition to inputs and outputs.
 
-    ``"auto"`` ignores forms that need more memory than the limit. If all of them do, it takes the form that needs the least.
-    The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
+    ``"auto"`` ignores algorithms that need more memory than the limit. If all of them do, it takes the one that needs the
+    least. The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
 
     Args:
         bytes_of_a_call: limit in bytes; None for no limit.
@@ -71,9 +72,11 @@ def cheapest_form(
     rows: int = 1,
     backend: Literal["torch", "triton"] = "torch",
 ) -> ChosenForm:
-    """Return the form of the operator that needs the fewest multiply-adds for a shape, by estimate.
+    """Estimate the multiply-adds of each attention algorithm, and return the name of the cheapest one.
 
-    Forms that need more memory than :func:`limit_memory` allows are ignored, except for the one that needs the least.
+    The algorithms are called forms. ``"parallel"`` computes a weight for each pair of tokens, ``"chunked"`` a summary of each
+    block, and ``"spanning"`` running sums across chunks, which are groups of several consecutive blocks. Forms that need more
+    memory than :func:`limit_memory` allows are ignored. If all of them do, only the one that needs the least is considered.
 
     Args:
         tokens: number of tokens N.
@@ -81,12 +84,13 @@ def cheapest_form(
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         causal: whether attention is causal.
-        work: number of summaries that are added up to mix one block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all
-            M.
-        terms: number of running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`; None
-            excludes the spanning form.
-        rows: batch rows times heads.
+        work: number of block summaries that are added up to mix one block; None for all M.
+        terms: number of running sums that the spanning form carries between chunks; None excludes this form.
+        rows: batch size times number of heads.
         backend: ``"torch"`` or ``"triton"``.
+
+    Returns:
+        Name of the form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
     """
     # the fused kernels compute a wide output in parts, each of which scores all pairs again
     cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
@@ -138,14 +142,20 @@ def numbers_held(
     terms: int,
     backend: Literal["torch", "triton"] = "torch",
 ) -> int:
-    """Return the number of float32 values that a forward pass holds in addition to inputs and outputs.
+    """Estimate how many float32 values a forward pass holds for one batch row and head, in addition to inputs and outputs.
 
-    The count is for one batch row and head.
+    On a CPU, only some rows and heads are computed at a time. A forward pass then needs less memory than this number times the
+    batch size and the number of heads.
 
-    The PyTorch forms hold scores, and the spanning form also holds the tokens weighted for each term. On a CPU, only some rows
-    are computed at a time, so a call needs less memory than this number times all rows.
-
-    The arguments are those of :func:`cheapest_form`, with ``terms`` 0 for coefficients without running sums.
+    Args:
+        form: algorithm of attention: ``"parallel"`` (weights of token pairs), ``"chunked"`` (a summary of each block) or
+            ``"spanning"`` (running sums across chunks, which are groups of several consecutive blocks).
+        tokens: number of tokens N.
+        blocks: number of blocks M.
+        key_width: width of a key, Dk.
+        value_width: width of a value, Dv.
+        terms: number of running sums that the spanning form carries between chunks; 0 for coefficients without running sums.
+        backend: ``"torch"`` or ``"triton"``.
     """
     summary = key_width * (value_width + 1)
     if form == "parallel":

@@ -1,6 +1,7 @@
-"""Parallel form in PyTorch: scores of all token pairs, scaled by the mixing coefficient of their two blocks.
+"""Parallel form of attention in PyTorch: products of all token pairs, times the mixing coefficient of their two blocks.
 
-Arithmetic grows with N squared. It consists of two large GEMMs, which is fastest for N up to some hundreds.
+The number of operations grows with N squared. Two large matrix products take most of the time, which makes this form the
+fastest one for up to a few hundred tokens.
 
 Shape letters: B batch, H heads, N slots of tokens, M blocks, K key width, V value width.
 """
@@ -20,11 +21,11 @@ def parallel(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNV: Tensor, mixing: Tensor, wei
         q_BHNK: queries, ``[B, H, N, K]``.
         k_BHNK: keys, ``[B, H, N, K]``.
         v_BHNV: values, ``[B, H, N, V]``.
-        mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
-        weighting: causality and normalization of the weights.
+        mixing: coefficients between M blocks of ``N / M`` tokens each, ``[M, M]`` or ``[H, M, M]``.
+        weighting: causality and normalization of the attention weights.
 
     Returns:
-        Outputs ``[B, H, N, V]``.
+        Outputs, ``[B, H, N, V]``.
     """
     scores = q_BHNK @ k_BHNK.transpose(-1, -2)
     shape, blocks = scores.shape, mixing.shape[-1]

@@ -1,4 +1,7 @@
-"""Reference form: the definition as an N x N attention matrix, for tests and analysis. Memory grows with N squared."""
+"""Reference form of attention: the ``N x N`` matrix of weights, by definition, for tests and analysis.
+
+Memory grows with N squared.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ from mhla_kernels.problem import Weighting
 
 
 def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, weighting: Weighting) -> Tensor:
-    """Compute the attention weights ``m[b(t), b(j)] * (q_t . k_j)``, zero where masked.
+    """Compute the attention weights of all token pairs directly from their definition.
+
+    The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero where
+    masked. Then each row is divided by its sum + eps, or is multiplied by a scale.
 
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.
         k_BNHK: keys, ``[B, N, H, K]``.
-        mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
-        where: block and sequence of every token.
+        mixing: coefficients m of M blocks, ``[M, M]`` or ``[H, M, M]``.
+        where: index of the block and of the packed sequence that contain each token.
         weighting: causality and normalization of the weights.
 
     Returns:
-        Weights ``[B, H, N, N]``.
+        Weights, ``[B, H, N, N]``.
     """
     block = where.block
     products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BNHK)

@@ -1,13 +1,14 @@
-"""Spanning form in PyTorch: chunks of several blocks, for sums of exponentials. The cost does not depend on the block size.
+"""Spanning form of attention in PyTorch: it processes chunks of several blocks that are connected by running sums.
 
-In short blocks the chunked form holds as many numbers in its summaries as in its tokens. Here a chunk spans G blocks. Pairs
-of tokens inside a chunk are weighted by a ``[G, G]`` matrix, and T running sums pass from chunk to chunk, which is linear
-attention with T times as many features:
+It is for mixing coefficients that are sums of exponentials. Its cost does not depend on the block size. (With short blocks, the
+chunked form holds as many numbers in its block summaries as in its tokens.) A chunk spans G blocks. Pairs of tokens inside a
+chunk are weighted by a ``[G, G]`` matrix. T running sums pass from chunk to chunk, which is linear attention with T times as
+many features:
 
     o_t = sum_{j in chunk} m[b(t), b(j)] (q_t . k_j) v_j  +  sum_r reading[r, b(t)] q_t^T H_r
     H_r = sum over earlier (later) chunks of e^{-decay_r (chunks in between)} sum_j writing[r, b(j)] k_j v_j^T
 
-Shape letters: B batch, H heads, M chunks, C slots of a chunk, T terms, K key width, V value width, F = T K.
+Shape letters: B batch, H heads, M chunks, C slots of a chunk, T running sums, K key width, V value width, F = T K.
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ On a GPU moving sums costs more than scoring pairs; for a CPU see ``benchmarks.s
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
-    """Return the number of tokens in a chunk of the spanning form, which joins several blocks.
+    """Return the number of tokens in a chunk, the group of blocks that the spanning form of attention processes at once.
 
-    A chunk holds as many complete blocks as fit into the backend's limit ``CHUNK[backend]``, but at least one block and at most
-    all N tokens.
+    A chunk holds as many complete blocks as fit into 128 tokens in PyTorch, or 256 tokens in Triton. It holds at least one
+    block, and at most all tokens.
+
+    Args:
+        tokens: number of tokens N.
+        block_size: tokens in a block.
+        backend: ``"torch"`` or ``"triton"``.
     """
     return at_most(tokens, max(1, CHUNK[backend] // block_size) * block_size)
 
@@ -49,19 +55,19 @@ def spanning(
     chunks: BlockPartition,
     weighting: Weighting,
 ) -> Tensor:
-    """Compute attention in chunks of several blocks, which running sums connect (the spanning form).
+    """Compute attention in chunks of several blocks that are connected by running sums (the spanning form).
 
     Args:
-        q_BHMCK: queries in chunks, ``[B, H, M, C, K]``.
+        q_BHMCK: queries in M chunks of C slots, ``[B, H, M, C, K]``.
         k_BHMCK: keys in chunks, ``[B, H, M, C, K]``.
         v_BHMCV: values in chunks, ``[B, H, M, C, V]``.
-        span: coefficients within and between chunks.
+        span: mixing coefficients within and between chunks.
         block_size: tokens in a block.
         chunks: partition of the tokens into chunks.
-        weighting: causality and normalization of the weights. A normalizer is computed as one more column of values.
+        weighting: causality and normalization of the attention weights.
 
     Returns:
-        Outputs ``[B, H, M, C, V]``.
+        Outputs, ``[B, H, M, C, V]``.
     """
     q, k, v = q_BHMCK, k_BHMCK, v_BHMCV
     if weighting.normalize:
@@ -82,20 +88,23 @@ def spanning(
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
-    """Multiply tokens ``[B, H, M, C, K]`` by T weights each, and concatenate the products to ``[B, H, M, C, T * K]``."""
     return (x_BHMCK[..., None, :] * weights_H1CT[..., None]).flatten(-2)
 
 
 def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
-    """Compute the running sums that each chunk reads: over earlier chunks and, if bidirectional, over later chunks.
+    """Compute the running sums that each chunk reads: over the chunks before it and, in bidirectional attention, after it.
+
+    A chunk is a group of consecutive blocks. A running sum adds up ``sums_BHMFV`` over chunks, with a decay from each
+    chunk to the next.
 
     Args:
-        sums_BHMFV: sums of each chunk, ``[B, H, M, F, V]``, with F = T * K for T terms.
-        span: coefficients within and between chunks.
+        sums_BHMFV: weighted sums of the key-value products of each of M chunks, ``[B, H, M, F, V]``, with F = T * K for T
+            running sums and key width K.
+        span: mixing coefficients within and between chunks.
         chunks: partition of the tokens into chunks.
 
     Returns:
-        Running sums, ``[B, H, M, F, V]``. They include chunks of the same packed sequence only.
+        Running sums, ``[B, H, M, F, V]``. They include only chunks of the same packed sequence.
     """
     batch, heads, number, features, width = sums_BHMFV.shape
     terms = span.decay.shape[-1]
@@ -112,13 +121,18 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
 
 
 def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> Tensor:
-    """Compute decayed running sums over the chunks of each sequence: ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]``.
+    """Compute decayed running sums over the preceding chunks of each sequence: ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]``.
+
+    A chunk is a group of consecutive blocks. In the shapes, ``rows`` is the number of running sums of all heads together.
 
     Args:
-        sums: sums of each chunk along axis 2, last chunk first if ``later``.
-        decay: exponents of the decay over one chunk.
+        sums: sums of each of M chunks, with W numbers each, ``[B, rows, M, W]``. If ``later``, the last chunk comes first.
+        decay: exponent of the decay per chunk, ``[rows, 1]``.
         chunks: partition of the tokens into chunks.
-        later: whether the running sums go over later chunks, instead of earlier ones.
+        later: whether ``sums`` is in reverse order, so that a running sum is over the chunks after chunk i.
+
+    Returns:
+        Running sums, in the shape and order of ``sums``.
     """
     number = sums.shape[2]
     if chunks.local is not None and chunks.sequences is None:  # only the device knows the bounds of packed rows

@@ -1,4 +1,4 @@
-"""Kinds of mixing coefficients, each in one file, behind the interface :class:`Mixing`."""
+"""Mixing coefficients between blocks: the interface :class:`Mixing`, and one file for each class that implements it."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ MixingLike = Tensor | Mixing
 
 
 def as_mixing(mixing: MixingLike) -> Mixing:
-    """Convert a tensor of dense coefficients to :class:`DenseMixing`; return a :class:`Mixing` unchanged.
+    """Convert a tensor of mixing coefficients to :class:`DenseMixing`; return a :class:`Mixing` unchanged.
 
     Raises:
         TypeError: if ``mixing`` is neither a tensor nor a :class:`Mixing`.

@@ -1,4 +1,6 @@
-"""Interface of mixing coefficients: a new kind is one class with its tensors and its matrix.
+"""Interface of mixing coefficients, the weights with which each block reads the summaries of other blocks.
+
+A new kind of coefficients needs only its tensors and a method that returns its matrix.
 
 Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sums.
 """
@@ -23,7 +25,7 @@ Rows = slice | Tensor
 
 
 class BlockShares(Protocol):
-    """Protocol of objects that assign the blocks of a sequence to processes; see :mod:`mhla_kernels.sequence_parallel`."""
+    """Protocol of objects that assign the blocks of a sequence to several processes, each of which holds a range of blocks."""
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -35,28 +37,28 @@ class BlockShares(Protocol):
 
     @property
     def own(self) -> tuple[int, int]:
-        """Index of the first block of this process, and index after its last one."""
+        """Index of the first block that this process holds, and the index after its last one."""
 
     @property
     def blocks(self) -> list[int]:
-        """Number of blocks that each process holds."""
+        """Number of blocks that each process holds, in the order of ranks."""
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate the tensors ``[B, H, length, ...]`` of all processes along axis 2.
+        """Gather a tensor from every process, and concatenate the tensors along axis 2 in the order of ranks.
 
         Args:
-            share: tensor of this process.
+            share: tensor of this process, ``[B, H, length, ...]``.
             lengths: length of axis 2 in the tensor of each process.
         """
 
 
 class Mixing(ABC):
-    """Mixing coefficients ``m[i, j]``: the weight that query block i gives to the summary of block j.
+    """Base class of mixing coefficients ``m[i, j]``, the weight that query block i gives to the summary of block j.
 
-    A kind of mixing is a frozen dataclass that derives from this class. It lists its tensor fields by name in the class
-    attribute ``learned``, and defines :meth:`matrix`. All other methods have defaults that apply the matrix. A kind overrides
-    the ones that it can compute at lower cost. Kinds are pytrees of their tensors. ``torch.load(weights_only=True)`` and
-    ``torch.export.load`` can load them.
+    A subclass is a frozen dataclass. It lists the names of its tensor fields in the class attribute ``learned``, and defines
+    :meth:`matrix`. The default versions of all other methods apply this matrix. A subclass overrides the methods that it can
+    compute at lower cost. Every subclass is a pytree of its tensors. ``torch.load(weights_only=True)`` and
+    ``torch.export.load`` can load its instances.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -67,7 +69,7 @@ class Mixing(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Dict from names to the learned tensors that determine the coefficients."""
+        """Learned tensors that determine the coefficients, by name."""
         return {name: getattr(self, name) for name in self.learned}
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -87,22 +89,25 @@ class Mixing(ABC):
 
     @property
     def blocks(self) -> int | None:
-        """Number of blocks of the largest grid or longest sequence that the coefficients cover; None for any length."""
+        """Number of blocks in the grid or longest sequence that the coefficients cover; None if they cover any number."""
         return None
 
     def of_heads(self, heads: slice) -> Self | None:
-        """Return the coefficients of a range of heads; None if this kind of mixing cannot be split by head."""
+        """Return the coefficients of a range of heads; None if this class of coefficients cannot be split by head."""
         return self if self.heads is None else None
 
     def _of_first_axis(self, heads: slice) -> Self:
-        """Implement :meth:`of_heads` for kinds whose learned tensors have heads as axis 0, or share them between heads."""
+        """Return the coefficients of a range of heads, for subclasses whose learned tensors have heads as axis 0.
+
+        If all heads share the coefficients, they are returned unchanged.
+        """
         if self.heads is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return type(self)(**values | {name: x[heads] for name, x in self.tensors.items()})
 
     def check(self, heads: int, causal: bool) -> None:
-        """Check that the coefficients fit attention with the given number of heads.
+        """Check that the coefficients fit attention with the given number of heads and causality.
 
         Args:
             heads: number of heads of the queries.
@@ -119,18 +124,19 @@ class Mixing(ABC):
     def matrix(self, blocks: int) -> Tensor:
         """Return the coefficients as a matrix ``[M, M]``, or as one matrix for each head, ``[H, M, M]``.
 
-        M may be larger than ``blocks``. It is smaller only if the coefficients cover fewer blocks.
+        Args:
+            blocks: required number of blocks. M may be larger. It is smaller only if the coefficients cover fewer blocks.
         """
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
         """Return the coefficients m[i, i] with which blocks weigh their own summaries.
 
         Args:
-            index: indices i of the blocks; a list is copied to the device.
-            blocks: upper bound of the indices, exclusive.
+            index: indices i of the blocks, as a slice, a tensor or a list.
+            blocks: exclusive upper bound of the indices.
 
         Returns:
-            ``[n]`` or ``[H, n]`` for n indices; n may be 1 if all blocks have the same coefficient.
+            ``[n]`` or ``[H, n]`` for n indices. The last axis has length 1 if all blocks have the same coefficient.
         """
         diagonal = self.matrix(blocks).diagonal(dim1=-2, dim2=-1)
         return diagonal[..., index if isinstance(index, slice | Tensor) else on_device(index, diagonal.device)]
@@ -142,7 +148,7 @@ class Mixing(ABC):
 
         Args:
             summary: summaries of the M blocks, ``[B, H, M, W]`` with W numbers each.
-            causal: whether the sum is over earlier blocks ``j < i`` only.
+            causal: whether the sum is over earlier blocks ``j < i`` only, without block i itself.
 
         Returns:
             Mixed summaries, ``[B, H, M, W]``.
@@ -160,16 +166,28 @@ class Mixing(ABC):
     # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
 
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number T of running sums that the spanning form carries between chunks of several blocks.
+        """Return the number of running sums that the spanning form of attention carries from chunk to chunk.
 
-        None means that this kind of mixing has no such sums, so that the spanning form does not support it.
+        This algorithm processes groups of consecutive blocks, called chunks, that are connected by running sums.
+
+        Args:
+            causal: whether the attention is causal.
+
+        Returns:
+            Number of running sums; None if coefficients of this class have no such sums, so that the spanning form does not
+            support them.
         """
         return None
 
     def span(self, blocks: int, causal: bool) -> Span:
-        """Return the coefficients within and between chunks of ``blocks`` blocks.
+        """Return the coefficients within and between chunks, for the spanning form of attention.
 
-        Only kinds of mixing whose :meth:`span_terms` is not None implement this method.
+        This algorithm processes groups of consecutive blocks, called chunks, that are connected by running sums. Only classes
+        whose :meth:`span_terms` is not None implement this method.
+
+        Args:
+            blocks: number of blocks in a chunk.
+            causal: whether the attention is causal.
         """
         raise NotImplementedError
 
@@ -177,16 +195,20 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """Number R of running sums that replace all finished blocks in a generation state; None if every summary is stored."""
+        """Number of running sums that replace the summaries of finished blocks in generation.
+
+        None if the summaries of all finished blocks are stored instead.
+        """
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Enlarge the tensor of finished block summaries if it has no room for new blocks.
+        """Enlarge a tensor of finished block summaries if it has no room for new blocks.
 
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``.
             blocks: required capacity in blocks.
-            owned: whether blocks are appended one by one. If so, the capacity at least doubles when it grows.
+            owned: whether the caller owns ``finished`` and appends blocks to it one by one. If so, the capacity at least
+                doubles when it grows.
 
         Returns:
             The same tensor if its capacity suffices, otherwise a larger copy.
@@ -202,14 +224,14 @@ class Mixing(ABC):
 
         Args:
             finished: summaries of finished blocks, ``[B, H, capacity, W]``, with room for the new ones.
-            rows: rows of the batch that ``summary`` belongs to.
+            rows: rows of the batch that ``summary`` belongs to: a slice of all rows, or a tensor of row indices.
             first: index of the first new block.
             summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
-            in_place: whether ``finished`` may be written to. Other generation states that share the tensor have fewer blocks,
-                and do not read the new ones.
+            in_place: whether ``finished`` may be written to. Other generation states may share this tensor. They have fewer
+                blocks, and do not read the new ones.
 
         Returns:
-            ``finished`` with the new blocks, the same tensor or a copy.
+            Finished summaries that include the new blocks: ``finished`` itself if ``in_place``, otherwise a copy.
         """
         end = first + summary.shape[2]
         if in_place:
@@ -220,11 +242,11 @@ class Mixing(ABC):
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """Mix the summaries of all finished blocks for the open block, to which tokens are still added.
+        """Mix the summaries of all finished blocks, as the block that is still receiving tokens reads them.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
-            block: index of the open block.
+            block: index of the block that is still receiving tokens.
 
         Returns:
             Mixed summary, ``[B, H, W]``.
@@ -233,7 +255,7 @@ class Mixing(ABC):
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Compute causal mixtures for new blocks, from finished blocks and from earlier new blocks.
+        """Compute the mixed summary that each new block reads, from finished blocks and from earlier new blocks.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
@@ -254,11 +276,14 @@ class Mixing(ABC):
 
     @property
     def boundary_sums(self) -> int | None:
-        """Number R of running sums that processes exchange in each direction; None if they exchange all summaries."""
+        """Number of running sums that processes exchange in each direction if a sequence is distributed over them.
+
+        None if they exchange the summaries of all blocks instead.
+        """
         return None
 
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix block summaries of a sequence that is distributed over processes, for the blocks of this process.
+        """Compute the mixed summaries for the blocks of this process, in a sequence that is distributed over processes.
 
         Args:
             summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
@@ -288,22 +313,22 @@ class Mixing(ABC):
         Args:
             blocks: number of blocks.
             causal: whether the attention is causal.
-            form: form of the operator, such as ``"chunked"``.
+            form: attention algorithm, such as ``"chunked"``.
 
         Returns:
-            Key of ``triton_backend.mixers.MIXERS``, and tensors ``[H or 1, ...]``. Attention weights are linear in the first
-            tensor.
+            Name of the kernels, ``"dense"`` or ``"exponential"``, and tensors ``[H or 1, ...]``. Axis 0 has length 1 if all
+            heads share the coefficients. Multiplying the first tensor by a number multiplies all attention weights by it.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]
 
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Estimate the cost of mixing, so that the cheapest form of the operator can be chosen.
+        """Estimate the cost of mixing, for the choice of the cheapest attention algorithm.
 
         Args:
             blocks: number of blocks.
             causal: whether the attention is causal.
-            fused: whether the fused kernels do the mixing.
+            fused: whether the fused Triton kernels do the mixing.
 
         Returns:
             Number of summaries that are added up to mix one block.
@@ -312,7 +337,7 @@ class Mixing(ABC):
 
 
 def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
-    """Return names and values of a mixing's dataclass fields, except for its learned tensors."""
+    """Return the names and values of the dataclass fields that are not learned tensors."""
     names = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
     return tuple((name, getattr(mixing, name)) for name in names)
 

@@ -1,4 +1,4 @@
-"""Dense coefficients: one number for each pair of blocks, applied as a matrix."""
+"""Dense mixing coefficients: one number for each pair of blocks, applied as a matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from mhla_kernels.mixing.base import Mixing
 
 @dataclass(frozen=True)
 class DenseMixing(Mixing):
-    """Mixing coefficients as a matrix: one number for each pair of blocks. The operator converts a plain tensor to this class.
+    """Mixing coefficients as a matrix, with one number for each pair of blocks.
+
+    The attention functions convert a plain tensor of coefficients to this class.
 
     Args:
         mixing: matrix ``[M, M]`` for all heads, or ``[H, M, M]``, in floating point.
@@ -49,5 +51,8 @@ class DenseMixing(Mixing):
             raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
     def matrix(self, blocks: int) -> Tensor:
-        """Return the complete matrix of coefficients, regardless of ``blocks``."""
+        """Return the complete matrix of coefficients, ``[M, M]`` or ``[H, M, M]``.
+
+        ``blocks`` is ignored, because the matrix has a fixed number of blocks M.
+        """
         return self.mixing

@@ -2,9 +2,9 @@
 
     m[i, j] = sum_r a_r prod_axis exp(-lambda_{r, axis} |i_axis - j_axis|)
 
-A sum of R such terms is applied to M block summaries by running sums, R at a time, instead of a matrix of M squared. The
-causal state is R summaries for any length. Learned dense coefficients of language models were found to be close to a function
-of distance alone (the "Toeplitz Block Mixing" report, 2026-03). The distance here is the weighted L1 distance, which
+A sum of R such terms is applied to M block summaries by R running sums, instead of a matrix of M squared numbers. The causal
+generation state holds R summaries for any length. Learned dense coefficients of language models were found to be close to a
+function of distance alone (the "Toeplitz Block Mixing" report, 2026-03). The distance here is the weighted L1 distance, which
 separates over the axes of a grid.
 
 Longer than other modules: one kind of mixing is one file.
@@ -38,12 +38,13 @@ GROUP = 32
 class ExponentialMixing(Mixing):
     """Mixing coefficients ``m[i, j] = sum_r a_r prod_axis exp(-lambda_{r, axis} |i_axis - j_axis|)``.
 
-    The sum is over R exponential terms, and the product is over the axes of the block grid. Both tensors get gradients.
+    Block i gives weight m[i, j] to the summary of block j. The sum is over R exponential terms, and the product is over the
+    axes of the block grid. The tensors a and lambda both get gradients.
 
     Args:
         amplitude: amplitudes a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
-        decay: decays lambda per block, nonnegative. Without ``grid`` it has the shape of ``amplitude``; for a grid of A axes it
-            has one more axis, of length A, at the end.
+        decay: decays lambda per block, nonnegative. Without ``grid``, it has the shape of ``amplitude``. For a grid of A axes,
+            it has one more axis, of length A, at the end.
         grid: number of blocks along each axis of a 2-D or 3-D grid, whose blocks are in row-major order; None for a sequence of
             any length. Causal attention requires None.
 
@@ -101,7 +102,7 @@ class ExponentialMixing(Mixing):
         """Return the coefficients as a matrix, ``[M, M]`` or ``[H, M, M]``.
 
         Args:
-            blocks: M; required if ``grid`` is None.
+            blocks: number of blocks M; required if ``grid`` is None, otherwise optional.
 
         Raises:
             ValueError: if ``blocks`` is missing, or is not the number of blocks of ``grid``.
@@ -127,18 +128,26 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the coefficient m[i, i], ``[1]`` or ``[H, 1]``: for every block i, it is the sum of the amplitudes."""
+        """Return the weight of a block's own summary, ``[1]`` or ``[H, 1]``: the sum of the amplitudes, for every block."""
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
-        """Return amplitudes and decays with heads as the first axis, of length 1 if all heads share them."""
+        """Return amplitudes and decays with heads as axis 0, which has length 1 if all heads share them."""
         return (self.amplitude, self.decay) if self.heads else (self.amplitude[None], self.decay[None])
 
     @override
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix summaries ``[B, H, M, W]`` by running sums, at a cost linear in the number of blocks M.
+        """Mix block summaries ``[B, H, M, W]`` by running sums, at a cost linear in the number of blocks M.
 
-        Over a grid, each term mixes along one axis after the other, or one matrix is applied if that takes fewer operations.
+        Over a grid, each exponential term mixes along one axis after the other. If one matrix takes fewer operations, it is
+        applied instead.
+
+        Args:
+            summary: summaries of the M blocks, ``[B, H, M, W]`` with W numbers each.
+            causal: whether a block's mixture is over earlier blocks only, without itself.
+
+        Returns:
+            Mixed summaries, ``[B, H, M, W]``.
         """
         amplitude, decay = self._per_head()
         if causal:
@@ -153,10 +162,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number of running sums carried between chunks: one per exponential term if causal, otherwise two.
+        """Return the number of running sums that connect groups of blocks: one per exponential term if causal, otherwise two.
 
-        The result is None if the blocks form a grid: consecutive blocks then need not be neighbors, so chunks of them have no
-        running sums.
+        A group, called a chunk, consists of consecutive blocks. The result is None if the blocks form a grid, since consecutive
+        blocks are then not always neighbors, so running sums cannot connect the groups.
         """
         if self.grid is not None:
             return None
@@ -168,17 +177,28 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """Number R of running sums that stand for all finished blocks in a generation state: one for each term."""
+        """Number of running sums that replace all finished blocks during generation: one for each exponential term."""
         return self.terms
 
     @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return the running sums unchanged, since their number does not depend on the number of blocks."""
+        """Return the running sums ``finished`` unchanged: their number does not depend on the number of blocks."""
         return finished
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Decay the running sums over the new blocks, and add the new blocks; the result is always a copy."""
+        """Decay running sums over the number of new blocks, and add the summaries of these blocks to them.
+
+        Args:
+            finished: running sums of the finished blocks, ``[B, H, R, W]``.
+            rows: rows of the batch that ``summary`` belongs to: a slice of all rows, or a tensor of row indices.
+            first: not used here.
+            summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
+            in_place: not used here.
+
+        Returns:
+            New running sums, always a copy.
+        """
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
@@ -199,14 +219,27 @@ class ExponentialMixing(Mixing):
     @property
     @override
     def boundary_sums(self) -> int | None:
-        """Number of running sums that processes exchange in each direction; None over a grid, where they exchange summaries."""
+        """Number of running sums that processes exchange in each direction if a sequence is distributed over them.
+
+        None if the blocks form a grid: the processes then exchange the summaries of all blocks.
+        """
         return self.terms if self.grid is None else None
 
     @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix blocks distributed over processes, which exchange one running sum per term and direction.
+        """Compute the mixed summaries for the blocks of this process, in a sequence that is distributed over processes.
 
-        Over a grid, the processes exchange summaries instead.
+        The processes exchange one running sum per exponential term and direction. Over a grid, they exchange all block
+        summaries.
+
+        Args:
+            summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
+            causal: whether a block's mixture is over earlier blocks only, without itself.
+            shares: assignment of blocks to processes.
+            every: summaries of the M blocks of all processes, ``[B, H, M, ...]``; None to gather them. Used only over a grid.
+
+        Returns:
+            Mixed summaries for the blocks of this process, ``[B, H, m, ...]``.
         """
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
@@ -232,14 +265,30 @@ class ExponentialMixing(Mixing):
 
     @override
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Return amplitudes and decays for the causal chunked form, and the matrix for all other forms."""
+        """Return the coefficients as the tensors that the Triton kernels read.
+
+        Args:
+            blocks: number of blocks.
+            causal: whether the attention is causal.
+            form: attention algorithm, such as ``"chunked"``.
+
+        Returns:
+            The name of the kernels, and the tensors. These are ``"exponential"`` with the amplitudes and the decays for the
+            causal chunked form, otherwise ``"dense"`` with one matrix.
+        """
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)
         return "exponential", [x.contiguous() for x in self._per_head()]
 
     @override
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Estimate the number of summaries that are added up to mix one block: all blocks where a matrix is applied."""
+        """Estimate the number of summaries that are added up to mix one block.
+
+        Args:
+            blocks: number of blocks M. The result is M if the coefficients are applied as a matrix.
+            causal: whether the attention is causal.
+            fused: whether the fused Triton kernels do the mixing.
+        """
         if fused and not causal:
             return blocks
         both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for reversing and adding them
@@ -256,23 +305,25 @@ class ExponentialMixing(Mixing):
         any_row_scale: bool = False,
         steps: int = 500,
     ) -> tuple[ExponentialMixing, Tensor]:
-        """Fit a sum of exponentials to learned dense coefficients, and return the explained variance.
+        """Fit a sum of exponentials to learned dense coefficients, and return it with the explained variance.
 
-        The fit is by least squares over all coefficients, or over the lower triangle if ``causal``. Adam optimizes the
+        The fit minimizes the squared error over all coefficients, or over the lower triangle if ``causal``. Adam optimizes the
         logarithms of the decays. Each step solves for the best nonnegative amplitudes.
 
         Args:
-            mixing: ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
-            terms: number of terms R.
-            grid: block grid in 2-D or 3-D, with ``prod(grid)`` = M; None for a sequence.
+            mixing: dense coefficients of M blocks, ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
+            terms: number of exponential terms R.
+            grid: number of blocks along each axis of a 2-D or 3-D grid, with ``prod(grid)`` = M; None for a sequence.
             causal: whether only the lower triangle is fitted.
-            any_row_scale: whether every row of the fit may be scaled to match. The scale of a row has no effect if the operator
-                has a normalizer or an RMSNorm follows it, and rows that sum to 1 are not a function of distance alone.
+            any_row_scale: whether every row of the fit may be scaled to match. The scale of a row has no effect if attention is
+                normalized or an RMSNorm follows it. Rows that are normalized to a sum of 1 are not a function of distance
+                alone.
             steps: number of optimizer steps.
 
         Returns:
             The fitted mixing in float32, and the explained variance, a scalar or ``[H]``. The explained variance is
-            ``1 - residual / variance about the mean``, and about zero if all coefficients are equal.
+            ``1 - residual / variance about the mean``. If all coefficients are equal, their mean square takes the place of the
+            variance.
 
         Raises:
             ValueError: if a shape is wrong, a number is not finite, or options do not fit together.
@@ -284,10 +335,10 @@ class ExponentialMixing(Mixing):
 def _check_decay(decay: Tensor) -> None:
     """Check that the decays are finite and not negative.
 
-    On an accelerator, and while torch traces, the check runs on the device, and this function does not wait for the result.
+    On an accelerator, and while torch traces, the device checks the values without waiting, and reports an error later.
 
     Raises:
-        ValueError: if a decay is invalid and its value can be read here.
+        ValueError: if the decays are on a CPU, their values can be read, and one of them is invalid.
     """
     message = "the decays of ExponentialMixing must be finite and not negative"
     if decay.is_meta:
@@ -310,11 +361,11 @@ def _check_decay(decay: Tensor) -> None:
 def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
     """Add up the running sums of P processes, each decayed over the blocks between that process and this one.
 
-    Processes that do not contribute get weight zero instead of being left out: every process must take part in the collective
-    operation of the backward pass.
+    Every process must take part in the collective operation of the backward pass. Therefore a process that does not contribute
+    gets weight zero, instead of being left out.
 
     Args:
-        sums_BHPRW: running sums of R terms at the boundary of each process, with W numbers each.
+        sums_BHPRW: R running sums at the boundary of each process, with W numbers each, ``[B, H, P, R, W]``.
         decay: decay per block, ``[H or 1, R]``.
         gaps: number of blocks between each process and this one; None for a process that does not contribute.
 
@@ -333,15 +384,15 @@ def _distance(length: int, like: Tensor) -> Tensor:
 
 
 def _kernel(amplitude: Tensor, decay: Tensor, distance: Tensor) -> Tensor:
-    """Compute ``sum_r a_r exp(-lambda_r d)`` for distances d.
+    """Compute ``sum_r a_r exp(-lambda_r d)``, the mixing coefficient for each block distance d.
 
     Args:
-        amplitude: amplitudes a, ``[..., R]``.
-        decay: decays lambda, ``[..., R]``.
-        distance: distances d, of any shape D.
+        amplitude: amplitudes a of R exponential terms, ``[..., R]``.
+        decay: decays lambda per block, ``[..., R]``.
+        distance: distances d, in any shape.
 
     Returns:
-        Coefficients, ``[..., *D]``.
+        Coefficients, ``[..., *distance.shape]``.
     """
     rates = decay.reshape(*decay.shape, *(1,) * distance.dim())
     weights = amplitude.reshape(*amplitude.shape, *(1,) * distance.dim())
@@ -349,20 +400,23 @@ def _kernel(amplitude: Tensor, decay: Tensor, distance: Tensor) -> Tensor:
 
 
 def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Combine ``[..., I, J]`` and ``[..., K, L]`` into ``[..., I K, J L]``: a Kronecker product that adds, not multiplies."""
+    """Add each entry of ``a`` to each entry of ``b``, arranged as in a Kronecker product.
+
+    ``[..., I, J]`` and ``[..., K, L]`` give ``[..., I * K, J * L]``.
+    """
     joined = a[..., :, None, :, None] + b[..., None, :, None, :]
     return joined.flatten(-4, -3).flatten(-2, -1)
 
 
 def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
-    """Mix the earlier blocks for each block i: ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``.
+    """Mix the summaries of the earlier blocks for each block i: ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``.
 
-    A small matrix mixes the blocks within a group of :data:`GROUP`, and R running sums connect the groups.
+    The blocks are divided into groups. A small matrix mixes the blocks within a group, and R running sums connect the groups.
 
     Args:
         summary: summaries S of the M blocks, ``[B, H, M, W]``.
-        amplitude: amplitudes a, ``[H or 1, R]``.
-        decay: decays lambda, ``[H or 1, R]``.
+        amplitude: amplitudes a of R exponential terms, ``[H or 1, R]``.
+        decay: decays lambda per block, ``[H or 1, R]``.
 
     Returns:
         Mixed summaries, ``[B, H, M, W]``.
@@ -395,11 +449,11 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
 
 
 def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Mix the blocks of a grid: each term mixes along one axis after the other.
+    """Mix the summaries of the blocks of a grid: each exponential term mixes along one axis after the other.
 
     Args:
         summary: summaries of the M blocks, ``[B, H, M, W]``.
-        amplitude: amplitudes, ``[H or 1, R]``.
+        amplitude: amplitudes of R exponential terms, ``[H or 1, R]``.
         decay: decays along the A axes of the grid, ``[H or 1, R, A]``.
         grid: number of blocks along each axis.
 

@@ -1,4 +1,4 @@
-"""Least-squares fit of a sum of exponentials to learned dense coefficients."""
+"""Least-squares fit of a sum of exponentials of block distance to learned dense mixing coefficients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,22 @@ def fit_exponentials(
     any_row_scale: bool,
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit a sum of exponentials to dense coefficients; :meth:`ExponentialMixing.fit` documents the arguments and errors.
+    """Fit a sum of R exponentials of block distance to dense mixing coefficients, by least squares.
+
+    Args:
+        mixing: dense coefficients of M blocks, ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
+        terms: number of exponentials R.
+        grid: number of blocks along each axis of a 2-D or 3-D grid; None for a sequence.
+        causal: whether only the lower triangle is fitted.
+        any_row_scale: whether each row of the fit may be multiplied by a factor to match the row of ``mixing``.
+        steps: number of optimizer steps.
 
     Returns:
-        Amplitudes, decays and explained variance, each with heads as axis 0 if ``mixing`` has them.
+        Amplitudes ``[R]``, decays ``[R]`` (``[R, A]`` over a grid of A axes) and the explained variance, a scalar. If
+        ``mixing`` has an axis of heads, each result has heads as axis 0. All are float32.
+
+    Raises:
+        ValueError: if a shape is wrong, a number is not finite, or options do not fit together.
     """
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
@@ -80,16 +92,16 @@ def fit_exponentials(
 
 
 def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """Return the factor of each row that minimizes the squared error of ``fitted``, scaled to a mean of 1.
+    """Compute the factor of each matrix row that minimizes the squared error of ``fitted``, scaled to a mean factor of 1.
 
     Args:
         target: target coefficients, ``[H, n]``.
         fitted: fitted coefficients, ``[H, n]``.
-        row: ``[n]`` row of each coefficient.
+        row: index of the row that contains each coefficient, ``[n]``.
         size: number of rows.
 
     Returns:
-        Factor for each coefficient, ``[H, n]``.
+        Factor of the row that contains each coefficient, ``[H, n]``.
     """
     zeros = target.new_zeros(len(target), size)
     along = zeros.index_add(1, row, target * fitted)
@@ -99,12 +111,12 @@ def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tenso
 
 
 def _nonnegative_least_squares(features: Tensor, target: Tensor, start: Tensor, sweeps: int) -> Tensor:
-    """Solve ``argmin_{a >= 0} |features a - target|`` for each head, by coordinate descent on the normal equations.
+    """Minimize ``|features a - target|`` over nonnegative a, for each head, by coordinate descent on the normal equations.
 
     Args:
         features: R features for each of n targets, ``[H, n, R]``.
         target: targets, ``[H, n]``.
-        start: initial guess, ``[H, R]``.
+        start: initial guess of a, ``[H, R]``.
         sweeps: number of passes over all R coordinates.
 
     Returns:

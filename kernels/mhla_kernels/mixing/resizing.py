@@ -1,4 +1,4 @@
-"""Dense mixing coefficients as tensors: resizing a learned matrix to another block grid, or extending it."""
+"""Conversion of a learned matrix of mixing coefficients to a different block grid, or to more blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
-    """Return the weights ``[new, old]`` that resize one axis: linear interpolation between block centers.
+    """Return the weights ``[new, old]`` that resize one axis by linear interpolation between block centers.
 
-    For fewer blocks than before, they are a triangle filter that averages over the old blocks.
+    If there are fewer new blocks than old ones, each row of weights is a triangle filter that averages several old blocks.
     """
     stretch = old / new
     center = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5
@@ -23,7 +23,7 @@ def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
 
 
 def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[int]) -> Tensor:
-    """Resize dense mixing coefficients from one block grid to another, for a new image, clip or sequence size.
+    """Resize dense mixing coefficients from one block grid to another, for a different image, clip or sequence size.
 
     Coefficients are interpolated linearly between block centers, along the axes of the query block and of the key block. Then
     each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. If the grids are equal,
@@ -31,8 +31,8 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]`` with ``M = prod(old_grid)``, blocks in row-major order of the grid.
-        old_grid: blocks along each axis, for example ``(4, 4)``.
-        new_grid: blocks along each axis; as many axes as ``old_grid``.
+        old_grid: number of blocks along each axis, for example ``(4, 4)``.
+        new_grid: number of blocks along each axis of the new grid, which has as many axes as the old one.
 
     Returns:
         ``[M', M']`` or ``[H, M', M']`` with ``M' = prod(new_grid)``, in the dtype and on the device of ``mixing``.
@@ -65,20 +65,21 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
     The existing rows are not changed. A new row is computed in three steps:
 
-    1. At each distance of the existing coefficients, it has the mean of the row-normalized coefficients at that distance,
-       over the last half of the existing rows.
-    2. Beyond the largest existing distance, it follows an exponential that never grows with distance, fitted to the larger
-       half of the distances (see ``tail`` for alternatives).
-    3. It is scaled to the mean sum of the same existing rows.
+    1. For each block distance in the existing matrix, the new coefficient is the mean of the coefficients at this distance in
+       the last half of the existing rows, after each row is divided by its sum.
+    2. For larger distances, the coefficient follows an exponential that never grows with distance. It is fitted to the larger
+       half of the existing distances. (See ``tail`` for alternatives.)
+    3. The row is scaled to the mean sum of the last half of the existing rows.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.
-        blocks: number of blocks of the result; up to M, the result is the top left corner.
+        blocks: number of blocks of the result. If it is M or less, the result is the top left corner of ``mixing``.
         tail: coefficients beyond the largest existing distance: ``"exponential"``, ``"last"`` (the last existing value) or
             ``"zero"``.
 
     Returns:
-        ``[blocks, blocks]`` or ``[H, blocks, blocks]``, zero above the diagonal in new rows; dtype and device of ``mixing``.
+        ``[blocks, blocks]`` or ``[H, blocks, blocks]``, in the dtype and on the device of ``mixing``. New rows are zero above
+        the diagonal.
 
     Raises:
         ValueError: if the shape is wrong, ``blocks`` is below 1, or ``tail`` is unknown.
@@ -119,12 +120,12 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
 
 def _tail(profile: Tensor, beyond: Tensor, tail: str) -> Tensor:
-    """Extrapolate coefficients beyond the largest existing block distance.
+    """Extrapolate mixing coefficients beyond the largest existing block distance, M - 1.
 
     Args:
         profile: coefficient at each distance from 0 to M - 1, ``[..., M]``.
-        beyond: distances minus (M - 1) at which coefficients are needed, ``[n]``.
-        tail: kind of extrapolation, see :func:`extend_mixing`.
+        beyond: differences between the n new distances and M - 1, ``[n]``.
+        tail: ``"exponential"``, ``"last"`` (repeat the last coefficient) or ``"zero"``.
 
     Returns:
         Coefficients at the distances ``M - 1 + beyond``, ``[..., n]``.

@@ -1,7 +1,8 @@
-"""Sums of exponentials for chunks of several blocks: a small matrix inside a chunk, running sums between chunks.
+"""Exponential mixing for chunks of several blocks: a small matrix inside a chunk, running sums between chunks.
 
-Count blocks from the start of their chunk, g for the query's block and h for the key's. A term of the coefficient between two
-chunks that are D >= 1 apart is then a product of a factor for reading, one for the chunks in between, and one for writing:
+Let a chunk have G blocks. Count blocks from the start of their chunk, and let g be the number of the query's block and h that
+of the key's block. For two chunks that are D >= 1 apart, each exponential term of the mixing coefficient is a product of three
+factors, for reading, for the chunks in between, and for writing:
 
     a exp(-lambda (D G + g - h)) = a exp(-lambda (g + 1))  *  exp(-lambda G (D - 1))  *  exp(-lambda (G - 1 - h))
 
@@ -17,15 +18,18 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Coefficients of exponential mixing for chunks of G blocks, connected by T running sums.
+    """Mixing coefficients for attention in chunks of G consecutive blocks.
+
+    Tokens of other chunks are read through T running sums over the keys and values of these chunks.
+
+    Axis 0 of every tensor has length 1 if all heads share the coefficients.
 
     Attributes:
-        matrix: coefficients between the blocks of one chunk, ``[H or 1, G, G]``. Axis 0 has length 1 if all heads share them,
-            here and below.
+        matrix: coefficients between the blocks of one chunk, ``[H or 1, G, G]``.
         reading: weights with which the queries of a block read each running sum, ``[H or 1, T, G]``.
         writing: weights with which the keys of a block enter each running sum, ``[H or 1, T, G]``.
-        decay: exponent of the decay of each running sum over one chunk, ``[H or 1, T]``.
-        later: number of running sums over later chunks, 0 or T / 2. They are the last ones of the T sums; the others are over
+        decay: exponent of the decay of each running sum per chunk, ``[H or 1, T]``.
+        later: number of running sums over later chunks, 0 or T / 2. They are the last ones of the T sums. The others are over
             earlier chunks.
     """
 
@@ -37,13 +41,14 @@ class Span(NamedTuple):
 
 
 def make_span(amplitude: Tensor, decay: Tensor, blocks: int, causal: bool) -> Span:
-    """Convert a sum of R exponentials of block distance to coefficients for chunks of several blocks.
+    """Convert a sum of R exponentials of block distance to mixing coefficients for chunks of several blocks.
 
     Args:
         amplitude: amplitude of each exponential, ``[H or 1, R]``.
         decay: decay per block of each exponential, ``[H or 1, R]``.
         blocks: number of blocks in a chunk, G.
-        causal: whether only earlier chunks count, which gives R running sums; otherwise there are 2 R.
+        causal: whether chunks read only earlier chunks, with R running sums. Otherwise, they also read later chunks, with R
+            more.
     """
     index = torch.arange(blocks, device=decay.device, dtype=decay.dtype)
     distance = (index[:, None] - index).abs()

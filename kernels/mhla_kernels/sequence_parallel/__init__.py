@@ -1,6 +1,6 @@
-"""Sequence parallelism: the tokens of a sequence are spread over processes.
+"""Sequence parallelism: attention over a sequence whose tokens are distributed over several processes.
 
-See :mod:`mhla_kernels.sequence_parallel.operator`.
+:mod:`mhla_kernels.sequence_parallel.operator` describes the algorithm.
 """
 
 from mhla_kernels.sequence_parallel.collectives import gather_shares

@@ -1,6 +1,6 @@
-"""The collective operation of sequence parallelism: every process gets the shares of all processes.
+"""Collective operation of sequence parallelism that gives every process the tensors of all processes.
 
-The backward pass returns the gradients of the shares to their processes.
+The backward pass returns the gradient of each tensor to the process that sent it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 def gather_shares(
     share: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Gather the tensors of all processes of a group and concatenate them, differentiably.
+    """Gather the tensors of all processes of a group and concatenate them, with support for autograd.
 
     In the backward pass, gradients are summed over the processes, and each process receives the gradient of its tensor.
 

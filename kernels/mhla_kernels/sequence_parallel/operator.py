@@ -1,7 +1,7 @@
-"""MHLA over a sequence whose tokens are spread over processes, which exchange block summaries instead of tokens.
+"""Multi-head linear attention (MHLA) over a sequence whose tokens are distributed over processes.
 
-Process p holds the complete blocks of a range [f_p, l_p). It computes the summaries of its own blocks. From the other
-processes it needs
+Process p holds the complete blocks with indices from f_p up to, but not including, l_p. It computes the summaries S_b of its
+own blocks. It gets from the other processes, depending on the mixing coefficients m:
 
     dense m          every summary S_b, or every k and v where those are fewer bytes;
     exponential m    for each of the R terms one sum from every process on its left, and one from its right:
@@ -60,37 +60,40 @@ def mhla_sequence_parallel(
     key_mask: Tensor | None = None,
     exchange: Exchange = "auto",
 ) -> Tensor:
-    """Compute :func:`mhla_kernels.mhla_attention` of a sequence that is spread over the processes of a group.
+    """Compute :func:`mhla_kernels.mhla_attention` for a sequence whose tokens are distributed over the processes of a group.
 
-    Every process of the group calls this function with its own tokens, which begin at ``share_tokens(...)[rank]``, and gets
-    their outputs. The gradients of q, k and v are complete. The gradients of ``mixing`` are this process's part of the sum
-    over the group, as for any weight that is applied to these tokens alone.
+    Every process of the group calls this function with its own tokens, and gets their outputs. The tokens of process ``rank``
+    begin at ``share_tokens(...)[rank]``. The gradients of q, k and v are complete. The gradients of ``mixing`` must be summed
+    over the group, as for any weight that is applied to a process's own tokens.
 
     Args:
         q: queries of this process's n tokens, ``[B, n, H, Dk]``.
-        k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H, as for :func:`mhla_kernels.mhla_attention`.
+        k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H.
         v: values, ``[B, n, Hkv, Dv]``.
         mixing: coefficients for the complete sequence, the same on every process.
-        group: the processes in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
+        group: the processes in the order of their tokens: a process group, or a device mesh with one dimension, such as
+            ``mesh["sequence"]``.
         tokens: number of tokens of the complete sequence, N.
         block_size: tokens in a block; the last block of the sequence may be shorter. Give exactly one of this and
             ``block_offsets``.
-        block_offsets: M + 1 integers for the complete sequence; bidirectional only.
-        causal: as for :func:`mhla_kernels.mhla_attention`.
-        normalize: as for :func:`mhla_kernels.mhla_attention`.
-        scale: as for :func:`mhla_kernels.mhla_attention`.
-        eps: as for :func:`mhla_kernels.mhla_attention`.
-        feature_map: as for :func:`mhla_kernels.mhla_attention`.
-        key_mask: ``[B, n]`` bool, for the tokens of this process.
-        exchange: ``"summaries"``, ``"tokens"`` (dense mixing only), or ``"auto"``: whichever needs fewer bytes, see
-            :func:`traffic`.
+        block_offsets: for M uneven blocks of the complete sequence, M + 1 integers: the index of the first token of each block,
+            followed by N. For bidirectional attention only.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        normalize: whether each row of attention weights is divided by its sum.
+        scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
+        eps: positive number that is added to the sum of a row of weights before the division.
+        feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
+        key_mask: ``[B, n]`` bool, False for masked tokens of this process; None if no token is masked.
+        exchange: data that the processes exchange: ``"summaries"`` of blocks, ``"tokens"`` (keys and values, for dense mixing
+            only), or ``"auto"``: whichever needs fewer bytes.
 
     Returns:
         Outputs ``[B, n, H, Dv]`` in the dtype of ``v``.
 
     Raises:
-        ValueError: for arguments that do not fit, and for tokens that are not this process's share.
-        TypeError: as :func:`mhla_kernels.mhla_attention`.
+        ValueError: for arguments that do not fit together, or if n is not the number of tokens that :func:`share_tokens`
+            assigns to this process.
+        TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
@@ -141,7 +144,7 @@ def mhla_sequence_parallel(
 
 
 def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Check that q, k and v of this process have the same number of tokens, and that the key mask fits them."""
+    """Raise ValueError unless q, k and v of this process have the same number of tokens and the key mask fits them."""
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"
@@ -151,20 +154,29 @@ def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
 
 
 def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
-    """Return a meta tensor shaped as ``x`` would be for all ``tokens`` tokens of the sequence, for argument checks."""
+    """Return a tensor without memory in the shape that ``x`` would have for the complete sequence, for argument checks.
+
+    ``x`` has the axes ``[B, n, heads, width]``, and ``tokens`` takes the place of n.
+    """
     if x.dim() != 4:
         return x
     return torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
 def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Append a column of ones (zeros for masked tokens) to the values, so that the normalizer is computed as one more value."""
+    """Append a column of ones (zeros for masked tokens) to the values ``[B, N, H, V]``.
+
+    Attention then computes the sums of the weights in this column.
+    """
     v = F.pad(v, (0, 1), value=1.0)
     return v if key_mask is None else v * key_mask[..., None, None]
 
 
 def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
-    """Gather the keys and values of all processes, and compute the summaries ``[B, Hkv, M, K, V]`` of all blocks."""
+    """Gather the keys and values of all processes, and compute the summaries ``k^T v`` of all M blocks, ``[B, Hkv, M, K, V]``.
+
+    With normalization, the values have one more column, of ones.
+    """
     k, v, mask, accumulate = problem.k, problem.v, problem.key_mask, problem.accumulate
     if k.dtype != v.dtype:  # both are sent in one tensor
         k, v = k.to(accumulate), v.to(accumulate)
@@ -181,29 +193,38 @@ def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
 
 @dataclass
 class _SharedMixer(Mixer):
-    """Mixer for the blocks of this process in a sequence that is distributed over processes.
+    """Callable that mixes the block summaries of this process with those of the other processes.
 
     Attributes:
         plan: assignment of blocks to processes.
-        every: summaries of all blocks, ``[B, H, M, ...]``, if this process has them; None if mixing has to exchange them.
+        every: summaries of all M blocks, ``[B, H, M, ...]``, if this process already has them; None to exchange them
+            whenever the object is called.
     """
 
     plan: SequencePlan | None = None
     every: Tensor | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix this process's block summaries ``[B, H, m, ...]`` with those of the other processes, into the same shape."""
+        """Compute a mixture of the block summaries of all processes, for each of the m blocks of this process.
+
+        Args:
+            summary: summaries of the blocks of this process, ``[B, H, m, ...]``.
+            causal: whether a block's mixture contains only the blocks before it, without itself.
+
+        Returns:
+            Mixtures, in the shape of ``summary``.
+        """
         assert self.plan is not None
         return self.mixing.mix_share(summary, causal, self.plan, self.every)
 
 
 def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.device) -> BlockPartition:
-    """Return the partition of a part of a sequence, from block ``first`` up to but not including block ``last``.
+    """Return the assignment of tokens to blocks for a range of consecutive blocks of a sequence.
 
     Args:
         bounds: index of the first token of each block of the sequence, followed by the number of tokens.
-        first: index of the first block of the part.
-        last: index after the last block of the part.
+        first: index of the first block of the range.
+        last: index after the last block of the range.
         device: device of the index tables.
     """
     offsets = tuple(bound - bounds[first] for bound in bounds[first : last + 1])

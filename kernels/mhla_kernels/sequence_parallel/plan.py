@@ -1,4 +1,4 @@
-"""Assignment of blocks to processes, and the number of bytes that the processes exchange."""
+"""Assignment of the blocks of a sequence to processes, and the number of bytes that the processes exchange."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
 def share_tokens(
     tokens: int, processes: int, *, block_size: int | None = None, block_offsets: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Divide the tokens of a sequence among processes, in complete blocks as :func:`share_blocks` assigns them.
+    """Divide the tokens of a sequence among processes, so that each process gets complete blocks.
+
+    The numbers of blocks of any two processes differ by at most one.
 
     Args:
         tokens: number of tokens N.
         processes: number of processes P.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
-        block_offsets: M + 1 integers, see :func:`mhla_kernels.mhla_attention`.
+        block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
 
     Returns:
         Index of the first token of each process, followed by N; P + 1 integers.
@@ -53,9 +55,12 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
     Args:
         tokens: number of tokens N.
-        block_size: tokens in a block; None with ``block_offsets``.
-        block_offsets: index of the first token of each uneven block, followed by N, as the caller gives them; None with
-            ``block_size``.
+        block_size: tokens in a block, if all blocks are of equal size; None if ``block_offsets`` is given.
+        block_offsets: for uneven blocks, the index of the first token of each block, followed by N; None if ``block_size`` is
+            given.
+
+    Returns:
+        M + 1 integers for M blocks. They equal ``block_offsets`` if it is given.
 
     Raises:
         ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
@@ -70,13 +75,14 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of bytes that one process receives in a forward pass of one layer, for each way of exchanging data.
+    """Number of bytes that one process receives in the forward pass of one attention layer, for each kind of exchanged data.
 
-    The backward pass exchanges the same number of values, the gradients, in float32.
+    The backward pass exchanges the same number of values, as gradients in float32.
 
     Attributes:
         summaries: number of bytes if the processes exchange block summaries, or running sums of them.
-        tokens: number of bytes if the processes exchange keys and values; None if they cannot.
+        tokens: number of bytes if the processes exchange keys and values; None for exponential mixing over a sequence, which
+            only exchanges running sums.
     """
 
     summaries: int
@@ -84,7 +90,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """Way of exchanging data that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
+        """Kind of exchanged data that needs fewer bytes: ``"summaries"`` or ``"tokens"``."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 
@@ -102,7 +108,9 @@ def traffic(
     normalize: bool = True,
     token_bytes: int = 2,
 ) -> Traffic:
-    """Compute the number of bytes that a process receives in :func:`mhla_sequence_parallel`, with float32 summaries.
+    """Compute the number of bytes that a process receives in the forward pass of :func:`mhla_sequence_parallel`.
+
+    Block summaries are sent in float32.
 
     Args:
         batch: batch size B.
@@ -111,10 +119,11 @@ def traffic(
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         blocks: number of blocks M.
-        processes: number of processes P, with equal shares.
-        terms: number of terms R of exponential mixing over a sequence; None if summaries are exchanged.
+        processes: number of processes P, among which the sequence is divided equally.
+        terms: number of terms of exponential mixing over a sequence, for which the processes exchange running sums; None for
+            dense mixing and for exponential mixing over a grid.
         causal: whether the attention is causal.
-        normalize: whether normalizers are exchanged too.
+        normalize: whether the sums of the attention weights are exchanged too.
         token_bytes: size in bytes of one number of k and v.
     """
     width = key_width * (value_width + normalize)
@@ -144,24 +153,24 @@ class SequencePlan:
 
     @property
     def own(self) -> tuple[int, int]:
-        """Index of the first block of this process, and index after its last one."""
+        """Index of the first block that this process holds, and the index after its last one."""
         return self.shares[self.rank], self.shares[self.rank + 1]
 
     @property
     def blocks(self) -> list[int]:
-        """Number of blocks that each process holds."""
+        """Number of blocks that each process holds, in the order of ranks."""
         return [b - a for a, b in pairwise(self.shares)]
 
     @property
     def tokens(self) -> list[int]:
-        """Number of tokens that each process holds."""
+        """Number of tokens that each process holds, in the order of ranks."""
         return [self.bounds[b] - self.bounds[a] for a, b in pairwise(self.shares)]
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate the tensors ``[B, H, length, ...]`` of all processes along axis 2, see :func:`gather_shares`.
+        """Gather a tensor from every process, and concatenate the tensors along axis 2 in the order of ranks.
 
         Args:
-            share: tensor of this process.
+            share: tensor of this process, ``[B, H, length, ...]``.
             lengths: length of axis 2 in the tensor of each process.
         """
         return gather_shares(share, 2, lengths, self.group)

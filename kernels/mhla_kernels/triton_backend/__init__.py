@@ -1,1 +1,1 @@
-"""Triton backend of the operator: the kernels, their launchers, and their registration with torch."""
+"""Triton backend of the attention operator: the kernels, the functions that launch them, and the registration with torch."""

@@ -1,12 +1,12 @@
-"""Kernel for the outputs and for the gradients of q, k and v, in the parallel, chunked and spanning forms.
+"""Kernel for the outputs of attention and for the gradients of q, k and v, in the parallel, chunked and spanning forms.
 
 All four results are one computation with its operands exchanged. For each row token t,
 
     out_t = x_t^T S~  +  sum_j c(t, j) (x_t . y_j) a_j
 
 The first term reads a mixed summary; the parallel form does not have it. The second term is a sum over token pairs. In the
-parallel form it covers all pairs, and c is the mixing coefficient of the two blocks. In the causal chunked form it covers
-the pairs inside one block, and c = m[i, i].
+parallel form it covers all pairs, and c is the mixing coefficient of the two blocks. In the causal chunked form it covers the
+pairs inside one block, and c = m[i, i].
 
     | mode   | x  | y  | a  | summary            | pairs (causal) |
     | OUT    | q  | k  | v  | S~ = m S           | j <= t         |
@@ -14,9 +14,11 @@ the pairs inside one block, and c = m[i, i].
     | DV     | k  | q  | dO | dS = m^T R         | j >= t         |
     | DK     | v  | dO | q  | dS transposed      | j >= t         |
 
-With the normalizer n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Let w_t = sum_j c(t, j) k_j, and
-let u_t be the sum of mode DQ. Then the gradients are those of an unnormalized operator whose values have one more column
-of ones, with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
+Here dO is the gradient of the outputs, S the summary of a block, and R the gradient of the mixed summaries S~.
+
+With the normalizer n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Let w_t = sum_j c(t, j) k_j, and let
+u_t be the sum of mode DQ. Then the gradients are those of an unnormalized operator whose values have one more column of ones,
+with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
 
     dq_t = u_t / n_t + g_t w_t
 
@@ -67,10 +69,12 @@ def _through_summary(
     NORMALIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Add the contribution of one block summary (sums S of ``k v^T`` and z of k) to the accumulators of a tile of tokens.
+    """Add the products of a tile of tokens x with one block summary to the accumulators of the tile.
 
-    ``total`` gets ``x S``. With ``NORMALIZE``, z is used as well: mode OUT adds ``x z`` to ``normalizer``, DQ adds ``z`` to
-    ``keys``, and DK adds ``z`` to ``total``. ``x`` is loaded in slices of ``SLICE`` features.
+    The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
+    well: it adds ``x z`` to ``normalizer`` when the kernel computes the outputs (``MODE`` is ``OUT``), ``z`` to ``keys`` for
+    the gradient of q (``DQ``), and ``z`` to ``total`` for the gradient of k (``DK``). ``x`` is loaded in slices of ``SLICE``
+    features.
 
     Returns:
         ``total`` ``[ROWS, OUTPUTS]``, ``normalizer`` ``[ROWS]`` and ``keys`` ``[ROWS, OUTPUTS]``.
@@ -167,25 +171,28 @@ def attend_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute one ``[ROWS, OUTPUTS]`` tile of the outputs, or of the gradient of q, k or v, as ``MODE`` selects.
+    """Compute one ``[ROWS, OUTPUTS]`` tile of the attention outputs, or of the gradient of q, k or v, as ``MODE`` selects.
 
-    The module docstring defines the modes and the tensors. Grid: (B * H * tiles, output parts).
+    The result for row token t is ``x_t S + sum_j c(t, j) (x_t . y_j) a_j``, with a mixed summary S and mixing coefficients c.
+    The tensors ``x``, ``y`` and ``a`` are q, k and v in mode OUT. With dO for the gradient of the outputs, they are dO, v and k
+    in mode DQ, k, q and dO in mode DV, and v, dO and q in mode DK. Grid: ``(B * H * tiles, output parts)``.
 
-    Chunked form (``SUMMARY``): ``table`` is the block table. A block has ``pieces`` pieces of ``piece_size`` tokens, and a
-    piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
+    Chunked form (``SUMMARY``): ``table`` has a column for each block. A block has ``pieces`` pieces of ``piece_size`` tokens,
+    and a piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
     each piece the summary of the pieces before it in its block (after it in modes DV and DK).
 
-    Parallel form: tiles have ``ROWS`` tokens. With ``PACKED``, ``table`` lists the tiles. ``COLUMNS`` consecutive tokens
-    lie in at most ``SPAN`` of the ``size`` blocks of ``mixing``.
+    Parallel form: tiles have ``ROWS`` tokens. With ``PACKED``, ``table`` has a column for each tile. ``COLUMNS`` consecutive
+    tokens lie in at most ``SPAN`` of the ``size`` blocks of ``mixing``.
 
-    Spanning form (``SUMMARY`` and ``TERMS``): the blocks of the table are chunks, and the pairs are those inside a chunk.
-    ``mixing`` holds the coefficients between the blocks of a chunk. ``mixed`` holds ``TERMS`` summaries for each chunk. A
-    row token reads each of them with the weight of its block in ``term_weight`` ``[H or 1, TERMS, size]``.
+    Spanning form (``SUMMARY`` and ``TERMS``): ``table`` has a column for each chunk of several blocks, and token pairs are
+    scored inside a chunk only. ``mixing`` holds the coefficients between the blocks of a chunk. ``mixed`` holds ``TERMS``
+    summaries for each chunk. A row token reads each of them with the weight of its block in ``term_weight``
+    ``[H or 1, TERMS, size]``.
 
     With ``OWN_GRADIENT`` the kernel also writes ``own_gradient``, in two cases. In mode DK of the causal chunked form it is
-    ``[B * H, tiles in total, output parts]`` and gets this tile's part of the gradient of m[i, i]. In modes DQ and DK of
-    the spanning form it is ``[B * H, N, TERMS, output parts, 2]`` and gets each row token's part of the gradient of each
-    term weight: entry 0 through the values, entry 1 (mode DQ with ``NORMALIZE``) through the sum of keys.
+    ``[B * H, tiles in total, output parts]`` and gets this tile's part of the gradient of m[i, i]. In modes DQ and DK of the
+    spanning form it is ``[B * H, N, TERMS, output parts, 2]`` and gets each row token's part of the gradient of each term
+    weight: entry 0 through the values, entry 1 (mode DQ with ``NORMALIZE``) through the sum of keys.
     """
     tile, part, row = tl.program_id(0) % tiles_of_row, tl.program_id(1), (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -381,29 +388,30 @@ def attend(
     weights: tuple[Tensor, Tensor] | None,
     own_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch :func:`attend_kernel`, which computes the outputs of attention or one of the gradients of q, k and v.
+    """Launch the Triton kernel that computes the outputs of attention or one of the gradients of q, k and v.
 
-    The docstring of this module has the formulas and defines x, y, a, n_t and g_t.
+    The result for token t is ``x_t S + sum_j c(t, j) (x_t . y_j) a_j``, with a mixed summary S and mixing coefficients c. If
+    the outputs are normalized, n_t is the sum of the weights of token t, plus eps.
 
     Args:
-        call: arguments and tables of the operator's call.
-        mode: result to compute, as a plain number: ``OUT`` for the outputs, ``DQ``, ``DV`` or ``DK`` for a gradient.
-        operands: tensors x, y and a of the formula; q, k and v in mode OUT.
-        row_tokens: tensor whose tokens are the rows of the result: q in modes OUT and DQ, k in modes DV and DK.
-        mixed: mixed summaries, float32; None in the parallel form.
-        running: summaries of the other pieces of each block, see :func:`attend_kernel`; None if there are none.
-        weights: inverse normalizers 1 / n_t and their gradients g_t, ``[B * H, N]`` float32 each. Mode DQ writes them, and
-            modes DV and DK read them. None without normalizer and in mode OUT.
+        call: arguments of the attention operator, with lookup tables and launch options.
+        mode: number of the result to compute: ``OUT.value`` for the outputs, ``DQ.value``, ``DV.value`` or ``DK.value`` for a
+            gradient.
+        operands: tensors x, y and a of the formula: (q, k, v) for OUT, (dO, v, k) for DQ, (k, q, dO) for DV and (v, dO, q) for
+            DK, where dO is the gradient of the outputs.
+        row_tokens: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.
+        mixed: mixed block summaries, float32; None in the parallel form.
+        running: for each piece of a block, the summary of the pieces before it (after it for DV and DK); None if blocks are not
+            divided into pieces.
+        weights: ``1 / n_t`` and the gradient of n_t, ``[B * H, N]`` float32 each. DQ writes them, and DV and DK read them. None
+            without normalizer and for OUT.
         own_gradient: whether to compute the gradient of coefficients as well.
 
     Returns:
-        The result and, if ``own_gradient``, a gradient of coefficients, otherwise None. The result is ``[B, N, H, V]`` in modes
-        OUT and DV, and ``[B, N, H, K]`` in modes DQ and DK. The gradient is float32. In mode DK of the causal chunked form, it
-        is the gradient of m[i, i] of every block, ``[B * H, blocks]``. In modes DQ and DK of the spanning form, it is the
-        gradient of the weight with which each token reads or writes each term, ``[B * H, N, T]``.
-        gradient: of m[i, i] of every block, ``[B * H, blocks]``, in mode DK of the causal chunked form; of the weight with
-        which each token reads or writes each term, ``[B * H, N, T]``, in modes DQ and DK of the spanning form. None in its
-        place otherwise.
+        The result and a gradient of coefficients. The result is ``[B, N, H, V]`` for OUT and DV, and ``[B, N, H, K]`` for DQ
+        and DK. The gradient is None without ``own_gradient``, and float32 otherwise. For DK of the causal chunked form, it is
+        the gradient of m[i, i] of every block, ``[B * H, blocks]``. For DQ and DK of the spanning form, it is the gradient of
+        the weight with which each token reads or writes each of T running sums, ``[B * H, N, T]``.
     """
     x, y, a = operands
     out_like = call.v if mode in (OUT.value, DV.value) else call.q

@@ -1,4 +1,4 @@
-"""One call of the fused operator: its arguments, and the sizes, tables and options that the launchers derive from them."""
+"""One call of the Triton attention operator: its arguments, and the sizes, tables and options derived from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 def chip_of(device: torch.device) -> int:
     """Return the compute capability of a GPU times ten, for example 90 for Hopper.
 
-    The result for a CPU, where Triton's interpreter runs the kernels, is that of Hopper.
+    A CPU, on which Triton's interpreter runs the kernels, counts as 90.
     """
     if device.type != "cuda":
         return config.HOPPER
@@ -35,23 +35,26 @@ class Arguments(NamedTuple):
 
     Attributes:
         q: queries, ``[B, N, H, K]``, float32 or bfloat16, any strides.
-        k: keys, ``[B, N, H, K]``, as q.
-        v: values, ``[B, N, H, V]``, as q.
-        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``. In the spanning form, these are the tensors
-            of a :class:`mhla_kernels.mixing.span.Span`. The scale of the outputs is multiplied into the first tensor (in the
+        k: keys, ``[B, N, H, K]``, in the dtype of q, any strides.
+        v: values, ``[B, N, H, V]``, in the dtype of q, any strides.
+        coefficients: float32 tensors that define the mixing coefficients, which weight each key block for each query block,
+            ``[1, ...]`` or ``[H, ...]``. In the spanning form, these are the tensors of a
+            :class:`mhla_kernels.mixing.span.Span`. The scale of the outputs is multiplied into the first tensor (in the
             spanning form, into the first two).
-        tables: result of :func:`mhla_kernels.triton_backend.tables.kernel_tables`.
-        key_mask: ``[B, N]`` bool, False for hidden tokens; None if all are visible.
-        cu_seqlens: first token of each packed sequence, and N: ``[S + 1]`` on the device; None without packing.
+        tables: lookup tables for tokens and blocks, as :func:`mhla_kernels.triton_backend.tables.kernel_tables` returns them.
+        key_mask: ``[B, N]`` bool, False for masked tokens; None if no token is masked.
+        cu_seqlens: index of the first token of each of S packed sequences, followed by N, ``[S + 1]`` on the device of q; None
+            without packing.
         block_size: tokens in a block; 0 for uneven blocks.
-        block_offsets: first token of each block and N, for uneven blocks; None for blocks of one size.
+        block_offsets: index of the first token of each uneven block, followed by N; None for blocks of equal size.
         causal: whether token t attends to tokens ``j <= t`` only.
-        relu: whether the feature map is ``"relu"``, applied by the kernels.
+        relu: whether the kernels apply the feature map ``relu(x) + 1e-6`` to q and k.
         eps: number added to the normalizer; None if outputs are not divided by the normalizer.
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
-        guard: name of the kind of kernels. If the kernels fail, this kind is withdrawn and PyTorch computes the result, see
-            :func:`mhla_kernels.verdicts.guarded`. If empty, errors are raised.
+        form: algorithm: ``"parallel"`` for products of all token pairs, ``"chunked"`` for sums over each block (summaries), or
+            ``"spanning"`` for groups of several blocks (chunks), which are connected by running sums.
+        mixer: name of the kernels that apply the coefficients to block summaries: ``"dense"`` or ``"exponential"``.
+        guard: name under which the kernels are disabled in this process if they fail; PyTorch then computes the result. If
+            empty, errors are raised instead.
     """
 
     q: Tensor
@@ -78,7 +81,7 @@ class Arguments(NamedTuple):
 
 
 class Call:
-    """Arguments of one call of the fused operator, with the sizes, tables and options for launching its kernels.
+    """Arguments of one call of the Triton attention operator, with the sizes, tables and options for launching its kernels.
 
     Args:
         arguments: arguments of the operator.
@@ -109,7 +112,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Number of pairs of batch row and head, B * H; a factor of the first grid dimension of every kernel."""
+        """Number of pairs of a batch row and a head, B * H. The first dimension of every launch grid is a multiple of it."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property
@@ -134,11 +137,15 @@ class Call:
 
     @property
     def chip(self) -> int:
-        """Compute capability of the device times ten."""
+        """Compute capability of the GPU times ten, for example 90 for Hopper; 90 on a CPU."""
         return chip_of(self.q.device)
 
     def schedule(self, tiles: config.Tiles) -> dict[str, int]:
-        """Return the launch options (warps, stages, registers) of a kernel with these tiles on this device."""
+        """Return the launch options (warps, stages, registers) of a kernel on this call's device.
+
+        Args:
+            tiles: tile sizes of the kernel, with its numbers of warps and stages.
+        """
         warps, stages = tiles.warps, tiles.stages
         if config.overlaps_chained_products(self.chip):
             stages = 1
@@ -146,7 +153,10 @@ class Call:
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
-        """Number of pieces into which kernels divide a block, and tokens in a piece; one piece in the spanning form."""
+        """Number of pieces into which the kernels divide a block, and number of tokens in a piece.
+
+        In the spanning form of attention, which processes groups of several blocks (chunks), each chunk is a single piece.
+        """
         largest = self.tables.layout.largest
         if self.terms:
             return 1, largest
@@ -162,7 +172,8 @@ class Call:
     def span(self, tile: int) -> int:
         """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
 
-        The first tile begins at the first token of a sequence, or of a chunk in the spanning form.
+        The first tile begins at the first token of a sequence, and each further tile begins where the previous one ends. In the
+        spanning form of attention, which processes groups of several blocks (chunks), a tile begins at the start of each chunk.
         """
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
@@ -170,7 +181,9 @@ class Call:
         """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            Table of the tiles, which kernels read only if sequences are packed, and number of tiles.
+            A table with a column for each tile, and the number of tiles. The table is ``[7, tiles]`` int32, and describes tiles
+            as ``table`` of :class:`BlockTables` describes blocks: by the first token, the token after the last one, and so on.
+            If sequences are not packed, it is the table of the blocks instead, which the kernels do not read.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)
@@ -179,15 +192,15 @@ class Call:
 
 
 def sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sum the columns of ``values`` that share an index, in a fixed order.
+    """Sum the columns of ``values`` that have the same index, in a fixed order.
 
     Args:
-        values: ``[R, n]``.
-        index: ``[n]`` integers; columns with an index of ``size`` or more are dropped (they hold zeros).
+        values: numbers to sum, ``[R, n]``.
+        index: index of each column, ``[n]`` integers. Columns with an index of ``size`` or more are dropped.
         size: number of sums.
 
     Returns:
-        ``[R, size]``.
+        Sums, ``[R, size]``.
     """
     # index_put_ sorts the indices and adds in that order; index_add_ would add by atomics, in any order
     out = values.new_zeros(size + 1, values.shape[0])
@@ -196,9 +209,9 @@ def sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def alignment(*tensors: Tensor) -> int:
-    """Return the largest common divisor, at most 8, of the batch, token and head strides of the tensors, in elements.
+    """Return the greatest common divisor of 8 and of the batch, token and head strides of all tensors.
 
-    8 elements are the 16 bytes of the widest load of bfloat16.
+    Strides are in elements. Eight elements are the 16 bytes of the widest load of bfloat16.
     """
     return gcd(8, *(stride for x in tensors for stride in x.stride()[:3]))
 
@@ -206,7 +219,11 @@ def alignment(*tensors: Tensor) -> int:
 def strides(aligned: int, *tensors: Tensor) -> list[int]:
     """Return the strides of the tensors as kernel arguments, four for each tensor.
 
-    Batch, token and head strides are divided by ``aligned``. A kernel multiplies them by it again, as a compile-time
-    constant, from which the compiler derives the alignment. The stride of the features stays in elements.
+    The batch, token and head strides are divided by ``aligned``. A kernel multiplies them by this compile-time constant again,
+    so that the compiler knows their alignment. The stride of the features is not divided.
+
+    Args:
+        aligned: common divisor of the batch, token and head strides, in elements.
+        tensors: tensors with four axes.
     """
     return [number for x in tensors for number in (*(stride // aligned for stride in x.stride()[:3]), x.stride(3))]

@@ -1,8 +1,8 @@
-"""Tile sizes of the Triton kernels: how many tokens, keys and values a program processes.
+"""Tile sizes of the Triton kernels: how many tokens, keys and values one program processes.
 
 They depend on the dtype, the widths and the chip, but not on the sequence length, so that a new length needs no new
-compilation. Mixing is the exception: it has one kind of tiles for few blocks and one for many. The sizes are chosen so that
-``make resources`` shows no register spills for bfloat16 at common widths.
+compilation. The mixing kernels are an exception: they have one set of tile sizes for few blocks and one for many. The sizes are
+chosen so that ``make resources`` shows no register spills for bfloat16 at common widths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPLIT = 2048
 
 
 def power_of_two(number: int) -> int:
-    """Round a width up to a power of two, at least 16, which is the smallest size that Triton's matrix products support."""
+    """Round a number up to a power of two, and to at least 16, the smallest size that Triton's matrix products support."""
     return max(16, 1 << (number - 1).bit_length())
 
 
@@ -42,13 +42,13 @@ Source: CUDA C++ Programming Guide, table 27.
 
 
 def overlaps_chained_products(chip: int) -> bool:
-    """Return whether the installed Triton miscompiles pipelined loops with chained matrix products on a chip.
+    """Return whether the installed Triton miscompiles pipelined loops with chained matrix products on a GPU.
 
     On datacenter Blackwell, Triton before 3.9 puts products that share an accumulator into different stages of a loop
-    (triton-lang/triton #10821, fixed by #10988). Kernels use one stage there.
+    (triton-lang/triton #10821, fixed by #10988). Kernels run such loops with a single stage there.
 
     Args:
-        chip: compute capability times ten.
+        chip: compute capability of the GPU times ten.
     """
     return chip // 10 == 10 and tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2]) < (3, 9)
 
@@ -56,11 +56,11 @@ def overlaps_chained_products(chip: int) -> bool:
 def register_limit(chip: int, warps: int) -> dict[str, int]:
     """Return the launch option that raises the register limit of a kernel; an empty dict on Hopper.
 
-    On other chips, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes (see
-    ``make resources``). This option gives a thread block the complete register file.
+    On other GPUs, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes. This
+    option gives a thread block the complete register file.
 
     Args:
-        chip: compute capability times ten.
+        chip: compute capability of the GPU times ten.
         warps: number of warps of the kernel.
     """
     return {} if chip == HOPPER else {"maxnreg": min(255, 65536 // (32 * warps))}
@@ -68,7 +68,7 @@ def register_limit(chip: int, warps: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Numbers of warps and pipeline stages of a Triton kernel. Derived classes add tile sizes."""
+    """Number of warps and number of pipeline stages of a Triton kernel. Derived classes add tile sizes."""
 
     warps: int = 4
     stages: int = 1
@@ -76,12 +76,14 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendTiles(Tiles):
-    """Tile sizes of a kernel that works on token pairs: for outputs, gradients of q, k and v, or the gradient of mixing.
+    """Tile sizes of a Triton kernel that computes scores of token pairs.
+
+    Such kernels compute the outputs, the gradients of q, k and v, or the gradient of the mixing coefficients.
 
     Attributes:
         rows: number of tokens along the rows of a score tile.
-        columns: number of tokens along the columns, loaded at a time.
-        slice: number of features that a matrix product sums over at a time.
+        columns: number of tokens along the columns of a score tile, which are loaded at once.
+        slice: number of features that a matrix product sums over at once.
         outputs: number of output features of a tile; 0 for a kernel without outputs.
     """
 
@@ -101,20 +103,20 @@ def attend_tiles(
     short: bool = False,
     summaries: bool = False,
 ) -> AttendTiles:
-    """Choose the tile sizes of the kernel that computes outputs or gradients from pairs of tokens.
+    """Choose the tile sizes of the kernel that sums over pairs of tokens to compute outputs or the gradients of q, k and v.
 
-    If the kernel reads no summaries, one slice holds all features if possible. The loop over columns then loads its rows once
-    and prefetches its columns.
+    If the kernel reads no block summaries, one slice holds all features if possible. The loop over columns then loads its rows
+    once and prefetches its columns.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
         x_width: number of features that the scores sum over.
         out_width: number of features of the result.
         full_width: whether one program must compute all output features, as it must for the gradient of q with a normalizer.
-        parallel: whether pairs are weighed by a matrix of coefficients.
-        chip: compute capability times ten.
+        parallel: whether token pairs are weighted by a matrix of coefficients between blocks.
+        chip: compute capability of the GPU times ten.
         short: whether to use fewer rows, for kernels that need more registers per row.
-        summaries: whether the kernel reads summaries.
+        summaries: whether the kernel reads block summaries.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
@@ -135,11 +137,11 @@ def attend_tiles(
 
 
 def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
-    """Return the tile sizes of the kernel for the gradient of the coefficients in the parallel form.
+    """Return the tile sizes of the kernel that sums over pairs of tokens to compute the gradient of the mixing coefficients.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
-        chip: compute capability times ten.
+        chip: compute capability of the GPU times ten.
     """
     if dtype == torch.bfloat16:
         return AttendTiles(rows=64, columns=32, slice=64, warps=4 if chip == HOPPER else 8, stages=2)
@@ -148,12 +150,12 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryTiles(Tiles):
-    """Tile sizes of the kernel for block summaries, ``sum_j k_j v_j^T``.
+    """Tile sizes of the Triton kernel for block summaries, ``sum_j k_j v_j^T``.
 
     Attributes:
         tokens: number of tokens j that are loaded and summed over at a time.
-        keys: number of rows of a summary that one program computes.
-        values: number of columns of a summary that one program computes.
+        keys: number of rows of a summary (key features) that one program computes.
+        values: number of columns of a summary (value features) that one program computes.
     """
 
     tokens: int
@@ -162,7 +164,7 @@ class SummaryTiles(Tiles):
 
 
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
-    """Choose the tile sizes of the kernel that computes block summaries.
+    """Choose the tile sizes of the Triton kernel that computes block summaries, ``sum_j k_j v_j^T``.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -179,11 +181,11 @@ def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> Summa
 
 @dataclass(frozen=True, kw_only=True)
 class MixTiles(Tiles):
-    """Tile sizes of the kernel that mixes summaries by a matrix.
+    """Tile sizes of the Triton kernel that mixes block summaries by a matrix.
 
     Attributes:
-        rows: number of query blocks.
-        columns: number of summary entries.
+        rows: number of query blocks in a tile.
+        columns: number of summary entries in a tile.
         terms: number of key blocks that are summed over at a time.
     """
 
@@ -193,7 +195,7 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
-    """Choose the tile sizes of the kernels that mix by a matrix and compute the gradient of the matrix.
+    """Choose the tile sizes of the kernels that mix block summaries by a matrix and compute the gradient of this matrix.
 
     Tiles have fewer rows for up to 32 blocks.
 
@@ -212,11 +214,10 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:
-    """Return the number of parts into which a kernel splits its sum over the entries of a summary.
+    """Return the number of parts into which the kernel for the gradient of mixing coefficients splits its sum.
 
-    The kernel computes the gradient of mixing coefficients.
-
-    There are enough parts to fill a GPU with programs, and each has at least 1024 numbers to sum.
+    The sum is over the entries of a block summary. There are enough parts to fill a GPU with programs, but each part has at
+    least 1024 entries.
 
     Args:
         tiles: number of programs without the split.
@@ -226,20 +227,20 @@ def mixing_gradient_parts(tiles: int, width: int) -> int:
 
 
 def mixing_gradient_columns(chip: int) -> int:
-    """Return the number of summary entries that the kernel for the gradient of mixing loads at a time.
+    """Return how many entries of a block summary the kernel for the gradient of mixing coefficients loads at a time.
 
     Args:
-        chip: compute capability times ten.
+        chip: compute capability of the GPU times ten.
     """
     return 64 if chip in (HOPPER, 100) else 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """Tile sizes of the kernels for exponential mixing, which scan over the blocks.
+    """Tile sizes of the Triton kernels for exponential mixing, which go through the blocks in order with running sums.
 
     Attributes:
-        columns: number of summary entries.
+        columns: number of summary entries in a tile.
         terms: number of running sums, padded to a power of two.
     """
 
@@ -248,6 +249,6 @@ class ScanTiles(Tiles):
 
 
 def scan_tiles(terms: int) -> ScanTiles:
-    """Choose the tile sizes of the kernels for exponential mixing with ``terms`` exponential terms."""
+    """Choose the tile sizes of the Triton kernels for exponential mixing with ``terms`` exponential terms."""
     padded = 1 << (terms - 1).bit_length()
     return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)

@@ -1,4 +1,4 @@
-"""PyTorch replacements for the fused kernels, for a call in which these failed."""
+"""PyTorch replacements that compute a call of the attention operator if its Triton kernels have failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mhla_kernels.verdicts import in_own_thread
 
 
 def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Compute the outputs of the attention operator in PyTorch, differentiably, in place of the fused kernels.
+    """Compute the outputs of the attention operator in PyTorch, with support for autograd, in place of the Triton kernels.
 
     Args:
         arguments: arguments of the registered operator.
@@ -40,7 +40,7 @@ def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Arguments) -> list[Tensor | None]:
-    """Compute the gradients of the attention operator in PyTorch by autograd, in place of the fused kernels.
+    """Compute the gradients of the attention operator by autograd in PyTorch, in place of the Triton kernels.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
@@ -48,7 +48,7 @@ def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Argum
         arguments: arguments of the registered operator.
 
     Returns:
-        Gradients of q, k, v and of each coefficient tensor; None for those not wanted.
+        Gradients of q, k, v and of each coefficient tensor, in this order; None for each one that is not wanted.
     """
     count = len(arguments.coefficients)
     requires_grad = [*needs_gradient[:3], *(needs_gradient[3],) * count]

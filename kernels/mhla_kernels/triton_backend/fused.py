@@ -1,4 +1,4 @@
-"""Entry point of the fused operator: the decision whether its kernels may be used, and the arguments that they take."""
+"""Entry point of the Triton backend: it decides whether the kernels may be used, and prepares their arguments."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from mhla_kernels.verdicts import may_use
 
 
 def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | None:
-    """Run attention with the fused kernels.
+    """Compute attention with the fused Triton kernels.
 
-    Operands are converted to one dtype: float32 if any of them has it, else bfloat16. Coefficients become float32, and the
-    scale is multiplied into them.
+    Queries, keys and values are converted to one dtype: float32 if any of them has it, else bfloat16. Mixing coefficients
+    become float32, and the scale of the outputs is multiplied into them.
 
     Args:
-        problem: the checked call; the kernels map features and mask tokens themselves.
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        problem: checked arguments of the call. The feature map and the key mask are not applied yet; the kernels do this.
+        form: algorithm of attention: ``"parallel"`` (weights of token pairs), ``"chunked"`` (a summary of each block) or
+            ``"spanning"`` (running sums across groups of several consecutive blocks).
         only_if_sound: whether to compare the kernels with PyTorch before their first use, and to fall back to PyTorch if they
             fail later.
 
     Returns:
-        Outputs ``[B, N, H, V]``, or None if ``only_if_sound`` and the kernels may not be used.
+        Outputs ``[B, N, H, V]`` in the dtype of ``v``. None if ``only_if_sound`` is set and the kernels have not been
+        shown to agree with PyTorch.
     """
     q, k, v, weighting, relu = problem.q, problem.k, problem.v, problem.weighting, problem.feature_map == "relu"
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
@@ -67,7 +69,15 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
 
 
 def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
-    """Return the key in ``mixers.MIXERS`` for a call's coefficients, and their float32 tensors with the scale multiplied in."""
+    """Convert the mixing coefficients of an attention call to tensors that the Triton kernels read.
+
+    Args:
+        problem: arguments of the call.
+        form: algorithm of attention: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+
+    Returns:
+        Kind of kernels, ``"dense"`` or ``"exponential"``, and the float32 tensors, which include the scale of the outputs.
+    """
     layout, causal, scale = problem.layout, problem.weighting.causal, problem.weighting.scale
     mixing, factor = problem.mixing.to(torch.float32), 1.0 if scale is None else scale
     if form == "spanning":
@@ -79,7 +89,10 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 
 
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
-    """Describe the kernels that a call needs, with the exact block size; kernel trials round it later."""
+    """Describe the Triton kernels that an attention call needs, by dtype, sizes and options.
+
+    The block size is not rounded yet. :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
+    """
     layout = problem.layout
     return Kind(
         form=form,
@@ -106,12 +119,15 @@ def _layout_name(layout: TokenLayout) -> str:
 
 @torch.compiler.assume_constant_result
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
-    """Return the name of the kernels that a call needs, or an empty string if their trial on the device did not succeed.
+    """Return the name of the Triton kernels for an attention call if they agree with PyTorch, else an empty string.
+
+    The first time, the outputs of the kernels are compared with those of PyTorch on small inputs. Later calls of this function
+    use the stored result.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.
         device_index: index of the device; None for the current one.
-        fields: fields of the :class:`Kind` that describes the call, with the exact block size.
+        fields: fields of the :class:`Kind` that describes the call, in order. The block size is not rounded yet.
     """
     kind = Kind(*fields)
     kind = kind._replace(block_size=size_class(kind.block_size, kind.form))

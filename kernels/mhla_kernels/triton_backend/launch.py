@@ -1,4 +1,4 @@
-"""Forward and backward passes of the operator as sequences of kernel launches, for all forms.
+"""Forward and backward passes of the attention operator as sequences of Triton kernel launches.
 
 A buffer that a kernel fills completely is allocated uninitialized. A buffer that it adds to, or fills in part, is zeroed.
 """
@@ -19,7 +19,11 @@ from mhla_kernels.triton_backend.summaries import summarize
 
 
 def forward(call: Call) -> Tensor:
-    """Run the forward pass of the attention operator with Triton kernels; return the outputs, ``[B, N, H, V]``."""
+    """Run the forward pass of attention with Triton kernels, and return the outputs, ``[B, N, H, V]``.
+
+    Args:
+        call: arguments of the attention operator, with lookup tables and launch options.
+    """
     if call.terms:
         return spanning.forward(call)
     mixed = running = None
@@ -30,18 +34,19 @@ def forward(call: Call) -> Tensor:
 
 
 def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> list[Tensor | None]:
-    """Run the backward pass of the attention operator with Triton kernels.
+    """Run the backward pass of attention with Triton kernels.
 
-    Summaries are computed again instead of being saved by the forward pass. At most two sets of float32 summaries exist at
-    the same time.
+    Block summaries are computed again instead of being saved by the forward pass. At most two sets of float32 summaries exist
+    at the same time.
 
     Args:
-        call: arguments and tables of the operator's call.
+        call: arguments of the attention operator, with lookup tables and launch options.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
     Returns:
-        Gradients of q, k, v and of each coefficient tensor; None for those not wanted.
+        Gradients of q, k, v and of each coefficient tensor, in this order. None for q, k or v if not wanted; the gradients of
+        the coefficients are left out if not wanted.
     """
     of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, call.k, call.v
@@ -84,11 +89,11 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
 
 
 def _reduce(gradient: Tensor, call: Call) -> Tensor:
-    """Sum a gradient of coefficients ``[B * H, ...]`` over the batch, and over the heads if they share the coefficients.
+    """Sum a gradient of mixing coefficients over the batch, and over the heads if they share the coefficients.
 
     Args:
         gradient: gradient for each batch row and head, ``[B * H, ...]``.
-        call: arguments and tables of the operator's call, including the coefficients.
+        call: arguments of the attention operator, which include the coefficients.
 
     Returns:
         ``[H, ...]``, or ``[1, ...]`` for shared coefficients.

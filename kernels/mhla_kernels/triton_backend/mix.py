@@ -1,4 +1,4 @@
-"""Triton kernels of dense mixing: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
+"""Triton kernels that mix block summaries S by a matrix m, ``S~ = m S``, and compute the gradient of the matrix."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def mix_kernel(
 ):
     """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
-    With ``CAUSAL`` the sum is over b < i. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
-    b > i. Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``.
+    A block summary is a sum over the tokens of the block, for example of key-value products.
+    With ``CAUSAL`` the sum is over ``b < i``. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
+    ``b > i``. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -102,11 +103,11 @@ def mixing_gradient_kernel(
 ):
     """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
-    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless b < i.
+    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless ``b < i``.
 
-    Grid: (B * H * tiles of i, tiles of b, parts of ``WIDTH``). ``gradient`` (of the mixed summaries) and ``summary``:
-    ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient``: ``[parts, B * H, size, size]`` float32; the caller sums the
-    parts.
+    ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient`` is
+    ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid:
+    ``(B * H * tiles of i, tiles of b, parts of WIDTH)``.
     """
     tiles = tl.cdiv(size, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -141,10 +142,22 @@ def mixing_gradient_kernel(
 
 
 class DenseMixer:
-    """Launchers of the Triton kernels that mix by a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
+    """Launcher of the Triton kernels that mix block summaries by a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``.
+
+    A block summary is a sum over the tokens of the block, for example of key-value products.
+    """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix the block summaries ``[B * H, M, W]`` by the matrix, see :meth:`TritonMixer.mix`."""
+        """Mix block summaries by the matrix of coefficients.
+
+        Args:
+            call: arguments of the attention operator, which include the matrix.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
+            transposed: whether to use the transposed matrix, as the backward pass does.
+
+        Returns:
+            Mixed summaries, ``[B * H, M, W]``.
+        """
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, blocks)
@@ -157,18 +170,33 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the matrix to :class:`DenseMixing`, which the PyTorch forms take; see :meth:`TritonMixer.mixing`."""
+        """Convert the matrix, the only element of ``coefficients``, to a :class:`DenseMixing`.
+
+        The PyTorch algorithms take objects of this class.
+        """
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the matrix and its strides along heads, rows and columns, see :meth:`TritonMixer.pairs`."""
+        """Return the matrix of coefficients, and its strides along heads, query blocks and key blocks.
+
+        A kernel weights the product of a query and a key by the coefficient of their two blocks.
+        """
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Compute the gradient of the matrix through the mixing of summaries, see :meth:`TritonMixer.gradients`."""
+        """Compute the gradient of the matrix with which block summaries are mixed.
+
+        Args:
+            call: arguments of the attention operator.
+            d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
+
+        Returns:
+            A list with the gradient for each batch row and head, ``[B * H, M, M]``.
+        """
         size = call.coefficients[0].shape[-1]
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, size)
@@ -186,7 +214,11 @@ class DenseMixer:
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add the gradient of the diagonal coefficients m[i, i] to the gradient of the matrix, in place.
 
-        See :meth:`TritonMixer.add_own` for the arguments.
+        Args:
+            call: arguments of the attention operator.
+            gradients: list with the gradient of the matrix, ``[B * H, M, M]``, which is changed in place.
+            diagonal_gradient: for each block i, the gradient of m[i, i] that comes from the pairs of tokens within the block,
+                ``[B * H, blocks]`` float32.
         """
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(diagonal_gradient, call.tables.table[_ROW], diagonal.shape[-1])

@@ -1,4 +1,7 @@
-"""Launchers of the kernels that mix summaries, by kind of coefficients. A new kind of mixing adds an entry here."""
+"""Launchers of the Triton kernels that mix block summaries, by kind of mixing coefficients.
+
+A new kind of coefficients adds an entry to ``MIXERS``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ from mhla_kernels.triton_backend.scan import ExponentialMixer
 
 
 class TritonMixer(Protocol):
-    """Interface to the Triton kernels for one kind of mixing coefficients.
+    """Interface to the Triton kernels for one kind of mixing coefficients, by which block summaries are added up.
 
-    ``call.coefficients`` holds the tensors that :meth:`mhla_kernels.mixing.Mixing.fused` returns.
+    A block summary is a sum over the tokens of the block, for example of key-value products. The coefficients, as
+    :meth:`mhla_kernels.mixing.Mixing.fused` returns them, are in ``call.coefficients``.
     """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
         """Mix block summaries by the coefficients of a call.
 
         Args:
-            call: arguments and tables of the operator's call, including the coefficients.
-            summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            call: arguments of the attention operator, which include the coefficients.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed coefficients, as the backward pass does.
 
         Returns:
@@ -31,37 +35,37 @@ class TritonMixer(Protocol):
         """
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the coefficient tensors to the subclass of :class:`Mixing` that the PyTorch forms take."""
+        """Convert coefficient tensors to an instance of :class:`Mixing`, which the PyTorch algorithms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficients that kernels apply to pairs of tokens, and their strides.
+        """Return a tensor with the coefficient of each pair of blocks, and its strides along heads, query and key blocks.
 
-        The three strides are those along heads, query blocks and key blocks.
-
-        The parallel form reads m[i, b] for all pairs of blocks. The causal chunked form reads m[i, i] only.
+        A kernel weights the product of a query in block i and a key in block b by m[i, b]. The parallel form of attention does
+        so for all pairs of blocks, the causal chunked form only for ``b = i``.
         """
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Compute the gradients of the coefficients through the mixing of summaries.
+        """Compute the gradients of the coefficients with which block summaries are mixed.
 
         Args:
-            call: arguments and tables of the operator's call, including the coefficients.
+            call: arguments of the attention operator, which include the coefficients.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
-            summary: summaries of the blocks, ``[B * H, M, W]`` float32.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
 
         Returns:
-            Gradient of each tensor of coefficients, ``[B * H, ...]``.
+            Gradient of each coefficient tensor for each batch row and head, ``[B * H, ...]``.
         """
 
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add gradients of the diagonal coefficients m[i, i] to the gradients of the coefficient tensors, in place.
 
-        Causal attention applies m[i, i] to pairs of tokens in block i, so these gradients do not arise from mixed summaries.
+        Causal attention applies m[i, i] to pairs of tokens in block i. The gradients from these pairs are not part of the
+        result of :meth:`gradients`.
 
         Args:
-            call: arguments and tables of the operator's call.
+            call: arguments of the attention operator.
             gradients: result of :meth:`gradients`, changed in place.
-            diagonal_gradient: gradient of m[i, i] for each block i from pairs of tokens, ``[B * H, M]`` float32.
+            diagonal_gradient: for each block i, the gradient of m[i, i] that comes from these pairs, ``[B * H, M]`` float32.
         """
 
 

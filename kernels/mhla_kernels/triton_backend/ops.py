@@ -1,8 +1,8 @@
-"""Registration of the operator as ``torch.ops.mhla.attention``, with a fake kernel, an autograd formula and a FLOP count.
+"""Registration of attention as ``torch.ops.mhla.attention``, with a fake kernel, an autograd formula and a FLOP count.
 
-The operator takes plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing
-see one opaque call. Its schema is made from :class:`Arguments`. :func:`mhla_kernels.mhla_attention` checks the arguments
-first, and handles empty inputs without this operator.
+The operator takes plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing see
+one opaque call. Its schema is made from :class:`Arguments`. :func:`mhla_kernels.mhla_attention` checks the arguments first, and
+handles empty inputs without this operator.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ TENSORS = Arguments._fields.index("block_size")
 def attention(*arguments: Any) -> Tensor:
     """Compute attention with the Triton kernels; registered as the operator ``torch.ops.mhla.attention``.
 
+    If the kernels fail and the argument ``guard`` is not empty, PyTorch computes the result.
+
     Args:
         arguments: values of the fields of :class:`Arguments`, in order.
 
@@ -67,7 +69,9 @@ def _(*arguments: Any) -> Tensor:
 def attention_backward(
     gradient: Tensor, needs_gradient: list[bool], *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the gradients of attention with the fused kernels.
+    """Compute the gradients of attention with the Triton kernels; registered as ``torch.ops.mhla.attention_backward``.
+
+    If the kernels fail and the argument ``guard`` is not empty, PyTorch computes the result.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
@@ -75,7 +79,8 @@ def attention_backward(
         arguments: values of the fields of :class:`Arguments`, in order.
 
     Returns:
-        Gradients of q, k, v and of each coefficient tensor; tensors without elements for those not wanted.
+        Gradients of q, of k and of v, and a list with the gradient of each coefficient tensor. A gradient that is not wanted is
+        a tensor without elements.
     """
     named = Arguments(*arguments)
 
@@ -130,7 +135,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 def _operations(shapes: Any) -> int:
-    """Count the additions and multiplications in the matrix products of a forward pass of the attention operator.
+    """Count the additions and multiplications in the matrix products of a forward pass of attention.
 
     Args:
         shapes: arguments of the operator, with shapes in place of tensors.
@@ -154,13 +159,13 @@ def _operations(shapes: Any) -> int:
 
 @register_flop_formula(torch.ops.mhla.attention)
 def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a forward pass of the attention operator, for ``torch.utils.flop_counter.FlopCounterMode``."""
+    """Count the operations of a forward pass of attention, for ``torch.utils.flop_counter.FlopCounterMode``."""
     return _operations(Arguments(*arguments))
 
 
 @register_flop_formula(torch.ops.mhla.attention_backward)
 def _backward_operations(gradient: Any, needs_gradient: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a backward pass of the attention operator as twice those of its forward pass."""
+    """Count the operations of a backward pass of attention, as twice those of its forward pass."""
     return 2 * _operations(Arguments(*arguments))
 
 

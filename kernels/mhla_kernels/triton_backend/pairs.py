@@ -1,8 +1,9 @@
-"""Products of token pairs, and the kernel for the gradient of mixing in the parallel form, which sums them.
+"""Products of token pairs, and the kernel that sums them to the gradient of the mixing coefficients.
 
     dm[i, b] = sum_{t in i, j in b} (q_t . k_j) (G_t . v_j + g_t)
 
-Here G_t = dO_t / n_t, and g_t is the gradient of the normalizer, as in :mod:`mhla_kernels.triton_backend.attend`.
+Here m[i, b] is the coefficient of query block i and key block b, G_t = dO_t / n_t is the output gradient of token t divided by
+its normalizer, and g_t is the gradient of the normalizer.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Compute the float32 dot products ``[ROWS, COLUMNS]`` of two tiles of tokens, a and b.
+    """Compute the dot product of each token of tile a with each token of tile b, ``[ROWS, COLUMNS]`` float32.
 
-    With ``RELU``, the feature map is applied to both first.
+    With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
@@ -71,14 +72,15 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Sum ``pairs`` over the tokens of each key block and query block, add the sums to ``total``, and store ``total``.
+    """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
-    Rows of ``pairs`` are keys and columns are queries. ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks
-    are counted from the first one of the row tile. ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses
-    the slot i modulo ``SPAN``, and ``held[s]`` is the block that slot s currently holds.
+    ``pairs`` has one term for each key (row) and query (column). ``total`` is ``[SPAN, SPAN]``, key block by query block. Key
+    blocks are counted from the first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of
+    ``total``, and ``held[s]`` is the query block that slot s currently holds. The new ``total`` is also written to memory at
+    the address ``gradient``, where the layout is ``[size, SPAN]``, query block by key block.
 
     Returns:
-        ``total``, and the new ``held``.
+        The new ``total`` and the new ``held``.
     """
     b_first = tl.load(token_row + start)
     i_first = tl.load(token_row + first)
@@ -148,11 +150,13 @@ def pair_gradient_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the gradient of mixing coefficients from one tile of ``ROWS`` keys and all queries that attend to them.
+    """Compute the part of the gradient of the mixing coefficients that is due to one tile of ``ROWS`` keys.
 
-    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, query block by key block, filled with
-    zeros before the launch. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With
-    ``CHUNKS``, ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
+    The part is a sum over the pairs of a key of the tile and a query that attends to it. ``mixing_gradient`` is
+    ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
+    counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``, only pairs inside a chunk (a
+    group of several consecutive blocks) count; ``table`` has a column for each chunk, and a chunk has ``tiles`` tiles.
+    Launch grid: ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -223,16 +227,19 @@ def pair_gradient_kernel(
 
 
 def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Compute the gradient of the matrix of coefficients from token pairs.
+    """Compute the gradient of the matrix of mixing coefficients, as a sum over the pairs of a query and a key.
+
+    In the parallel form of attention, the sum covers every key and each query that attends to it. The spanning form divides the
+    blocks into chunks of several consecutive blocks, and only pairs inside a chunk count.
 
     Args:
-        call: arguments and tables of the operator's call, in the parallel or spanning form.
+        call: arguments of the attention operator, in the parallel or spanning form.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        weights: inverse normalizer 1 / n_t of each token, and the gradient g_t of n_t, ``[B * H, N]`` float32 each; None
+        weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each token, ``[B * H, N]`` float32 each; None
             without normalizer.
 
     Returns:
-        ``[B * H, M, M]`` float32; in the spanning form ``[B * H, G, G]``, between the blocks of a chunk.
+        ``[B * H, M, M]`` float32 for M blocks. In the spanning form, ``[B * H, G, G]`` for the G blocks of a chunk.
     """
     q, k, v = call.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype, call.chip)

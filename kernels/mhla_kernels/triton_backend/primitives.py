@@ -1,7 +1,7 @@
-"""Building blocks of every kernel: loading tokens, rounding, and products that keep float32 precision.
+"""Building blocks of the Triton kernels: loading tokens, rounding, and products that keep float32 precision.
 
-Triton's interpreter rounds float32 to bfloat16 towards zero, and multiplies the bit patterns of bfloat16 operands. This
-module therefore spells out both operations for the interpreter. On a GPU it uses Triton's own.
+Triton's interpreter rounds float32 to bfloat16 towards zero, and multiplies the bit patterns of bfloat16 operands. This module
+therefore spells out both operations for the interpreter. On a GPU it uses Triton's own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ SIZES = (
 def kernel(function: Callable[..., Any]) -> Any:
     """Decorate a function as a Triton kernel that is compiled once for all sequence lengths.
 
-    Triton does not specialize on the values of sizes and strides, with the exception of the stride of the features: a value of
-    1 allows wide loads. Callers pass the other strides divided by their alignment, which is a constant of the kernel.
+    Triton does not specialize the kernel on the values of sizes and strides. The stride of the features is an exception: a
+    value of 1 allows wide loads. Callers divide the other strides by their alignment, which they pass as a constant of the
+    kernel.
     """
     lengths = [
         name
@@ -75,8 +76,8 @@ def dot(a, b, acc):
 def multiply(a, b, acc, INPUT: tl.constexpr):
     """Compute ``acc + a @ b`` for operands of dtype ``INPUT`` or float32, without rounding float32 operands to ``INPUT``.
 
-    If ``INPUT`` is bfloat16, a float32 operand enters the matrix unit as the sum of two bfloat16 numbers, which keep 16 bits
-    of the significand. The product of the two small numbers is omitted.
+    If ``INPUT`` is bfloat16, a float32 operand is split into the sum of a large and a small bfloat16 number, which together
+    keep 16 bits of the significand. If both operands are split, the product of their small numbers is omitted.
     """
     if tl.float32 == INPUT:
         acc = dot(a.to(tl.float32), b.to(tl.float32), acc)
@@ -100,15 +101,19 @@ def multiply(a, b, acc, INPUT: tl.constexpr):
 
 @triton.jit
 def rectify(x):
-    """Compute ``max(x, 0)``. NaN stays NaN, as in PyTorch, so that a diverging run is noticed."""
+    """Compute ``max(x, 0)``. NaN stays NaN, as in PyTorch, so that a diverging training run is noticed."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
-    """Load the features ``columns`` of the tokens ``rows``, ``[len(rows), len(columns)]``; ``RELU`` applies the feature map.
+    """Load some features of some tokens: ``rows`` are the indices of the tokens, and ``columns`` those of the features.
 
-    Tokens that are not ``visible`` and features from index ``width`` on are zero, also after the feature map.
+    Tokens that are not ``visible`` and features from index ``width`` on are zero. With ``RELU``, the feature map is applied to
+    all others.
+
+    Returns:
+        Features, ``[len(rows), len(columns)]``.
     """
     # 64-bit offsets: a tensor of tokens may have more than 2^31 elements
     mask = visible[:, None] & (columns < width)[None, :]
@@ -121,7 +126,7 @@ def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: t
 
 @triton.jit
 def load_visible(mask_base, rows, end, HAS_MASK: tl.constexpr):
-    """Return the mask of the tokens ``rows`` that lie before token ``end`` and that the key mask does not hide."""
+    """Return a mask of the token indices ``rows``: True for tokens before ``end`` that the key mask does not hide."""
     visible = rows < end
     if HAS_MASK:
         visible = visible & (tl.load(mask_base + rows, mask=visible, other=0) != 0)

@@ -1,4 +1,4 @@
-"""Kernel that applies the feature map and the rotary embedding in one pass over a token tensor, and its backward pass."""
+"""Triton kernel that applies the feature map and rotary position embedding to queries or keys, and its backward pass."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def rotary_kernel(
     HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Apply the feature map and the rotary embedding to ``ROWS`` rows of a tensor, or compute the gradient of its rows.
+    """Apply the feature map and rotary position embedding to ``ROWS`` rows of a tensor, or compute the gradient of its rows.
 
-    A row holds the features of one token and head. Forward: ``x`` is the input. Backward: ``x`` is the gradient of the output,
-    and ``raw`` is the input, whose sign decides where the rectifier passes the gradient. ``out`` is contiguous. ``cos`` and
-    ``sin`` are contiguous, ``[N, HALF]`` with ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with ``angle_stride_b`` = N.
+    A row holds the features of one token and head. In the forward pass, ``x`` is the input. With ``BACKWARD``, ``x`` is the
+    gradient of the output, and ``raw`` is the input, whose sign decides where the rectifier passes the gradient. ``out`` is
+    contiguous. ``cos`` and ``sin`` are contiguous, ``[N, HALF]`` with ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with
+    ``angle_stride_b`` = N.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF_PADDED)
@@ -83,11 +84,11 @@ def rotary_kernel(
 def launch_rotary(
     x: Tensor, raw: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, backward: bool
 ) -> Tensor:
-    """Apply the feature map and the rotary embedding with the Triton kernel, or compute the gradient of its input.
+    """Apply the feature map and rotary position embedding with the Triton kernel, or compute the gradient of the input.
 
     Args:
-        x: queries or keys, or in the backward pass the gradient of the output, ``[B, N, H, D]``.
-        raw: queries or keys, also in the backward pass, ``[B, N, H, D]``.
+        x: queries or keys; with ``backward``, the gradient of the output. ``[B, N, H, D]``.
+        raw: queries or keys, also with ``backward``, ``[B, N, H, D]``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
@@ -115,7 +116,7 @@ def launch_rotary(
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
-    """Apply the feature map and rotary embedding with one Triton kernel; registered as ``torch.ops.mhla.rotary``.
+    """Apply the feature map and rotary position embedding with a Triton kernel; registered as ``torch.ops.mhla.rotary``.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.
@@ -123,8 +124,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, g
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        guard: name of the kind of kernel. If the kernel fails, this kind is withdrawn and PyTorch computes the result, see
-            :func:`mhla_kernels.verdicts.guarded`. If empty, errors are raised.
+        guard: name under which the kernel is disabled in this process if it fails; PyTorch then computes the result. If empty,
+            errors are raised instead.
 
     Returns:
         ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
@@ -147,7 +148,18 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard:
 def rotary_backward(
     gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str
 ) -> Tensor:
-    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]``; the angles get no gradient."""
+    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]``; the angles get no gradient.
+
+    Args:
+        gradient: gradient of the output, ``[B, N, H, D]``.
+        x: input of the forward pass, queries or keys, ``[B, N, H, D]``.
+        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
+        sin: sine of the angles, in the same shape.
+        relu: whether the feature map ``relu(x) + 1e-6`` was applied first.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
+        guard: name under which the kernel is disabled in this process if it fails; PyTorch then computes the result. If empty,
+            errors are raised instead.
+    """
 
     def instead() -> Tensor:
         def run() -> Tensor:
@@ -194,7 +206,8 @@ def turn_fused(
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
-        only_if_sound: whether to use the kernel only if its trial on this device agreed with PyTorch.
+        only_if_sound: whether to compare the kernel with PyTorch before its first use, and to fall back to PyTorch if it fails
+            later.
 
     Returns:
         ``[B, N, H, D]``, or None if ``only_if_sound`` and the kernel may not be used.
@@ -213,15 +226,17 @@ def turn_fused(
 def sound_kernel(
     device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
 ) -> str:
-    """Return the name of the rotary kernel for these options, or an empty string if its trial on the device did not succeed.
+    """Return the name of the rotary kernel for these options if it agrees with PyTorch, else an empty string.
+
+    The first time, the kernel is compared with PyTorch on random tokens. Later calls use the stored result.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.
         device_index: index of the device; None for the current one.
         dtype: ``"float32"`` or ``"bfloat16"``.
-        width: number of features, D.
-        relu: whether the feature map is applied.
-        interleaved: whether features 2i and 2i + 1 are a pair.
+        width: number of features of a query or key.
+        relu: whether the kernel applies the feature map ``relu(x) + 1e-6``.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + width / 2.
     """
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     flags = [name for name, on in (("relu", relu), ("interleaved", interleaved)) if on]
@@ -231,17 +246,17 @@ def sound_kernel(
 
 
 def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, device: torch.device) -> Verdict:
-    """Run the rotary kernel forward and backward on random tokens, and compare it with the PyTorch form in float64.
+    """Run the rotary kernel forward and backward on random tokens, and compare the results with PyTorch in float64.
 
     Args:
         dtype: dtype of the tokens, float32 or bfloat16.
-        width: number of features, D.
-        relu: whether the feature map is applied.
-        interleaved: whether features 2i and 2i + 1 are a pair.
+        width: number of features of a query or key.
+        relu: whether the kernel applies the feature map ``relu(x) + 1e-6``.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + width / 2.
         device: device to run on.
 
     Returns:
-        Verdict that says whether all errors are within the bounds for the dtype, and lists them.
+        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)

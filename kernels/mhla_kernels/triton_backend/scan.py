@@ -1,10 +1,10 @@
-"""Kernels of causal exponential mixing: R running sums over the blocks, in place of an M x M matrix.
+"""Triton kernels of causal exponential mixing: R running sums over the blocks, in place of an M x M matrix.
 
     S~_i = sum_r a_r e^{-lambda_r} P_r(i - 1),     P_r(i) = e^{-lambda_r} P_r(i - 1) + S_i
 
-The gradient of the summaries consists of the same sums from the last block to the first. Let R_i be the gradient of S~_i. The
-gradients of amplitudes and decays also use Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), which is the sum of
-(i - b) e^{-lambda_r (i - b)} S_b over earlier b:
+Here S_i is the summary of block i, and S~_i is the mixture that block i reads. The gradient of the summaries consists of the
+same sums from the last block to the first. Let R_i be the gradient of S~_i. The gradients of amplitudes a and decays lambda
+also use Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), which is the sum of (i - b) e^{-lambda_r (i - b)} S_b over earlier b:
 
     da_r = sum_i <R_i, e^{-lambda_r} P_r(i - 1)>,     dlambda_r = -a_r sum_i <R_i, Q_r(i)>
 """
@@ -42,12 +42,11 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Mix block summaries by exponentials of distance: ``mixed[i]`` is a weighted sum over earlier blocks of its sequence.
+    """Mix block summaries by exponentials of block distance: ``mixed[i]`` is a weighted sum over the earlier blocks.
 
-    With ``REVERSE``, the sum is over the later blocks.
-
-    Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``:
-    ``[H or 1, TERMS]`` float32.
+    With ``REVERSE``, the sum is over the later blocks. Only blocks of the same sequence are mixed. ``summary`` and ``mixed``
+    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. Grid:
+    ``(B * H * parts of WIDTH)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -90,10 +89,10 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute the contribution of one part of the ``WIDTH`` summary entries to the gradients of amplitudes and decays.
+    """Compute what one part of the ``WIDTH`` summary entries contributes to the gradients of amplitudes and decays.
 
-    Grid: (B * H * column parts). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
-    ``amplitude_gradient`` and ``decay_gradient``: ``[B * H, parts, TERMS]`` float32; the caller sums the parts.
+    ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude_gradient`` and
+    ``decay_gradient`` are ``[B * H, parts, TERMS]`` float32; the caller sums the parts. Grid: ``(B * H * parts of WIDTH)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -124,10 +123,19 @@ def scan_gradient_kernel(
 
 
 class ExponentialMixer:
-    """Launchers of the Triton kernels for causal exponential mixing, with amplitudes and decays ``[1, R]`` or ``[H, R]``."""
+    """Launcher of the Triton kernels for causal exponential mixing, with amplitudes and decays ``[1, R]`` or ``[H, R]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix the block summaries ``[B * H, M, W]`` by running sums, see :meth:`TritonMixer.mix`."""
+        """Mix block summaries by running sums over the earlier blocks.
+
+        Args:
+            call: arguments of the attention operator, which include amplitudes and decays.
+            summary: summaries of M blocks with W numbers each, ``[B * H, M, W]`` float32.
+            transposed: whether to sum over the later blocks instead, as the backward pass does.
+
+        Returns:
+            Mixed summaries, ``[B * H, M, W]``.
+        """
         amplitude, decay = call.coefficients
         mixed = torch.empty_like(summary)
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
@@ -140,19 +148,32 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert amplitudes and decays to :class:`ExponentialMixing`, which the PyTorch forms take; see
-        :meth:`TritonMixer.mixing`.
+        """Convert the two elements of ``coefficients``, amplitudes and decays, to :class:`ExponentialMixing`.
+
+        The PyTorch algorithms take objects of this class.
         """
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficient m[i, i], which all blocks share, with its strides; see :meth:`TritonMixer.pairs`."""
+        """Return the coefficients m[i, i], one number for each head, ``[1]`` or ``[H]``, and their strides.
+
+        The three strides are along heads, query blocks and key blocks. The last two are 0, because all blocks share the number.
+        """
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """Compute the gradients of amplitudes and decays through the mixing of summaries, see :meth:`TritonMixer.gradients`."""
+        """Compute the gradients of the amplitudes and decays with which block summaries are mixed.
+
+        Args:
+            call: arguments of the attention operator, which include amplitudes and decays.
+            d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
+            summary: summaries of the M blocks with W numbers each, ``[B * H, M, W]`` float32.
+
+        Returns:
+            Gradients of amplitudes and decays for each batch row and head, ``[B * H, R]`` each.
+        """
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -166,9 +187,15 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
-        """Add the gradient of the diagonal coefficients m[i, i] to the gradient of each amplitude, in place.
+        """Add the gradients of the diagonal coefficients m[i, i] to the gradient of the amplitudes, in place.
 
-        Each coefficient m[i, i] is the sum of the amplitudes. See :meth:`TritonMixer.add_own` for the arguments.
+        Each coefficient m[i, i] is the sum of the amplitudes.
+
+        Args:
+            call: arguments of the attention operator.
+            gradients: gradients of amplitudes and decays, ``[B * H, R]`` each; the first is changed in place.
+            diagonal_gradient: gradient of m[i, i] for each block i, summed over pairs of tokens in the block,
+                ``[B * H, blocks]`` float32.
         """
         gradients[0] += diagonal_gradient.sum(-1, keepdim=True)
 

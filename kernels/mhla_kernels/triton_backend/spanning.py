@@ -1,10 +1,10 @@
-"""Forward and backward pass of the spanning form: chunks of several blocks, connected by running sums.
+"""Forward and backward pass of attention with Triton in the spanning form: groups of blocks are connected by running sums.
 
-This form is for exponential coefficients. A chunk has one summary for each term, while the chunked form has one for each
-block. Pairs of tokens in one chunk are scored, and weighed by the matrix between its blocks. The backward pass is the forward
-pass with queries in place of keys, reading weights in place of writing weights, and time reversed. Let X be the sums that
-chunks read, and Y the gradients of the sums that they write. Then the gradient of a term's ``e^-decay`` is
-``sum_c <X_c, Y_c>``.
+This form is for exponential coefficients. A group of consecutive blocks is called a chunk. It has one summary for each running
+sum. Each query is compared directly with the keys of its own chunk, and each score is multiplied by the mixing coefficient of
+the two blocks. The backward pass is the forward pass with queries in place of keys, reading weights in place of writing
+weights, and time reversed. Let X be the sums that chunks read, and Y the gradients of the sums that they write. Then the
+gradient of ``e^-decay`` of a running sum is ``sum_c <X_c, Y_c>`` over the chunks c.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace the summaries of each chunk by running sums over earlier or later chunks of its sequence.
+    """Replace the summaries of each chunk by running sums over the earlier or later chunks of its sequence.
 
-    Terms before index ``EARLIER`` sum over the earlier chunks, the others over the later ones. ``REVERSE`` exchanges the two
-    directions. A running sum decays by ``e^-decay`` per chunk.
+    A chunk is a group of consecutive blocks. It has ``TERMS`` summaries, which are weighted sums over its keys and values.
+    Those with an index below ``EARLIER`` are summed over the earlier chunks, the others over the later ones. ``REVERSE``
+    exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
 
-    Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``:
-    ``[H or 1, TERMS]``.
+    ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
+    ``[H or 1, TERMS]``. ``table`` states for each chunk where its sequence begins and ends. Grid:
+    ``(B * H * TERMS * parts of WIDTH)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -71,11 +73,14 @@ def carry_kernel(
 
 
 def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
-    """Replace chunk summaries by running sums over earlier or later chunks, in place.
+    """Replace the summaries of chunks by running sums over earlier or later chunks, in place.
+
+    A chunk is a group of consecutive blocks. Causal attention sums over earlier chunks only. Otherwise, the first half of the
+    summaries of each chunk is summed over earlier chunks, and the second half over later ones.
 
     Args:
-        call: arguments and tables of the operator's call.
-        sums: summaries of M chunks for each of T terms, ``[B * H * T, M, W]`` float32; changed in place.
+        call: arguments of the attention operator, which include the decays.
+        sums: T summaries for each of M chunks, with W numbers each, ``[B * H * T, M, W]`` float32; changed in place.
         reverse: whether to exchange the two directions, as the backward pass does.
 
     Returns:
@@ -94,22 +99,34 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
 
 
 def forward(call: Call) -> Tensor:
-    """Run the forward pass of the spanning form with Triton kernels; return the outputs, ``[B, N, H, V]``."""
+    """Run the forward pass of attention in the spanning form with Triton kernels.
+
+    The spanning form divides a sequence into chunks, which are groups of consecutive blocks, and connects them by running sums.
+
+    Args:
+        call: arguments of the attention operator, with lookup tables and launch options.
+
+    Returns:
+        Outputs, ``[B, N, H, V]``.
+    """
     sums = _carry(call, summarize(call, call.k, call.v)[0])
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
 
 
 def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Run the backward pass of the spanning form with Triton kernels.
+    """Run the backward pass of attention in the spanning form with Triton kernels.
+
+    The spanning form divides a sequence into chunks, which are groups of consecutive blocks, and connects them by running sums.
 
     Args:
-        call: arguments and tables of the operator's call.
+        call: arguments of the attention operator, with lookup tables and launch options.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
     Returns:
-        Gradients of q, k and v, None for those not wanted; and gradients ``[B * H, ...]`` of the tensors of
-        :class:`mhla_kernels.mixing.span.Span`, an empty list if not wanted.
+        Two lists. The first holds the gradients of q, k and v, None for each one that is not wanted. The second holds the
+        gradients ``[B * H, ...]`` of the four tensors of a :class:`mhla_kernels.mixing.span.Span`; it is empty if they are not
+        wanted.
     """
     of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, call.k, call.v
@@ -142,9 +159,11 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tu
 def _by_block(call: Call, by_token: Tensor) -> Tensor:
     """Sum per-token gradients over all tokens whose blocks have the same position in their chunks.
 
+    A chunk is a group of consecutive blocks.
+
     Args:
-        call: arguments and tables of the operator's call.
-        by_token: gradient of the weight of each token in T terms, ``[B * H, N, T]``.
+        call: arguments of the attention operator, which include the position of each token's block in its chunk.
+        by_token: gradient of the weight with which each token reads or writes each of T running sums, ``[B * H, N, T]``.
 
     Returns:
         Gradient for each of the G positions of a block in a chunk, ``[B * H, T, G]``.

@@ -1,8 +1,8 @@
-"""Kernels for the summaries of blocks: ``S_b = sum_j k_j v_j^T`` and ``z_b = sum_j k_j``.
+"""Triton kernels for the summaries of blocks: ``S_b = sum_j k_j v_j^T`` and ``z_b = sum_j k_j``.
 
-A summary is stored as one row of ``K * V + K`` numbers: S row by row, then z. The backward pass uses the same kernel for
-the gradient of the mixed summaries, with queries in place of keys, output gradients in place of values, and a weight for
-each token.
+A summary is stored as one row of ``K * V + K`` numbers: S row by row, then z. The backward pass uses the same kernel for the
+gradient of the mixed summaries, with queries in place of keys, output gradients in place of values, and a weight for each
+token.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ def summaries_kernel(
     VALUES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute the summary ``S = sum_j k_j v_j^T``, ``z = sum_j k_j`` of one piece of a block, for one part of the features.
+    """Compute the summary of one piece of a block: ``S = sum_j k_j v_j^T`` and ``z = sum_j k_j`` over its tokens j.
 
-    A program computes ``KEYS`` rows and ``VALUES`` columns of S. Grid: (B * H * blocks * pieces, key parts * value parts).
-    ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
+    Each block is divided into ``pieces`` pieces of at most ``piece_size`` tokens. A program computes ``KEYS`` rows and
+    ``VALUES`` columns of S. ``summary`` is ``[B * H, blocks * pieces, K * V + K]``. Grid:
+    ``(B * H * blocks * pieces, key parts * value parts)``.
 
-    With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z, ``[B * H, N]``
-    float32 each.
+    With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z. Both are
+    ``[B * H, N]`` float32.
 
-    With ``TERMS`` there is one summary for each exponential term, ``[B * H, TERMS, blocks, K * V + K]``, and one program for
-    each of these. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
+    With ``TERMS`` there are ``TERMS`` summaries for each block, ``[B * H, TERMS, blocks, K * V + K]``, and a program for each
+    of them. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
@@ -142,10 +143,10 @@ def running_kernel(
 ):
     """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
 
-    With ``REVERSE``, each summary is replaced by the sum over the later pieces.
+    A piece is a part of a long block. With ``REVERSE``, each summary is replaced by the sum over the later pieces.
 
-    Grid: (B * H * blocks, column parts). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place.
-    ``block_summary``: ``[B * H, blocks, WIDTH]``, receives the sums over all pieces.
+    ``pieces_summary`` is ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary`` is ``[B * H, blocks, WIDTH]``
+    and receives the sums over all pieces. Grid: ``(B * H * blocks, parts of WIDTH)``.
     """
     block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -166,18 +167,23 @@ def summarize(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the summary of every block: ``S = sum_j k_j v_j^T``, row by row, then ``z = sum_j k_j``.
 
+    A long block is divided into pieces, whose summaries are computed first. In the spanning form of attention, chunks of
+    several blocks take the place of blocks. Each chunk has T summaries, with different weights for its tokens.
+
     Args:
-        call: arguments and tables of the operator's call.
+        call: arguments of the attention operator, with lookup tables and launch options.
         key: keys, or queries for the gradient of the mixed summaries, ``[B, N, H, K]``.
         value: values, or gradients of the outputs, ``[B, N, H, V]``.
         weights: factors of each token in S and in z, ``[B * H, N]`` float32 each; None for factors of 1.
         reverse: whether to compute sums for the backward pass: the second result sums later instead of earlier pieces. In the
-            spanning form, tokens are multiplied by their reading weights instead of their writing weights.
+            spanning form, tokens get the weights with which they read sums over other chunks, instead of those with which they
+            add to them.
 
     Returns:
-        Summaries of the M blocks, ``[B * H, M, K * V + K]`` float32, or in the spanning form those of M chunks for each of T
-        terms, ``[B * H * T, M, K * V + K]``. If the call is causal and its blocks are processed in several pieces, also the
-        summary of the earlier pieces of the same block for each piece, ``[B * H, M * pieces, K * V + K]``; else None.
+        Summaries of the M blocks, ``[B * H, M, K * V + K]`` float32. In the spanning form, T summaries for each of M chunks,
+        ``[B * H * T, M, K * V + K]``. If the call is causal and its blocks are divided into pieces, the second result holds,
+        for each piece, the summary of the earlier (later) pieces of its block, ``[B * H, M * pieces, K * V + K]``. Otherwise it
+        is None.
     """
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width

@@ -1,8 +1,7 @@
-"""Block tables, in which kernels look up the tokens of a block and the blocks of a sequence.
+"""Lookup tables in which the Triton kernels find the tokens of each block and the blocks of each sequence.
 
-One int32 tensor ``[7, M]`` describes equal blocks, uneven blocks and packed sequences, so that a kernel has one code path.
-Nothing in this module waits for the device. Tables that depend on sizes alone are cached by
-:func:`mhla_kernels.blocks.keep`.
+One int32 tensor ``[7, M]`` for M blocks describes equal blocks, uneven blocks and packed sequences, so that a kernel has one
+code path. Nothing in this module waits for the device. Tables that depend on sizes alone are cached.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ class BlockTables:
     """Lookup tables that tell the Triton kernels which tokens belong to each block and which blocks to each sequence.
 
     Attributes:
-        layout: partition of the tokens; chunks take the place of blocks in the spanning form.
+        layout: partition of the tokens into blocks. In the spanning form of attention, chunks of several blocks take the
+            place of blocks.
         table: ``[7, M]`` int32 with a column for each block. Its rows are: first token of the block, token after its last one,
             row of the block in the mixing matrix, first block of its sequence, block after the last one of its sequence, first
             token of its sequence, token after the last one of its sequence.
@@ -47,18 +47,18 @@ class BlockTables:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, M; for packed sequences, an upper bound of that number."""
+        """Number of blocks, M; for packed sequences, an upper bound of the number of blocks."""
         return self.table.shape[1]
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are packed."""
+        """Whether a batch row holds several packed sequences."""
         return self.layout.cu_seqlens is not None
 
     def span(self, tile: int) -> int:
         """Return the largest number of blocks that a tile of ``tile`` tokens overlaps.
 
-        The first tile of a sequence begins at its first token, and each further tile begins where the previous one ends.
+        The first tile begins at the first token of a sequence, and each further tile begins where the previous one ends.
         """
         offsets = self.layout.block_offsets
         if offsets is None:
@@ -68,23 +68,23 @@ class BlockTables:
 
 
 def span_of_tile(tile: int, block_size: int) -> int:
-    """Return the largest number of blocks of ``block_size`` tokens that ``tile`` consecutive tokens overlap."""
+    """Return the largest number of blocks of ``block_size`` tokens that ``tile`` consecutive tokens can overlap."""
     return min(tile, (tile - 2) // block_size + 2)
 
 
 def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.device) -> list[Tensor]:
-    """Make the lookup tables that the Triton kernels for one form of the operator read.
+    """Make the lookup tables that the Triton kernels read for one attention algorithm.
 
     Args:
-        layout: partition of the tokens, with ``cu_seqlens`` on the device.
+        layout: partition of the tokens into blocks, with ``cu_seqlens`` on the device.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         in_chunk: number of blocks in a chunk; used only in the spanning form.
         device: device of the tables.
 
     Returns:
-        The fields ``table`` and ``sequences`` of :class:`BlockTables`. The parallel form has a third table, ``[N]`` int32: for
-        each token, the row of its block in the matrix of coefficients. In the spanning form, the third table has the index of
-        each token's block within its chunk.
+        A list of int32 tables. The first two are ``table`` and ``sequences`` of :class:`BlockTables`. A third table, ``[N]``,
+        follows in two of the forms. In the parallel form, it holds the row of each token's block in the matrix of coefficients.
+        In the spanning form, it holds the index of each token's block within its chunk.
     """
     if form == "spanning":
         tables = make_tables(layout.in_chunks(in_chunk), device)
@@ -97,10 +97,10 @@ def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.d
 
 
 def make_tables(layout: TokenLayout, device: torch.device) -> BlockTables:
-    """Make the lookup tables of a partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
+    """Make the lookup tables for a partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
 
     Args:
-        layout: partition of the tokens, with ``cu_seqlens`` on the device.
+        layout: partition of the tokens into blocks, with ``cu_seqlens`` on the device.
         device: device of the tables.
     """
     if layout.block_offsets is not None:
@@ -130,10 +130,10 @@ def _one_sequence(layout: TokenLayout, start: Tensor, end: Tensor) -> BlockTable
 
 
 def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
-    """Make the tables of packed sequences on the device, without reading their bounds back to the CPU.
+    """Make the lookup tables of packed sequences on the device, without reading the sequence bounds back to the CPU.
 
-    S sequences with N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
-    at its end may be unused.
+    The table has ``N // block_size + S`` columns for S sequences with N tokens in total, an upper bound of the number of
+    blocks. Columns at its end may be unused.
     """
     block_size = layout.block_size
     counts = (bounds.diff() + block_size - 1) // block_size
@@ -162,7 +162,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
 
 
 def _rows_in_chunks(layout: TokenLayout, in_chunk: int, device: torch.device) -> Tensor:
-    """Return the index of each token's block within its chunk of ``in_chunk`` blocks: ``[N]`` int32."""
+    """Return for each token the index of its block within its chunk of ``in_chunk`` blocks, ``[N]`` int32."""
     if layout.cu_seqlens is None:
         return keep(_equal_rows_in_chunks, device, layout.tokens, layout.block_size, in_chunk)
     return _token_rows(device, make_tables(layout, device)) % in_chunk
@@ -173,7 +173,7 @@ def _equal_rows_in_chunks(device: torch.device, tokens: int, block_size: int, in
 
 
 def _token_rows(device: torch.device, tables: BlockTables) -> Tensor:
-    """Return the row of the mixing matrix that belongs to each token's block: ``[N]`` int32."""
+    """Return for each token the row of its block in the mixing matrix, ``[N]`` int32."""
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
     # unused blocks start behind the last token, so that the starts rise and the search ends before these blocks

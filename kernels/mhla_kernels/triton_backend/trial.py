@@ -1,4 +1,4 @@
-"""Trials of fused kernels: outputs and gradients of a small problem are compared with those of the PyTorch form."""
+"""Trials of Triton kernels: their outputs and gradients for a small problem are compared with those of PyTorch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ LONGEST = 4096
 
 
 class Kind(NamedTuple):
-    """Properties of an operator call that decide which Triton kernels it compiles, except for alignments and strides.
+    """Properties of an attention call that decide which Triton kernels it compiles, except for alignments and strides.
 
     Attributes:
-        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
+        form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block) or ``"spanning"`` (chunks of
+            several blocks, connected by running sums).
+        mixer: name of the kernels that mix summaries: ``"dense"`` or ``"exponential"``.
         dtype: ``"float32"`` or ``"bfloat16"``.
         key_width: width of a key, K.
         value_width: width of a value, V.
@@ -37,8 +38,9 @@ class Kind(NamedTuple):
         relu: whether the feature map is ``"relu"``.
         masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
-        block_size: tokens in the largest block, rounded up to a power of two, at most :data:`LONGEST`.
-        many: whether the form is chunked and has more blocks than :data:`MANY`, for which the kernels use larger tiles.
+        block_size: tokens in the largest block. It is rounded by :func:`size_class` before the kernels are compared with
+            PyTorch.
+        many: whether the form is chunked and there are more than 32 blocks, for which the kernels use larger tiles.
         terms: number of exponential terms, or of running sums in the spanning form; 0 if the coefficients are a matrix.
     """
 
@@ -64,14 +66,16 @@ class Kind(NamedTuple):
 
 
 def size_class(block_size: int, form: str) -> int:
-    """Round a block size up to the next size for which kernels are tried, see :attr:`Kind.block_size`.
+    """Round a block size to one of the sizes for which Triton kernels are compared with PyTorch.
 
-    In the parallel and the spanning form, kernels are compiled for the number of blocks that a tile of tokens overlaps. In
-    these forms, sizes up to 4 are rounded up to 1, 2 or 4. In the chunked form, they are rounded up to 16.
+    Sizes are rounded up to a power of two from 16 to 4096, and larger sizes down to 4096. In the parallel and the spanning
+    form, kernels are compiled for the number of blocks that a tile of tokens overlaps, so sizes up to 4 are rounded to 1, 2 or
+    4 instead.
 
     Args:
         block_size: tokens in the largest block.
-        form: form of the operator.
+        form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block) or ``"spanning"`` (chunks of
+            several blocks).
     """
     if form != "chunked" and block_size <= 4:
         return 1 << (block_size - 1).bit_length()
@@ -79,10 +83,14 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def make_problem(kind: Kind, device: torch.device) -> Arguments:
-    """Create the arguments of a small operator call with random tokens in two heads, for the trial of its kernels.
+    """Create the arguments of a small attention call with random tokens in two heads, for the trial of its Triton kernels.
 
-    There are three blocks, or two more than :data:`MANY` if ``kind.many``. In the spanning form, the blocks fill two chunks and
-    a part of a third.
+    There are 3 blocks, or 34 if ``kind.many``. In the spanning form, which processes chunks of several blocks, the
+    blocks fill two chunks and a part of a third.
+
+    Args:
+        kind: properties of the call.
+        device: device of the tensors.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -127,16 +135,16 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
 
 
 def try_kernels(kind: Kind, device: torch.device) -> Verdict:
-    """Compare the Triton kernels for one kind of call with PyTorch in float64, on a small random problem.
+    """Compare the Triton kernels for one kind of attention call with PyTorch in float64, on a small random problem.
 
-    The forward and the backward pass run on both sides, and the outputs and all gradients are compared.
+    Forward and backward passes run with the kernels and in PyTorch. The outputs and all gradients are compared.
 
     Args:
         kind: properties of the calls that use these kernels.
         device: device to run on.
 
     Returns:
-        Verdict that says whether all errors are within the bounds for the dtype, and lists them.
+        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
     start = time.perf_counter()
     problem = make_problem(kind, device)

@@ -1,4 +1,4 @@
-"""FID and related metrics of generated images: feature networks, scores, and a callback that evaluates during training."""
+"""FID and related metrics of generated images: feature networks, metrics, and a callback that computes them during training."""
 
 from lightning_mhla.generative.fidelity.callback import GenerationMetrics
 from lightning_mhla.generative.fidelity.features import (

@@ -31,42 +31,43 @@ MOST_REAL = 50_000
 
 @runtime_checkable
 class HasRealImages(Protocol):
-    """Protocol of a data module that provides real images, with which generated samples are compared."""
+    """Protocol of data modules that provide real images for comparison with generated images."""
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the real images of a part of the data.
+        """Return the real images of the training data or the validation data.
 
         Args:
             part: ``"train"`` or ``"validate"``.
 
         Returns:
-            Sequence of samples, each a dict with an ``image`` ``[C, S, S]`` in -1 .. 1.
+            Data set whose samples are dicts with an ``image`` ``[C, S, S]`` with values from -1 to 1.
         """
 
 
 class GenerationMetrics(SampleGrid):
-    """Callback that generates images and computes FID and related metrics, with the weights that validation uses.
+    """Callback that generates images during training and computes FID and related metrics.
 
-    The callback logs the metrics ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, except those
-    that the features or the reference do not allow. It logs ``label_accuracy`` if the feature network predicts the classes of
-    the data. The argument ``name`` and a slash precede these names. A file in the log folder, ``name`` with the suffix
-    ``.jsonl``, has a line for each evaluation, with the metrics, the options that they depend on, and remarks about them. A
-    grid of samples is written to ``pictures/`` and TensorBoard.
+    The images are generated with the weights that validation uses, such as averaged weights. The callback logs the metrics
+    ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as the feature network and the
+    reference images allow. If the feature network predicts the classes of the data, it also logs ``label_accuracy``. These
+    names are preceded by the argument ``name`` and a slash. The file ``name`` with the suffix ``.jsonl`` in the log folder has
+    a line for each evaluation, with the metrics, the options that they depend on, and remarks. A grid of samples is saved in
+    the subfolder ``pictures`` and written to TensorBoard.
 
-    Sample i has condition i modulo the number of conditions and its own noise, so the samples do not depend on the number of
-    processes.
+    Sample i has condition i modulo the number of conditions, such as classes. Each sample has its own noise, so the samples do
+    not depend on the number of processes.
 
     Args:
         samples: number of samples; published results use 50,000.
-        reference: real images to compare with: train or validate for that part of the data (at most 50,000 images, evenly
-            spaced), a folder of images, or an .npz of ADM's evaluator.
+        reference: real images to compare with. train and validate select at most 50,000 images, evenly spaced, from that part
+            of the data. Any other value is the path of a folder of images, or of an .npz file of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
-        every_n_steps: optimizer steps between two evaluations; null for no evaluations during training.
+        every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to evaluate the final weights.
-        batch_size: number of samples that each process draws at once.
+        batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-        name: name of the metrics, unique among the callbacks.
+        name: prefix of the metrics, which must be unique among the callbacks.
     """
 
     def __init__(
@@ -88,27 +89,28 @@ class GenerationMetrics(SampleGrid):
         self._reference: ImageSet | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that samples can be drawn and compared with the reference images.
+        """Check before training that images can be generated and compared with the reference images.
 
         Raises:
-            ValueError: if the module does not draw images, or features, reference and options contradict each other.
+            ValueError: if the module does not generate images, or the feature network, the reference and the options do not
+                match.
             FileNotFoundError: if the VAE, the weights of the feature network or the reference do not exist.
         """
         super().on_fit_start(trainer, pl_module)
         self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the results of all evaluations so far, for the checkpoint."""
+        """Return the metrics of all evaluations so far and the step of the last evaluation, to save them in a checkpoint."""
         return {**super().state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the results of earlier evaluations and the step of the last evaluation from a checkpoint."""
+        """Restore the metrics of earlier evaluations and the step of the last evaluation from a checkpoint."""
         super().load_state_dict(state_dict)
         self.rows = state_dict["rows"]
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw samples and compute their features on every process; compute, log and write metrics on the first process."""
+        """Generate images and compute their features on every process, then compute and log metrics on the first process."""
         module = self._checked(pl_module)
         self._find_reference(trainer, module)
         with self._drawing(trainer, pl_module):
@@ -123,11 +125,12 @@ class GenerationMetrics(SampleGrid):
         trainer.strategy.barrier()
 
     def _draw(self, trainer: Trainer, module: ImageGenerator) -> tuple[ImageSet, Tensor, float | None]:
-        """Draw all samples, shared among the processes, and compute their features.
+        """Generate all images, divided among the processes, and compute their features.
 
         Returns:
-            Features of all samples in order; pixels ``[n, C, H, W]`` uint8 of the first samples, for a grid; and the share of
-            samples that the feature network assigns to their class, None if it does not predict the classes of the data.
+            Features of all images in order; pixels ``[n, C, H, W]`` uint8 of the first n images, for a grid; and the share of
+            images that the feature network assigns to their class. The share is None if the network does not predict these
+            classes.
         """
         network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
@@ -173,11 +176,11 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check that reference statistics without images have as many features as the feature network computes.
+        """Check that reference statistics without images describe as many features as the feature network computes.
 
         Args:
             reference: features or statistics of the reference images.
-            module: module that draws the samples. The feature network is called with an image of their size.
+            module: module that generates the images. A black image of their size is used to count the features.
         """
         statistics = reference.moments("pooled")
         if statistics is None or reference.pooled is not None:
@@ -229,7 +232,7 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield at most 50,000 images, evenly spaced among the samples, in batches ``[b, C, S, S]`` uint8."""
+    """Yield up to 50,000 real images, evenly spaced in a data set, in batches of b images ``[b, C, S, S]`` uint8."""
     count = min(len(source), MOST_REAL)
     indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)

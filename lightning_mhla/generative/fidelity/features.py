@@ -1,4 +1,4 @@
-"""Feature networks for the comparison of generated and real images: Inception-v3, random, and small ones for digits."""
+"""Networks that compute image features for FID and related metrics: Inception-v3, digit classifiers and a random network."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_mhla.data.sampling import kept_random_state
 
 
 class Features(NamedTuple):
-    """Output of a feature network for a batch of images.
+    """Output of a feature network for a batch of B images.
 
     Attributes:
-        pooled: features ``[B, D]`` for FID, KID, precision and recall.
-        spatial: spatial features ``[B, S]`` for sFID; None if the network has none.
-        logits: class scores ``[B, K]`` for the Inception Score; None if the network has none.
+        pooled: D features of each image for FID, KID, precision and recall, ``[B, D]``.
+        spatial: S features of each image for sFID, ``[B, S]``; None if the network does not compute them.
+        logits: scores of K classes for the Inception Score, ``[B, K]``; None if the network does not compute them.
     """
 
     pooled: Tensor
@@ -33,31 +33,35 @@ class Features(NamedTuple):
 
 
 class FeatureNetwork:
-    """Base class of frozen networks that compute features of 8-bit images. Derive from it to use a different network.
+    """Base class of frozen networks that compute features of 8-bit images for FID and related metrics.
 
     Attributes:
-        names_labels: whether the logits are scores of the classes of the training data. If they are, a callback can measure
-            the share of generated images that the network assigns to the class they were generated for.
+        names_labels: whether the logits are scores of the classes on which the generative model is trained. If so, metrics can
+            include the share of generated images that the network assigns to the class they were generated for.
     """
 
     names_labels = False
 
     def network(self) -> nn.Module:
-        """Return the network, created or loaded at the first call."""
+        """Return the network that computes the features. It is created or loaded at the first call."""
         raise NotImplementedError
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
         """Compute the features of a batch of images.
 
         Args:
-            network: result of :meth:`network`.
+            network: network returned by :meth:`network`.
             images: images ``[B, C, S, S]`` uint8 with 1 or 3 channels, on the device of the network.
         """
         raise NotImplementedError
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Compute a hash of a network's weights, 16 hexadecimal digits, to be reported with metrics that depend on the network."""
+    """Compute a hash of a network's weights, to be recorded with the metrics that depend on the network.
+
+    Returns:
+        String of 16 hexadecimal digits.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
@@ -68,10 +72,10 @@ def fingerprint(network: nn.Module) -> str:
 class InceptionFeatures(FeatureNetwork):
     """Inception-v3 network with which published FID values are computed.
 
-    The weights are torch-fidelity's port of the TensorFlow weights of 2015-12-05, and images are resized as TensorFlow does.
-    The spatial features are the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of
-    guided-diffusion. The logits are scores of 1,008 classes without the bias of the last layer, which both torch-fidelity and
-    the ADM evaluator use for the Inception Score.
+    It uses torch-fidelity's port of the TensorFlow weights of 2015-12-05, and resizes images as TensorFlow does. The features
+    for sFID are the first seven channels of the layer ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion.
+    The logits are scores of 1,008 classes without the bias of the last layer, as torch-fidelity and the ADM evaluator use them
+    for the Inception Score.
 
     Args:
         weights: path of a local file with torch-fidelity's weights; null to download them once.
@@ -82,7 +86,7 @@ class InceptionFeatures(FeatureNetwork):
         self._network: nn.Module | None = None
 
     def network(self) -> nn.Module:
-        """Return the network, loaded or downloaded at the first call.
+        """Return the Inception-v3 network. Its weights are loaded, and downloaded if necessary, at the first call.
 
         Raises:
             FileNotFoundError: if the file of weights does not exist, or the download fails.
@@ -122,7 +126,12 @@ class InceptionFeatures(FeatureNetwork):
 
     @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Compute features on the network's device; gray images are converted to RGB."""
+        """Compute Inception-v3 features of a batch of images. Gray images are converted to RGB first.
+
+        Args:
+            network: network returned by :meth:`network`.
+            images: images ``[B, C, S, S]`` uint8 with 1 or 3 channels, on the device of the network.
+        """
         recorded: list[Tensor] = []
         branch: Any = network.get_submodule("Mixed_6d.branch1x1")
         # torch-fidelity does not return the features of sFID, so a hook collects them.
@@ -136,10 +145,10 @@ class InceptionFeatures(FeatureNetwork):
 
 
 class DigitNetwork(nn.Module):
-    """Convolutional classifier of digits ``[B, 1, S, S]`` in 0 .. 1, with features ``[B, 64]`` and scores ``[B, 10]``.
+    """Small convolutional classifier of handwritten digits, which also returns 64 features of each image.
 
     Args:
-        side: side S of the images in pixels, 8 or 28.
+        side: height and width of the images in pixels, 8 or 28.
     """
 
     def __init__(self, side: int) -> None:
@@ -158,15 +167,22 @@ class DigitNetwork(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute features ``[B, 64]`` and class scores ``[B, 10]``."""
+        """Compute features and class scores of images of handwritten digits.
+
+        Args:
+            images: images ``[B, 1, S, S]`` with values from 0 to 1.
+
+        Returns:
+            Features ``[B, 64]``, and scores of the ten digits ``[B, 10]``.
+        """
         features = self.body(images)
         return features, self.head(features)
 
 
 class DigitFeatures(FeatureNetwork):
-    """Features of a small digit classifier that is trained on first use, on the 1,437 training digits of scikit-learn.
+    """Feature network for 8 x 8 digits: a small classifier trained on first use, on the 1,437 training digits of scikit-learn.
 
-    Training takes seconds on a CPU and gives the same weights for the same seed.
+    Training takes seconds on a CPU. The same seed gives the same weights.
 
     Args:
         seed: seed of the initial weights and of the order of the digits.
@@ -182,7 +198,7 @@ class DigitFeatures(FeatureNetwork):
 
     @override
     def network(self) -> nn.Module:
-        """Return the classifier, which is trained at the first call in each process."""
+        """Return the digit classifier. The first call in each process trains it."""
         return _train_on_digits(self.digits, self.side, self.seed, self.epochs)
 
     @override
@@ -196,9 +212,9 @@ class DigitFeatures(FeatureNetwork):
 
 
 class MnistFeatures(DigitFeatures):
-    """Features of a small digit classifier that is trained on first use, on 4,000 digits of MNIST (28 x 28 pixels).
+    """Feature network for 28 x 28 digits: a small classifier trained on first use, on 4,000 digits of MNIST.
 
-    Training takes seconds on a CPU and gives the same weights for the same seed.
+    Training takes seconds on a CPU. The same seed gives the same weights.
 
     Args:
         seed: seed of the initial weights and of the order of the digits.
@@ -213,11 +229,11 @@ class MnistFeatures(DigitFeatures):
 
 
 class RandomFeatures(FeatureNetwork):
-    """Features of a convolutional network with random weights. It needs no download and accepts images of any size.
+    """Convolutional feature network with random weights, which needs no download and accepts images of any size.
 
-    The 512 features are the means and standard deviations of the last layer's channels. Distances between features of an
-    untrained network rank sets of samples by quality and do not depend on training data (Naeem et al., arXiv 2002.09797,
-    section 4), but they cannot be compared with published values.
+    The 512 features are the means and standard deviations of the last layer's channels. Distances between such features rank
+    sets of images by quality and do not depend on training data (Naeem et al., arXiv 2002.09797, section 4). They cannot be
+    compared with published values.
 
     Args:
         seed: seed of the weights, which are the same on every machine.
@@ -232,7 +248,12 @@ class RandomFeatures(FeatureNetwork):
 
     @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Compute features on the network's device; gray images are converted to RGB."""
+        """Compute features of a batch of images with the random network. Gray images are converted to RGB first.
+
+        Args:
+            network: network returned by :meth:`network`.
+            images: images ``[B, C, S, S]`` uint8 with 1 or 3 channels, on the device of the network.
+        """
         x = images.expand(-1, 3, -1, -1).float() / 127.5 - 1
         channels = network(x).flatten(2)
         return Features(torch.cat([channels.mean(-1), channels.std(-1, correction=0)], 1), None, None)

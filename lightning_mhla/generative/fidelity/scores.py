@@ -1,4 +1,4 @@
-"""FID, sFID, Inception Score, KID, precision and recall of generated images, by torch-fidelity's formulas in float64."""
+"""FID, sFID, Inception Score, KID, precision and recall of generated images, computed with torch-fidelity."""
 
 from __future__ import annotations
 
@@ -39,38 +39,41 @@ STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
 
 
 class Moments(NamedTuple):
-    """Mean ``[D]`` and covariance ``[D, D]`` of features, both float64."""
+    """Mean ``[D]`` and covariance ``[D, D]`` of D image features, both float64."""
 
     mean: np.ndarray
     covariance: np.ndarray
 
 
 def moments(features: Tensor) -> Moments:
-    """Compute mean and covariance of features ``[n, D]`` in float64."""
+    """Compute the mean and covariance of image features ``[n, D]`` in float64, for n images with D features each."""
     statistics = fid_features_to_statistics(features.double().cpu())
     return Moments(statistics["mu"], np.atleast_2d(statistics["sigma"]))
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Compute the Fréchet distance between two normal distributions (FID, arXiv 1706.08500, equation 6)."""
+    """Compute the Fréchet distance (FID) between two normal distributions, given their mean and covariance.
+
+    The formula is equation 6 of arXiv 1706.08500.
+    """
     pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
 
 @dataclass
 class ImageSet:
-    """Features and statistics of a set of images.
+    """Features and statistics of a set of n images, from which metrics are computed.
 
     Attributes:
         origin: description of the set for messages, such as its path.
-        digest: hash of the images or statistics.
-        count: number of images from which the moments are computed; None if moments were read from a file, which does not
-            tell the number.
-        pooled: features ``[n, D]``; None if only statistics are known.
-        logits: class scores ``[n, K]``; None if the feature network has none or only statistics are known.
-        spatial: spatial features ``[n, S]``; None if the feature network has none or only statistics are known.
-        statistics: moments under the keys ``"pooled"`` and ``"spatial"``, read from a file or computed from the features
-            when they are first needed.
+        digest: hash of the images or the statistics.
+        count: number of images from which the statistics are computed; None if the statistics were read from a file, which does
+            not state the number.
+        pooled: features ``[n, D]`` for FID, KID, precision and recall; None if only statistics are known.
+        logits: class scores ``[n, K]``; None if the feature network does not compute them or only statistics are known.
+        spatial: features ``[n, S]`` for sFID; None if the feature network does not compute them or only statistics are known.
+        statistics: mean and covariance of the features under the keys ``"pooled"`` and ``"spatial"``, read from a file or
+            computed when they are first needed.
     """
 
     origin: str
@@ -82,7 +85,11 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the moments of the ``"pooled"`` or ``"spatial"`` features; None if they can be neither read nor computed."""
+        """Return the mean and covariance of the ``"pooled"`` or ``"spatial"`` features; None if they are not available.
+
+        Args:
+            name: ``"pooled"`` for FID, or ``"spatial"`` for sFID.
+        """
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
@@ -93,10 +100,10 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
     """Compute the features of all images of a set.
 
     Args:
-        origin: description of the set for messages.
-        batches: images in batches ``[b, C, S, S]`` uint8 on the CPU.
+        origin: description of the set for messages, such as its path.
+        batches: images in batches of b images, ``[b, C, S, S]`` uint8 on the CPU.
         features: feature network.
-        device: device that computes the features.
+        device: device on which the features are computed.
 
     Raises:
         ValueError: if there are no images.
@@ -111,11 +118,11 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
 
 @torch.no_grad()
 def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Features:
-    """Compute features of one batch of images in float32, even under autocast.
+    """Compute the features of one batch of images in float32, even under autocast.
 
     Args:
         features: feature network, which defines how images are preprocessed.
-        network: result of ``features.network()``.
+        network: network returned by ``features.network()``.
         images: images ``[b, C, S, S]`` uint8 on the device of ``network``.
     """
     with torch.autocast(images.device.type, enabled=False):
@@ -123,12 +130,12 @@ def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Fea
 
 
 def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
-    """Concatenate the features of several batches, in order, into one set.
+    """Combine the features of several batches, in order, into the features of one set of images.
 
     Args:
-        origin: description of the set for messages.
+        origin: description of the set for messages, such as its path.
         digest: hash of the images.
-        parts: features of the batches.
+        parts: features of each batch.
 
     Raises:
         ValueError: if there are no batches.
@@ -142,21 +149,21 @@ def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
 
 
 def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_size: int = 64) -> ImageSet:
-    """Read a set of images, or its statistics, from a folder or an ``.npz`` file of ADM's evaluator, and compute features.
+    """Compute the features of images in a folder or an ``.npz`` file, or read the statistics of features from the file.
 
     Args:
-        path: path of a folder of images, or of an ``.npz`` file with one or both of the following:
+        path: path of a folder of images, or of an ``.npz`` file of ADM's evaluator with one or both of the following:
 
             - Images: ``arr_0``, ``[N, S, S, 3]`` uint8.
             - Statistics: ``mu`` and ``sigma``, and for sFID ``mu_s`` and ``sigma_s``. They must have been computed with the
               same feature network.
         features: feature network.
-        device: device that computes the features.
+        device: device on which the features are computed.
         batch_size: number of images to process at once.
 
     Raises:
-        FileNotFoundError: if there is nothing at the path.
-        ValueError: if the file holds neither images nor statistics, or images have different sizes.
+        FileNotFoundError: if the path does not exist, or the folder contains no images.
+        ValueError: if the file contains neither images nor statistics, or the images have different sizes.
     """
     local = Path(path)
     if local.is_dir():
@@ -203,21 +210,21 @@ def _from_arrays(
 
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
-    """Iterate over batches with a progress bar on standard error, so that standard output contains only results.
+    """Iterate over batches of images with a progress bar on standard error, so that standard output contains only results.
 
     Args:
         batches: batches of images.
-        path: source of the images, for the description.
+        path: path of the images, whose last component is shown beside the bar.
         count: number of batches.
     """
     return track(batches, f"features of {escape(shown(path.name))}", total=count, console=Console(stderr=True))
 
 
 def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
-    """Read image files in batches ``[b, 3, H, W]`` uint8.
+    """Read image files in batches of b images, ``[b, 3, H, W]`` uint8.
 
     Raises:
-        ValueError: if images differ in size.
+        ValueError: if the images have different sizes.
     """
     first: tuple[Path, Sequence[int]] | None = None
     for start in range(0, len(files), batch_size):
@@ -237,11 +244,11 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
 
 @dataclass
 class Scores:
-    """Results of a comparison between generated and real images: metrics and remarks.
+    """Metrics of generated images compared with real images, and remarks about the metrics.
 
     Attributes:
         values: values of the metrics by name.
-        marks: remarks about the metrics, for example that there are too few samples.
+        marks: remarks, for example that there are too few samples for a reliable value.
     """
 
     values: dict[str, float]
@@ -249,15 +256,15 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute the metrics of generated images, and omit metrics whose features are missing in either set.
+    """Compute FID and related metrics of generated images. A metric is left out if features that it needs are missing.
 
     Args:
-        generated: set of samples.
-        reference: set of real images.
-        seed: seed of the order and subsets that Inception Score and KID use; the default is torch-fidelity's.
+        generated: features or statistics of the generated images.
+        reference: features or statistics of the real images.
+        seed: seed of the random order and subsets for Inception Score and KID. The default is torch-fidelity's.
 
     Raises:
-        ValueError: if the features of the two sets have different widths.
+        ValueError: if the two sets have different numbers of features.
     """
     values: dict[str, float] = {}
     marks = list(_marks(generated, reference))

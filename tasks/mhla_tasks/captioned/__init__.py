@@ -1,1 +1,1 @@
-"""Code shared by text-to-image and video: diffusers transformers with replaced attention, trained by flow matching."""
+"""Code shared by text-to-image and text-to-video models, which train diffusers transformers with replaced attention."""

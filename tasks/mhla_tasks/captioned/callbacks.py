@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 class DrawnSamples(PeriodicEvaluation):
     """Base class of callbacks that draw a sample for each prompt during training, and then write or score the samples.
 
-    The weights are those that validation uses: their moving average, if the run keeps one. Each sample starts from the same
-    noise in every evaluation. A subclass implements :meth:`keep`, which writes or scores the samples.
+    Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
+    Every evaluation starts from the same noise, so that changes in a sample come from the weights alone. A subclass implements
+    :meth:`keep`, which writes or scores the samples.
 
     Args:
-        prompts: prompts to draw a sample for.
+        prompts: prompts; one sample is drawn for each.
         every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
-        at_end: whether to draw with the final weights.
-        at_start: whether to draw with the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to draw samples at the end of training.
+        at_start: whether to draw samples before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     module_class: ClassVar[type[CaptionedDiffusion]]
@@ -52,17 +53,18 @@ class DrawnSamples(PeriodicEvaluation):
         The method runs on the first process only, so it must not call collectives.
 
         Args:
-            trainer: Trainer of the run.
+            trainer: Lightning trainer that runs the callback.
             module: module that drew the samples.
-            samples: drawn samples, one for each prompt: images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]``, uint8 on the CPU.
-            folder: log folder of the run.
+            samples: drawn samples, uint8 on the CPU, in the order of the prompts: images ``[n, C, H, W]`` or clips
+                ``[n, F, C, H, W]`` with F frames.
+            folder: log folder of the training run.
         """
 
     def check(self, module: CaptionedDiffusion) -> None:
         """Load the text encoder and the autoencoder of a module, and check that the module can draw samples.
 
         Raises:
-            ValueError: if the options of the module contradict each other.
+            ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.
             FileNotFoundError: if the text encoder or the autoencoder does not exist.
         """
         module.check_drawable()
@@ -70,7 +72,8 @@ class DrawnSamples(PeriodicEvaluation):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that the module can draw samples.
 
-        Only the processes that will draw run the check. If it fails on the first process, all processes stop.
+        The check runs on the first process only, or on all processes if the weights are sharded. All processes stop if it fails
+        on the first process.
 
         Raises:
             ValueError: on every process, if samples cannot be drawn; the message gives the reason.
@@ -116,7 +119,13 @@ class DrawnSamples(PeriodicEvaluation):
 
 
 def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
-    """Add a figure to the TensorBoard loggers of a run, under ``name`` and the current step."""
+    """Log a Matplotlib figure to all TensorBoard loggers of a trainer.
+
+    Args:
+        trainer: trainer whose ``global_step`` is logged with the figure.
+        name: tag of the figure in TensorBoard.
+        figure: figure to log.
+    """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_figure(name, figure, trainer.global_step)

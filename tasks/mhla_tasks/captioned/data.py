@@ -1,4 +1,4 @@
-"""Data modules of captioned images and clips: prompts that predict draws, and shards of latents with encoded captions."""
+"""Base classes of data modules for captioned images and videos, as pixels with text or as latents with embeddings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 
 
 class CaptionedData(ResumableDataModule):
-    """Base class of data modules with captioned images or videos, or their latents.
+    """Base class of data modules for captioned images or videos, as pixels or as latents.
 
     A subclass implements :meth:`samples`.
 
     Args:
-        prompts: prompts for which the predict command draws samples.
-        options: further options of :class:`ResumableDataModule`.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``batch_size`` and ``seed``.
     """
 
     extension: ClassVar[str]
@@ -36,11 +36,19 @@ class CaptionedData(ResumableDataModule):
         self.prompts = as_dataclass(PromptRequest, prompts)
 
     def empty_caption(self) -> Tensor | None:
-        """Return token embeddings ``[l, D]`` of the empty caption if the captions are embeddings; None if they are text."""
+        """Return the token embeddings of the empty caption, if the data set stores embedded captions.
+
+        Returns:
+            Embeddings ``[L, D]`` of L tokens with D features; None if the data set stores captions as text.
+        """
         return None
 
     def samples(self, stage: str) -> SampleSource:
-        """Return the sample source of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the map-style data set for a stage.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
         raise NotImplementedError
 
     @override
@@ -54,15 +62,17 @@ class EncodedShards(CaptionedData):
     """Base class of data modules that read latents and embedded captions from shards that ``lightning prepare`` wrote.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
-        val: shards for validation, in the same forms.
-        text_length: number of tokens of a caption; shorter captions are padded with zeros, longer ones cut. null for the length
-            recorded in the manifest of the shards.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        train: training shards: a folder, a brace pattern such as DIR/train-{00000..01023}.tar, a glob, a URL, or a list of
+            these.
+        val: validation data, specified in the same ways as train.
+        text_length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut. null for the
+            length that lightning prepare recorded in the manifest.json of the shards.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples, and for choosing one of several captions of a sample; null for the seed
+            of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     command: ClassVar[str]
@@ -91,7 +101,11 @@ class EncodedShards(CaptionedData):
 
     @property
     def text_length(self) -> int:
-        """Number of tokens per caption: the option if it is set, else the length that the shards record, else a default."""
+        """Number of tokens per caption.
+
+        It is the option ``text_length`` if that is set, otherwise the length recorded in the manifest of the shards. If neither
+        exists, it is a default that the subclass defines.
+        """
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)
         return self._text_length

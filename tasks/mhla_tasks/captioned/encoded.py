@@ -1,4 +1,4 @@
-"""Shards of latents and embedded captions: encoding once, and reading in training."""
+"""Writing latents and embedded captions to tar shards once, and reading these shards in training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def empty_caption_file(shard: Path) -> Path:
 
 
 def read_manifest(sets: ShardSets) -> dict[str, Any]:
-    """Read ``manifest.json`` of the training shards: the options with which they were written.
+    """Read ``manifest.json``, the record of the options with which the training shards were written.
+
+    Args:
+        sets: locations of the training and validation shards. The manifest lies beside the first training shard.
 
     Returns:
         The options by name; an empty dict if the file does not exist.
@@ -52,20 +55,25 @@ def read_manifest(sets: ShardSets) -> dict[str, Any]:
 
 
 def encoded_length(sets: ShardSets, default: int) -> int:
-    """Return the number of tokens per caption recorded with the training shards, or ``default`` if it is not recorded."""
+    """Return the number of tokens per caption that the manifest of the training shards records.
+
+    Args:
+        sets: locations of the training and validation shards.
+        default: value to return if there is no manifest, or it does not contain a positive ``text_length``.
+    """
     length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
 
 
 def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
-    """Read the embedding of the empty caption, which is a file in the folder of the training shards.
+    """Read the embedding of the empty caption from a file beside the first training shard.
 
     Args:
-        sets: shards of the data set.
+        sets: locations of the training and validation shards.
         command: command that writes the file, named in error messages.
 
     Returns:
-        Embedded tokens ``[l, D]`` float32.
+        Embeddings ``[L, D]`` float32 of L tokens with D features.
 
     Raises:
         FileNotFoundError: if the file is missing.
@@ -86,7 +94,7 @@ def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
 
 
 class EncodedSamples:
-    """Sample source of latents and embedded captions in shards.
+    """Map-style data set of latents and embedded captions in shards.
 
     Args:
         reader: reader of the shards.
@@ -95,8 +103,8 @@ class EncodedSamples:
         command: command that writes such shards, named in error messages.
 
     Attributes:
-        groups: number of each latent's size, ``[samples]`` int64: latents of the same size have the same number. None if the
-            shards do not record sizes, because all latents have the same size.
+        groups: group number of each sample, ``[samples]`` int64; samples with the same number have latents of the same size.
+            None if all latents have the same size.
 
     Raises:
         ValueError: if none of the first 100 samples has a latent with ``axes`` axes.
@@ -119,11 +127,15 @@ class EncodedSamples:
                     raise ValueError(f"{error}; these are not shards of {command}") from error
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``latent`` ``[C, ...]`` float32, ``text`` ``[text_length, D]`` float32 and ``index`` of one sample."""
+        """Return one sample as a dict.
+
+        Returns:
+            ``latent`` ``[C, ...]`` float32, ``text`` (caption embeddings) ``[text_length, D]`` float32, and the given
+            ``index``.
+        """
         latent, tokens = self._latent(index), self.reader.array(index, self._embedding(index))
         end = self._ends[self._group(index)]
         size = self.size if end is None else (*self.size[: -len(end)], *end)
@@ -138,7 +150,7 @@ class EncodedSamples:
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
 
     def _embedding(self, index: int) -> str:
-        """Return the tar member name of a sample's embedded caption, chosen at random if the sample has several captions."""
+        """Return the tar member name of a sample's caption embeddings, chosen at random if the sample has several captions."""
         count = self._captions[index] + 1
         return EMBEDDING if count == 1 else embedding_names(count)[int(torch.randint(count, ()))]
 
@@ -155,7 +167,6 @@ class EncodedSamples:
 
 
 def _side(name: str) -> tuple[int, int]:
-    """Return the rows and columns of a latent from its tar member name: (16, 12) for ``16x12.latent.npy``."""
     rows, _, columns = name.partition(".")[0].partition("x")
     return int(rows), int(columns)
 
@@ -167,15 +178,17 @@ def embedding_names(count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Captioned samples to encode, and the files that contain them.
+    """Captioned images or videos that are to be encoded, with the files that contain them.
 
     Attributes:
-        samples: sample source. Each sample is a dict; its pixels are the entry ``key``, a tensor ``[3, ...]`` in -1 .. 1. If
-            the samples have several sizes, the source has an attribute ``groups``, the number of each sample's size.
-        key: name of the entry that is encoded: ``image`` or ``video``.
-        files: files of the samples, from which the captions are read.
-        origins: source files as they were when opened, to detect later changes: an entry for each sample or for each shard.
-        per_sample: whether ``origins`` has an entry for each sample; false for an entry for each shard.
+        samples: map-style data set of dicts, whose entry ``key`` holds the pixels ``[3, ...]`` in -1 .. 1. If the samples have
+            several sizes, the data set has an attribute ``groups`` with the group number of each sample, ``[samples]`` int64.
+            All samples of a group have the same size.
+        key: name of the entry with the pixels: ``image`` or ``video``.
+        files: reader of the captions, by sample index.
+        origins: record of the source files, with which a later call of :func:`encode_samples` detects that they have changed.
+            It has an entry for each sample or for each shard.
+        per_sample: whether ``origins`` has an entry for each sample; false if it has an entry for each shard.
     """
 
     samples: SampleSource
@@ -192,17 +205,17 @@ def open_source(
     caption_key: str,
     make_samples: Callable[[CaptionedFiles], SampleSource],
 ) -> EncodedSource:
-    """Open the captioned images or videos in a folder or in shards, to encode them.
+    """Open captioned images or videos, in a folder or in shards, to encode them.
 
     Args:
         name: path of a folder of files; or location of shards: a folder, a glob, a brace pattern or a URL.
-        kind: name of the entry of a sample that is encoded: ``image`` or ``video``.
+        kind: name of the sample entry that holds the pixels: ``image`` or ``video``.
         extensions: extensions of the image or video files, without dots.
-        caption_key: key of the caption in a JSON file.
-        make_samples: function that builds the sample source from the files.
+        caption_key: key of the caption in JSON files.
+        make_samples: function that builds the map-style data set of pixels from the opened files.
 
     Returns:
-        The samples to encode, and the files that contain them.
+        The samples to encode, with the files that contain them.
     """
     files: CaptionedFiles
     if Path(name).is_dir() and not holds_shards(Path(name)):
@@ -228,27 +241,28 @@ def encode_samples(
 ) -> tuple[list[Path], int]:
     """Encode samples as latents, embed their captions, and write both to shards ``target/prefix-00000.tar`` and so on.
 
-    Several processes can divide the shards among them; each calls this function with its own ``share``.
+    Several processes can divide the shards among them. Each process calls this function with its own ``share``.
 
     Args:
         source: samples to encode.
-        options: options that the latents and embeddings depend on, such as the image size. They are recorded in the manifest,
-            so JSON must be able to represent the values.
+        options: options that the latents and embeddings depend on, such as the image size. They are recorded in
+            ``manifest.json``, so JSON must be able to represent the values.
         target: path of the folder of shards, created if missing.
-        encode: function that encodes samples ``[B, 3, ...]`` as latents.
+        encode: function that encodes a batch of pixels ``[B, 3, ...]`` as latents ``[B, C, ...]``. It is called with ``B = 1``.
         captions: encoder of the captions.
         prefix: prefix of the shards' file names.
         per_shard: number of samples per shard. A shard has fewer if some of its samples cannot be decoded.
-        device: device of the encoders.
+        device: device on which pixels and captions are encoded.
         max_skipped: number of samples that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
-        force: whether to delete the shards of an earlier call first.
+        force: whether to first delete shards that an earlier call of this function wrote.
 
     Returns:
         Paths of the shards of all processes, and the number of samples that this process skipped.
 
     Raises:
-        ValueError: if the folder holds shards that were made from samples that have changed since, or with different options.
+        ValueError: if the folder holds shards that were written with different options, or from source files that have changed
+            since.
         BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded.
     """
     made_with = {"per_shard": per_shard, **options}

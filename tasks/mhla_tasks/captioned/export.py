@@ -1,4 +1,4 @@
-"""Export of a trained transformer to a folder, and of its LoRA adapters."""
+"""Export of a trained transformer to a folder, with the option to export its LoRA adapters separately."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ model = load("FOLDER")"""
 
 
 def loading(module: CaptionedDiffusion) -> str:
-    """Return Python code that loads the exported ``module``. In the code, FOLDER stands for the path of the export."""
+    """Return the Python code that loads an exported model, for the model card.
+
+    The code contains the placeholder FOLDER instead of the path of the export.
+
+    Args:
+        module: module that is exported. It determines the class of the transformer.
+    """
     return LOADING.replace("NETWORK", module.host.transformer.__name__)
 
 
 def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
-    """Export the transformer of a trained module to a folder that ``lightning_mhla.load_swapped`` can load.
+    """Export the transformer of a trained module to a folder that ``lightning_mhla.load_swapped`` or diffusers can load.
+
+    If every layer kept its original attention, ``from_pretrained`` of the transformer's class loads the folder. Otherwise,
+    ``lightning_mhla.load_swapped`` does.
 
     Args:
         module: trained module.

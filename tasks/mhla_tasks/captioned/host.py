@@ -1,4 +1,4 @@
-"""diffusers transformers whose attention can be replaced, and the reading of pretrained weights for them."""
+"""Description of diffusers transformers whose attention can be replaced, and loading of pretrained weights into them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Host:
         pipeline: class of the diffusers pipeline that draws samples with the transformer.
         name: name of the transformer in error messages, with an article, such as ``a Wan transformer``.
         first_block: prefix of the names of the first block's weights, such as ``blocks.0.``.
-        is_published: function that returns whether weights, a dict by name, use the names of the original publication.
-        published_names: function that converts weights from the published names to diffusers' names.
-        schedulers: for each sampler, a function that builds its diffusers scheduler from the timestep shift of training.
-        pipeline_options: arguments that every call of the pipeline receives, such as height and width. The pipeline only
+        is_published: function that takes weights by name, and returns whether the names are those of the model's original
+            release instead of diffusers'.
+        published_names: function that converts weights from the names of the original release to diffusers' names.
+        schedulers: for each sampler name, a function that builds a diffusers scheduler from the timestep shift of training.
+        pipeline_options: keyword arguments for every call of the pipeline, such as height and width. The pipeline only
             validates these sizes; the shape of the initial latents determines the size of a sample.
     """
 
@@ -66,7 +67,8 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
         host: description of the transformer class.
         shape: dataclass instance with the options of the transformer.
         attention: options of the new attention.
-        layer_kinds: attention kind of each layer, as for :func:`lightning_mhla.swap_attention`; None to replace all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers, as for :func:`lightning_mhla.swap_attention`; None
+            to replace the attention of all layers.
 
     Returns:
         Transformer with the new attention and random weights.
@@ -77,12 +79,16 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
 
 
 def read_transformer(path: str, host: Host, shape: Any) -> Any:
-    """Build a transformer with its original attention and load the weights at ``path``; see :func:`read_weights`.
+    """Build a transformer with its original attention and load pretrained weights into it.
 
     Args:
-        path: source of the weights, as for :func:`read_weights`.
+        path: source of the weights: a training checkpoint, a weights file, a folder that ``save_pretrained`` wrote, or a name
+            on the Hugging Face Hub.
         host: description of the transformer class.
         shape: dataclass instance with the options of the transformer.
+
+    Returns:
+        Transformer with the original attention and the loaded weights.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -99,8 +105,8 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
     Args:
         path: source of the weights, one of these:
 
-            * training checkpoint, whose averaged weights are read if it has them;
-            * ``.pt``, ``.pth`` or ``.safetensors`` file with diffusers' or published names;
+            * training checkpoint; its averaged weights are read if it has them;
+            * ``.pt``, ``.pth`` or ``.safetensors`` file with the names of diffusers or of the original release;
             * folder that ``save_pretrained`` of a transformer or a pipeline wrote;
             * name on the Hugging Face Hub.
         host: description of the transformer class.
@@ -110,7 +116,8 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if the source cannot be read safely, or holds the weights of a different model.
+        ValueError: if the source cannot be read safely, contains unmerged LoRA adapters, or holds the weights of a different
+            model.
     """
     local = Path(path)
     with read_safely(path):
@@ -135,11 +142,15 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Load the weights at ``path`` into a transformer, resizing MHLA's mixing coefficients if the block grids differ.
+    """Load pretrained weights into a transformer.
+
+    If the weights were trained with a different grid of MHLA blocks, the mixing coefficients are resized. Parameters that only
+    the new attention has keep their initial values.
 
     Args:
         model: transformer, changed in place.
-        path: source of the weights, as for :func:`read_weights`.
+        path: source of the weights: a training checkpoint, a weights file, a folder that ``save_pretrained`` wrote, or a name
+            on the Hugging Face Hub.
         host: description of the transformer class.
 
     Raises:
@@ -178,7 +189,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Return the MHLA block grid of the weights at ``path``; None if it is unknown or the weights have no MHLA layers."""
+    """Return the number of MHLA blocks along each axis for the weights at ``path``; None if unknown or without MHLA layers."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
@@ -187,10 +198,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
-    """Return the name of a weight in ``state``.
-
-    If LoRA wraps the weight's layer there, the name gets ``.base_layer`` before its last part; otherwise it is unchanged.
-    """
+    """Return the key of a weight in ``state``: its name, with ``.base_layer`` inserted if LoRA wraps the weight's layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in state else name

@@ -1,4 +1,7 @@
-"""Base of the modules that train a swapped transformer of diffusers on captioned samples, by flow matching."""
+"""Base class of Lightning modules that train diffusers transformers with replaced attention on captioned samples.
+
+Longer than other modules: it contains training, validation and sampling of the text-to-image and text-to-video models.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +37,28 @@ AT_ONCE = 32
 class CaptionedDiffusion(GenerativeModule):
     """Base class of captioned flow matching models: a diffusers transformer whose self-attention is replaced.
 
-    A subclass names the classes of the transformer, the autoencoder and the callback that writes samples, and implements the
+    A subclass names the classes of the transformer, the autoencoder and the callback that writes samples. It implements the
     calls of the transformer and the pipeline.
 
     Args:
-        attention: attention that replaces the transformer's self-attention.
-        transformer: shape of the transformer.
-        layer_kinds: kinds of the layers; the list repeats until all layers have one. keep leaves a layer unchanged, replace
-            gives it attention.kind; null to replace all.
-        flow: distribution and shift of the training timesteps, and caption dropout.
-        text: encoder of the captions.
-        vae: folder or hub name of a pipeline or its autoencoder, for latents; null for pixels.
-        train: trained parameters: all; attention (the replaced layers with their projections); new (those that the replacement
-            added); lora (those, and adapters of the projections).
-        lora: rank and alpha of the adapters.
-        distillation: distillation from the model with its original attention.
+        attention: options of the attention that replaces the transformer's self-attention.
+        transformer: options of the transformer, such as its width and its number of layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. null replaces the attention of all layers.
+        flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
+        text: options of the caption encoder.
+        vae: folder or Hugging Face Hub name of the autoencoder, or of a pipeline that contains it, if the transformer works on
+            latents; null if it works on pixels.
+        train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
+            the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
+        lora: rank and alpha of the low-rank adapters.
+        distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.
-        pretrained: weights to start from, see mhla_tasks.captioned.host; ignored if --ckpt_path supplies the weights.
+        pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
+            or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
         output: folder for the samples that the predict command draws; samples that exist there are not drawn again. null for
-            the folder of the run.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+            the log folder.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
         ValueError: if sampling uses guidance but the model is trained without caption dropout.
@@ -138,7 +143,7 @@ class CaptionedDiffusion(GenerativeModule):
             network: transformer.
             noisy: noisy samples ``[B, C, ...]``.
             times: timesteps ``[B]`` from 0 (data) to 1000 (noise).
-            text: embedded captions ``[B, L, D]``.
+            text: embedded captions ``[B, L, D]``, where L is the number of tokens and D their width.
 
         Returns:
             Velocity with the shape of ``noisy``.
@@ -147,24 +152,33 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments of the diffusers pipeline for embedded captions and negative captions ``[B, L, D]``."""
+        """Convert embedded captions to keyword arguments of the diffusers pipeline.
+
+        Args:
+            text: embedded captions ``[B, L, D]``, where L is the number of tokens and D their width.
+            negative: embedded negative captions, with the shape of ``text``.
+        """
 
     @staticmethod
     @abstractmethod
     def to_bytes(samples: Tensor) -> Tensor:
-        """Convert samples in -1 .. 1 to uint8 pixels.
+        """Convert samples with values in -1 .. 1 to uint8 pixels.
 
-        Images keep their shape ``[B, C, H, W]``. Clips ``[B, C, F, H, W]`` become ``[B, F, C, H, W]``.
+        Args:
+            samples: images ``[B, C, H, W]`` or clips ``[B, C, F, H, W]`` with F frames.
+
+        Returns:
+            Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]``.
         """
 
     def check_drawable(self, sampling: Any = None) -> None:
         """Load the text encoder and the autoencoder, and check that samples can be drawn.
 
         Args:
-            sampling: sampler options; None for those of the module.
+            sampling: sampler options; None to use the module's own options.
 
         Raises:
-            ValueError: if an autoencoder is required but not named, or the size of the samples does not fit the patches.
+            ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.
             FileNotFoundError: if the text encoder or the autoencoder does not exist.
         """
         channels = self.network.config.out_channels
@@ -179,16 +193,16 @@ class CaptionedDiffusion(GenerativeModule):
         self.captions.tokens("", self.device)
 
     def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Draw samples, each of which depends only on the weights, its prompt, the seed and its index.
+        """Draw samples, each of which depends only on the weights, the sampler options, its prompt, the seed and its index.
 
         Args:
             prompts: prompt of each of the B samples.
             indices: index of each sample, which determines its noise.
-            seed: seed of all samples.
-            sampling: sampler options; None for those of the module.
+            seed: random seed, the same for all samples.
+            sampling: sampler options; None to use the module's own options.
 
         Returns:
-            Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]``, uint8.
+            Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]`` with F frames, uint8.
 
         Raises:
             ValueError: if the size of the samples is not a multiple of the patch size.
@@ -202,14 +216,14 @@ class CaptionedDiffusion(GenerativeModule):
         return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
 
     def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
-        """Draw a sample for each prompt, a few at a time to limit memory.
+        """Draw a sample for each prompt, at most 32 at a time to limit memory.
 
         Args:
             prompts: prompts of the n samples.
-            seed: seed of all samples.
+            seed: random seed, the same for all samples.
 
         Returns:
-            Images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]``, uint8 on the CPU.
+            Images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]`` with F frames, uint8 on the CPU.
         """
         parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
         return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
@@ -219,7 +233,7 @@ class CaptionedDiffusion(GenerativeModule):
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
     def configure_model(self) -> None:
-        """Load the ``pretrained`` weights, if any, then continue as :meth:`GenerativeModule.configure_model` does."""
+        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
         if self.pretrained is not None and not self._started:
             load_weights(self.network, self.pretrained, self.host)
         self._started = True
@@ -230,7 +244,7 @@ class CaptionedDiffusion(GenerativeModule):
         return [self._writer]
 
     def on_fit_start(self) -> None:
-        """Load the teacher of the distillation, if there is one, and embed the empty caption if captions are dropped."""
+        """Load the teacher if one is configured for distillation, and embed the empty caption if training drops captions."""
         self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape))
         self._check_encoded_captions()
         if self.flow.caption_dropout:
@@ -247,10 +261,11 @@ class CaptionedDiffusion(GenerativeModule):
             self.codec.rest()
 
     def _check_encoded_captions(self) -> None:
-        """Check that captions embedded in the data have the same length and instruction as the model's prompts.
+        """Check that the captions in the data were embedded in the same way as the model embeds prompts.
 
         Raises:
-            ValueError: if the number of tokens or the instruction differs, or the model does not have a text encoder.
+            ValueError: if the number of tokens or the instruction inserted before captions differs, or the model does not have
+                a text encoder.
         """
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
@@ -273,11 +288,20 @@ class CaptionedDiffusion(GenerativeModule):
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Predict the velocity of noisy samples in float32; see :meth:`velocity` for the arguments."""
+        """Predict the velocity (noise minus data) of noisy samples.
+
+        Args:
+            noisy: noisy samples ``[B, C, ...]``.
+            times: timesteps ``[B]`` from 0 (data) to 1000 (noise).
+            text: embedded captions ``[B, L, D]``, where L is the number of tokens and D their width.
+
+        Returns:
+            Velocity with the shape of ``noisy``, float32.
+        """
         return self.velocity(self.network, noisy, times, text).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Compute the loss of flow matching or distillation for one batch, at random timesteps."""
+        """Compute the loss of one batch at random timesteps, by flow matching with optional distillation."""
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
             dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
@@ -291,11 +315,12 @@ class CaptionedDiffusion(GenerativeModule):
         return self.linearization.distilled_loss(self, loss, predicted, noisy, times, text)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Draw the requested samples of a batch, except those that already have a file.
+        """Draw the samples that a batch requests, except those whose files already exist.
 
         Returns:
-            ``pixels``, the drawn samples as uint8, and ``rows``, a dict for each of them: ``file`` (file name), ``prompt``,
-            ``index``, ``seed``, ``seconds`` (drawing time) and ``at_once`` (number of samples drawn together).
+            A dict with ``pixels``, the drawn samples as uint8, and ``rows``, a list with a dict for each of these samples:
+            ``file`` (file name), ``prompt``, ``index``, ``seed``, ``seconds`` (mean drawing time per sample) and ``at_once``
+            (number of samples drawn together).
         """
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [
@@ -323,12 +348,14 @@ class CaptionedDiffusion(GenerativeModule):
         return {"pixels": pixels[positions], "rows": [{**row, **took} for row in rows]}
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
-        """Return the clean samples ``[B, C, ...]`` of a batch, to which noise is added.
+        """Return the clean samples ``[B, C, ...]`` of a batch, to which noise is added in training.
 
-        They are the latents of the batch, if it has any; otherwise its pixels, encoded if the model has an autoencoder.
+        They are the latents of the batch, if it has any. Otherwise they are its pixels, encoded if the model has an
+        autoencoder.
 
         Raises:
-            ValueError: if the model has a different number of channels, or the size is not a multiple of the patch size.
+            ValueError: if the transformer has a different number of input channels, or the size is not a multiple of its patch
+                size.
         """
         encoded = "latent" in batch
         clean: Tensor = batch["latent"] if encoded else batch[self.sample_key]
@@ -344,10 +371,13 @@ class CaptionedDiffusion(GenerativeModule):
         return clean
 
     def encode_captions(self, batch: dict[str, Any]) -> Tensor:
-        """Return the embeddings ``[B, L, D]`` of a batch's captions, encoding captions that are text.
+        """Return the caption embeddings of a batch, and compute them if the batch contains captions as text.
+
+        Returns:
+            Embeddings ``[B, L, D]``, where L is the number of tokens and D their width.
 
         Raises:
-            ValueError: if the data hold embeddings of a width that the transformer does not accept.
+            ValueError: if the batch contains embeddings whose width the transformer does not accept.
         """
         if "text" not in batch:
             return self.captions.encode(batch["caption"], self.device)
@@ -360,7 +390,13 @@ class CaptionedDiffusion(GenerativeModule):
         return text
 
     def empty_caption(self) -> Tensor:
-        """Return the embeddings ``[1, L, D]`` of the empty caption, read from the data if these contain embedded captions."""
+        """Return the embeddings of the empty caption.
+
+        They are read from the data if the data contain embedded captions, and computed by the caption encoder otherwise.
+
+        Returns:
+            Embeddings ``[1, L, D]``, where L is the number of tokens and D their width.
+        """
         if self._empty is None:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
             tokens = data.empty_caption() if hasattr(data, "empty_caption") else None
@@ -373,7 +409,15 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the flow matching loss of each sample, ``[B]``. The sample's generator draws its timestep and noise."""
+        """Compute the flow matching loss of each sample in a batch of B samples, at random timesteps.
+
+        Args:
+            batch: batch with samples or latents, and captions.
+            generators: a random generator for each sample, which draws its timestep and its noise.
+
+        Returns:
+            Losses ``[B]``.
+        """
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

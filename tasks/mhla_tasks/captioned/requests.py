@@ -1,4 +1,4 @@
-"""Samples that predict draws for prompts, and the callback that writes them to a folder."""
+"""Samples that the predict command draws for prompts, and the callback that writes them to a folder."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ class PromptRequest:
     """Options of the samples that the predict command draws: prompts, number per prompt, and seed.
 
     Args:
-        prompts: list of prompts, or path of one: a text file, or the prompts of GenEval (.jsonl), MJHQ-30K (.json) or DPG-Bench
-            (a folder of .txt files). Each line of a text file is a prompt, or name<TAB>prompt to name the files of its
-            samples. null for all captions of a built-in data set.
+        prompts: list of prompts, or path of a file or folder with prompts; null for all captions of a built-in data set. In a
+            text file, each line is a prompt, optionally preceded by its name and a tab. The prompt files of GenEval (.jsonl)
+            and MJHQ-30K (.json) and the folder of DPG-Bench (.txt files) are also accepted. File names of samples begin with
+            the name of the prompt. A prompt without a name is its own name.
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
-        seed: seed of the noise; with the same seed, sample i always starts from the same noise.
+        seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
+            noise.
     """
 
     prompts: str | list[str] | None = None
@@ -53,13 +55,13 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Sample source for the predict command: one entry for each sample to draw, in the order of the prompts.
+    """Map-style data set of the samples that the predict command must draw, in the order of their prompts.
 
-    The samples of one prompt are adjacent.
+    The samples of one prompt are adjacent. A prompt that is listed twice is used once.
 
     Args:
         request: prompts, number of samples per prompt, and seed.
-        data_prompts: prompts of the data set, used if ``request.prompts`` is None.
+        data_prompts: captions of a built-in data set, used as prompts if ``request.prompts`` is None.
         extension: extension of the files to write, without a dot.
 
     Raises:
@@ -89,11 +91,15 @@ class RequestedSamples:
         self.shard_sizes: Sequence[int] = [len(self.prompts) * request.per_prompt]
 
     def __len__(self) -> int:
-        """Number of samples to draw."""
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``index``, ``caption``, ``seed`` and ``file`` (a name such as ``a red three-0.png``) of a sample to draw."""
+        """Return the request for one sample as a dict.
+
+        Returns:
+            ``index``, ``caption`` (the prompt), ``seed``, and ``file``, the name of the file to write, such as
+            ``a red three-0.png``.
+        """
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)
         return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
@@ -103,16 +109,17 @@ class RequestedSamples:
 
 
 class SampleFolder(Callback):
-    """Base class of callbacks that write samples to files as each process draws them.
+    """Base class of callbacks with which each process writes samples to files as soon as it has drawn them.
 
-    The attribute :attr:`kind`, such as ``images``, determines the names of the output. With this kind, the samples of the
-    prompt ``a red three`` are ``images/a red three-0.png``, ``images/a red three-1.png`` and so on. The folder ``images`` holds
-    nothing else, because tools that score samples find them by these names. Beside the folder, ``images.jsonl`` has a line for
-    each sample with its prompt, seed, index and drawing time in seconds, and ``images.png`` shows the first samples.
+    A subclass sets the class attribute :attr:`kind`, which names the output folder. If it is ``images``, the samples for the
+    prompt ``a red three`` are written to ``images/a red three-0.png``, ``images/a red three-1.png`` and so on. The folder
+    contains only samples, because tools that score samples expect this layout. The file ``images.jsonl`` beside the folder has
+    a line for each sample with its prompt, seed, index and drawing time in seconds. The picture ``images.png`` shows the first
+    samples.
 
     Args:
-        folder: path of the folder that receives this output; None for the folder of the run. Samples that already exist there
-            are not drawn again.
+        folder: path of the folder that receives this output; None for the log folder. Samples that already exist there are not
+            drawn again.
     """
 
     kind: ClassVar[str]
@@ -129,20 +136,25 @@ class SampleFolder(Callback):
 
         Args:
             path: path of the file.
-            pixels: sample, uint8 on the CPU.
+            pixels: image ``[C, H, W]`` or clip ``[F, C, H, W]`` with F frames, uint8 on the CPU.
             module: module that drew the sample.
         """
 
     @abstractmethod
     def show(self, samples: Sequence[tuple[str, Tensor]], path: Path) -> None:
-        """Write an overview picture of ``samples``, pairs of prompt and pixels, to the file ``path``."""
+        """Write an overview picture of several samples.
+
+        Args:
+            samples: prompt and pixels of each sample.
+            path: path of the picture file.
+        """
 
     def describe(self, pixels: Tensor) -> Row:
-        """Return the ``height`` and ``width`` of a sample in pixels, to be recorded in the table of the samples."""
+        """Return the ``height`` and ``width`` of a sample in pixels, to be recorded in the JSON Lines file of the samples."""
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Create the folder of samples, and check that existing samples in it come from the same weights and options."""
+        """Create the folder of samples, and check that existing samples in it were drawn with the same weights and options."""
         default_folder = run_folder(trainer)
         self.folder = default_folder if self._asked is None else Path(self._asked)
         self._shown = []
@@ -152,7 +164,7 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
 
     def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the weights and options of this run with those recorded for existing samples, then record them.
+        """Check that existing samples were drawn with the current weights and options, and store these for the next check.
 
         Raises:
             ValueError: if they differ, because the folder would mix samples of two models.
@@ -184,13 +196,13 @@ class SampleFolder(Callback):
         """Find the samples whose files do not exist yet.
 
         Args:
-            rows: ``file``, ``prompt``, ``index`` and ``seed`` of each requested sample.
+            rows: dict for each requested sample, with ``file``, ``prompt``, ``index`` and ``seed``.
 
         Returns:
             Positions in ``rows`` of the missing samples.
 
         Raises:
-            ValueError: if an existing sample was drawn for a different prompt or from different noise.
+            ValueError: if the JSON Lines file of the samples states a different prompt, index or seed for a file.
         """
         recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:
@@ -206,7 +218,7 @@ class SampleFolder(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
     ) -> None:
-        """Write each sample of a batch to its file, and append a line about it to the JSON Lines table of the samples."""
+        """Write each sample of a batch to its own file, and append a line about it to the JSON Lines file of the samples."""
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
             with (self.folder / f"{self.kind}.jsonl").open(
@@ -218,7 +230,7 @@ class SampleFolder(Callback):
                 self._shown.append((row["prompt"], pixels))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the overview picture, sort the table of the samples by index, and print the median time per sample.
+        """Write the overview picture, sort the JSON Lines file by sample index, and print the median drawing time per sample.
 
         The first process does this alone, after all processes have written their samples.
         """

@@ -1,4 +1,4 @@
-"""Sampling from a transformer with the pipeline that diffusers has for it."""
+"""Sampling from a transformer with its diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from mhla_tasks.captioned.host import Host
 
 
 class Sampling(Protocol):
-    """Protocol of the sampler options that image and video models have in common."""
+    """Protocol of the sampler options that image models and video models share."""
 
     @property
     def sampler(self) -> str:
-        """Name of the sampler, one of those that the model's :class:`Host` supports, such as ``euler``."""
+        """Name of the sampler, such as ``euler``. The class of the transformer determines which samplers are available."""
 
     @property
     def steps(self) -> int:
-        """Number of network evaluations per sample (twice as many with guidance)."""
+        """Number of sampling steps. Each step evaluates the network once, or twice with guidance."""
 
     @property
     def guidance(self) -> float:
-        """Scale of classifier-free guidance (arXiv 2207.12598); 1 for none."""
+        """Scale of classifier-free guidance (arXiv 2207.12598), at least 1; 1 to sample without guidance."""
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Size of a sample: (height, width) of an image or (frames, height, width) of a clip, with lengths in pixels."""
+        """Size of a sample: (height, width) of an image or (frames, height, width) of a clip. Sides are in pixels."""
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check that sampler options are in range, such as the number of steps and the guidance scale.
+    """Check that the size, the number of steps and the guidance scale of sampler options are in range.
 
     Raises:
         ValueError: if a value is out of range; the message names the option and its value.
@@ -55,7 +55,7 @@ def latent_shape(network: Any, codec: Any, sampling: Sampling, samples: str) -> 
     Args:
         network: transformer.
         codec: autoencoder between pixels and latents; None if the network denoises pixels.
-        sampling: sampling options.
+        sampling: sampler options.
         samples: plural noun for the samples in error messages, such as ``images``.
 
     Returns:
@@ -81,20 +81,20 @@ def denoise(
     indices: Sequence[int],
     seed: int,
 ) -> Tensor:
-    """Draw samples, each of which depends only on the weights, its caption, the seed and its index.
+    """Draw samples, each of which depends only on the weights, the sampler options, its caption, the seed and its index.
 
     Args:
         host: description of the transformer class.
         network: transformer in evaluation mode.
         shape: shape of one sample, as :func:`latent_shape` returns it.
-        sampling: sampling options.
+        sampling: sampler options.
         shift: timestep shift that the network was trained with.
-        captions: embedded captions and negative captions, as keyword arguments of the diffusers pipeline.
+        captions: embedded captions and negative captions of the B samples, as keyword arguments of the diffusers pipeline.
         indices: index of each sample, which determines its noise.
-        seed: seed of all samples.
+        seed: random seed, the same for all samples.
 
     Returns:
-        Latents, or pixels in -1 .. 1 for a network without an autoencoder, ``[B, *shape]`` float32.
+        Samples ``[B, *shape]`` float32. They are latents, or pixels in -1 .. 1 if the network denoises pixels.
     """
     device = captions["prompt_embeds"].device
     generators = [sample_generator(seed, index) for index in indices]
@@ -118,8 +118,8 @@ def check_patches(size: Sequence[int], patch: int | Sequence[int], what: str) ->
     """Check that every side of a sample is a multiple of the patch size.
 
     Args:
-        size: frames, rows and columns, or rows and columns.
-        patch: side of a patch, or its size along each axis.
+        size: size of the sample: rows and columns, preceded by the number of frames for a clip.
+        patch: size of a patch: one number for all axes, or one number for each axis.
         what: plural noun for the samples in the error message, such as ``latents``.
 
     Raises:

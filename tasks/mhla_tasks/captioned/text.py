@@ -1,4 +1,4 @@
-"""Encoders of captions, which embed their tokens for cross-attention, and the reading of prompts."""
+"""Encoders that embed the tokens of captions for cross-attention, and a reader of prompt lists."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class TextConfig:
     """Options of the caption encoder.
 
     Args:
-        encoder: folder, or name on the hub, of a diffusers pipeline whose tokenizer and text encoder are used: UMT5 (Wan),
-            Gemma-2 (SANA), T5, mT5, or another transformers model that is not an encoder-decoder; null for a fixed random
-            vector for each word, which suits small models.
+        encoder: folder or Hugging Face Hub name of a diffusers pipeline whose tokenizer and text encoder are used. The text
+            encoder may be UMT5 (Wan), Gemma-2 (SANA), T5, mT5, or a different transformers model that is not an
+            encoder-decoder. null for a fixed random vector for each word, which suits small models.
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
-        instruction: text to insert before each caption that is not empty, or sana for the instruction of SanaPipeline. Of the
-            instruction's embeddings, only those of its first and last token are kept. null for no instruction.
-        carry: without an encoder, share of a word's embedding that is added to the embedding of the next word, at least 0 and
-            below 1. With 0, a transformer cannot distinguish captions that differ only in the order of their words.
+        instruction: text to insert before each caption that is not empty, or "sana" for the instruction of SanaPipeline; null
+            for no instruction. Of the instruction's embeddings, only those of its first and last token are kept.
+        carry: factor, at least 0 and below 1. The embedding of the previous word times this factor is added to the embedding of
+            each word, if encoder is null. With 0, a transformer cannot distinguish captions that differ only in the order of
+            their words.
     """
 
     encoder: str | None = None
@@ -60,7 +61,7 @@ class CaptionEncoder:
 
     Args:
         config: options of the encoder.
-        width: required width of the embeddings; None for the width that the text encoder has.
+        width: required width of the embeddings; None to accept the width of the text encoder.
     """
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
@@ -68,7 +69,7 @@ class CaptionEncoder:
 
     @property
     def width(self) -> int:
-        """Width of the embeddings."""
+        """Width of the token embeddings."""
         assert self._width is not None, "the encoder is not loaded yet"
         return self._width
 
@@ -76,7 +77,7 @@ class CaptionEncoder:
         return self  # the moving average of the weights copies the module
 
     def rest(self) -> None:
-        """Move the encoder to the CPU, to free GPU memory. By default, there is nothing to move."""
+        """Move the encoder to the CPU to free GPU memory. Encoders without weights do nothing."""
 
     def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
         """Embed the tokens of a batch of captions.
@@ -84,10 +85,11 @@ class CaptionEncoder:
         Args:
             captions: captions to encode.
             device: device to compute on.
-            instructed: whether to insert the instruction before each caption; false for negative prompts, as in diffusers.
+            instructed: whether to insert the configured instruction before each caption; false for negative prompts, as in
+                diffusers.
 
         Returns:
-            Embeddings ``[B, length, width]`` float32, padded with zeros.
+            Embeddings ``[B, length, width]`` float32, padded with zeros, where ``length`` is the configured number of tokens.
         """
         rows = [self.tokens(caption, device, instructed) for caption in captions]
         out = torch.zeros(len(rows), self.config.length, self.width, device=device)
@@ -96,10 +98,15 @@ class CaptionEncoder:
         return out
 
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of one caption, without padding. See :meth:`encode` for the device and the instruction.
+        """Embed the tokens of one caption, without padding.
+
+        Args:
+            caption: caption to encode.
+            device: device to compute on.
+            instructed: whether to insert the configured instruction before the caption.
 
         Returns:
-            Embeddings ``[l, width]`` float32 of the l tokens; l is at most the option ``length``.
+            Embeddings ``[L, width]`` float32 of the L tokens; L is at most the configured number of tokens.
         """
         raise NotImplementedError
 
@@ -107,8 +114,8 @@ class CaptionEncoder:
 class WordVectors(CaptionEncoder):
     """Caption encoder without learned weights: each word has a fixed random vector, seeded by the hash of the word.
 
-    The vectors are standard normal, and the same on every machine. Any word is accepted. The embedding of a word is its vector
-    plus ``carry`` times the embedding of the previous word.
+    The vectors are standard normal, and the same on every machine. The embedding of a word is its vector plus the option
+    ``carry`` times the embedding of the previous word.
     """
 
     @override
@@ -131,7 +138,16 @@ class TransformersText(CaptionEncoder):
     @torch.no_grad()
     @override
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of a caption, after cleaning its text as diffusers' Wan pipeline (UMT5) or SANA pipeline does."""
+        """Embed the tokens of a caption, after cleaning its text as diffusers' Wan pipeline (UMT5) or SANA pipeline does.
+
+        Args:
+            caption: caption to encode.
+            device: device to compute on.
+            instructed: whether to insert the configured instruction before the caption.
+
+        Returns:
+            Embeddings ``[L, width]`` float32 of the L tokens; L is at most the configured number of tokens.
+        """
         tokenizer, model = self._load(device)
         if model.config.model_type == "umt5":
             from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -209,10 +225,10 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
     Args:
         config: options of the encoder.
-        width: required width of the embeddings; None for the width that the text encoder has.
+        width: required width of the embeddings; None to accept the width of the text encoder.
 
     Raises:
-        ValueError: if there is neither a text encoder nor a width.
+        ValueError: if the configuration names no text encoder and ``width`` is None.
     """
     if config.encoder is not None:
         return TransformersText(config, width)
@@ -227,7 +243,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     The file names of a prompt's samples begin with the name of the prompt.
 
     Args:
-        path: path of the list, in one of these formats:
+        path: path of the prompts, in one of these formats:
 
             * text file: each line is a prompt, optionally preceded by its name and a tab. Without a name, the prompt itself is
               the name.

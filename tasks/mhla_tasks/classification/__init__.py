@@ -1,4 +1,4 @@
-"""Image classification: vision transformers, flat and hierarchical, with any kind of attention."""
+"""Image classification with plain and hierarchical vision transformers, for any kind of attention."""
 
 from lightning_mhla.vision import VLT, VisionTransformer
 from mhla_tasks.classification.data import Digits, ImageNetShards, Mnist

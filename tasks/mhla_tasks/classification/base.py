@@ -28,9 +28,9 @@ class MixupConfig:
 
     Args:
         mixup: parameter of the beta distribution that mixup draws its weights from; 0 disables mixup.
-        cutmix: parameter of the beta distribution that cutmix draws the areas of its patches from; 0 disables cutmix.
+        cutmix: parameter of the beta distribution that determines the area of the patch that cutmix pastes; 0 disables cutmix.
         prob: probability that a batch is mixed.
-        switch_prob: probability of cutmix instead of mixup if both are enabled.
+        switch_prob: probability of using cutmix instead of mixup if both are enabled.
     """
 
     mixup: float = 0.0
@@ -40,19 +40,20 @@ class MixupConfig:
 
 
 class Classifier(NamesClasses):
-    """Base class of image classifiers, with training, metrics and predictions.
+    """Base class of image classifiers: training loss, validation and test metrics, and predictions.
 
     A subclass sets ``self.network``, which computes class scores of images, at the end of its constructor.
 
     Args:
         num_classes: number of classes.
-        class_names: names of the classes in predictions; None for the names in the data, or label numbers if it has none.
-        label_smoothing: share of the label that is spread over all classes.
-        mixup: mixing of images and labels.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        class_names: class names to show in predictions, in the order of the labels. None uses the names in the data or, if
+            there are none, the label numbers.
+        label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
+        mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if the number of names is not ``num_classes``.
+        ValueError: if the number of class names is not ``num_classes``.
     """
 
     network: Any
@@ -96,12 +97,16 @@ class Classifier(NamesClasses):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes in predictions: the option ``class_names``, else the data's names, else the label numbers."""
+        """Class names to show in predictions, in the order of the labels.
+
+        They are the option ``class_names`` if it is set, otherwise the names in the training data. If neither exists, they
+        are the label numbers.
+        """
         return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
 
     @override
     def setup(self, stage: str) -> None:
-        """Read the names of the classes and the preprocessing from the data module."""
+        """Store the class names and the image preprocessing of the data module at the start of training."""
         super().setup(stage)
         preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
         if stage == "fit" and isinstance(preprocessing, Preprocessing):
@@ -109,14 +114,17 @@ class Classifier(NamesClasses):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the names of the classes and the preprocessing of images to a checkpoint."""
+        """Add the class names and the image preprocessing to a checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["class_names"] = self.class_names
         checkpoint["preprocessing"] = None if self.preprocessing is None else self.preprocessing.as_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the names of the classes and the preprocessing of images from a checkpoint."""
+        """Restore the class names and the image preprocessing from a checkpoint.
+
+        The option ``class_names`` takes precedence over the names in the checkpoint.
+        """
         super().on_load_checkpoint(checkpoint)
         names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
         # Names from the options of this run take precedence over those in the checkpoint.
@@ -126,11 +134,18 @@ class Classifier(NamesClasses):
             self.preprocessing = as_dataclass(Preprocessing, options)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""
+        """Compute class scores (logits) of images.
+
+        Args:
+            images: images ``[B, channels, image_size, image_size]``.
+
+        Returns:
+            Class scores ``[B, num_classes]``.
+        """
         return self.network(images)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute and log the cross-entropy of one batch."""
+        """Compute and log the mean cross-entropy of one batch, after mixup and cutmix if they are enabled."""
         images, labels = self.mixed(batch["image"], batch["label"])
         return self.log_loss(self.label_loss(self(images), labels), len(images))
 
@@ -139,10 +154,11 @@ class Classifier(NamesClasses):
 
         Args:
             images: images ``[B, channels, image_size, image_size]``.
-            labels: labels ``[B]``.
+            labels: class indices ``[B]``.
 
         Returns:
-            The images, and the labels: probabilities ``[B, num_classes]`` if mixing is enabled, else the given labels ``[B]``.
+            The images, and the labels: class probabilities ``[B, num_classes]`` if mixing is enabled, otherwise the given
+            indices.
 
         Raises:
             ValueError: if mixing is enabled and the number of images is odd.
@@ -158,7 +174,16 @@ class Classifier(NamesClasses):
         return images, labels
 
     def label_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of scores ``[B, num_classes]`` and the labels that :meth:`mixed` returns."""
+        """Compute the mean cross-entropy of class scores and labels.
+
+        Args:
+            scores: class scores ``[B, num_classes]``.
+            labels: labels that :meth:`mixed` returned: class probabilities ``[B, num_classes]`` if mixup or cutmix is enabled,
+                otherwise class indices ``[B]``.
+
+        Returns:
+            Scalar loss.
+        """
         if self.mixup is not None:  # mixed labels are probabilities that are smoothed already
             return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
@@ -175,7 +200,7 @@ class Classifier(NamesClasses):
         """Compute the class probabilities of the images in a batch, except padding and images that cannot be decoded.
 
         Returns:
-            ``probability`` ``[n, num_classes]`` and ``index`` ``[n]`` of the n remaining images.
+            A dict with ``probability`` ``[n, num_classes]`` and the sample ``index`` ``[n]`` of the n remaining images.
         """
         probabilities = self(batch["image"]).softmax(-1)
         decoded = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
@@ -197,7 +222,7 @@ class Classifier(NamesClasses):
 
 
 def _metrics(num_classes: int) -> MetricCollection:
-    """Build the metrics: accuracy, top-5 accuracy (for more than five classes), mean loss and number of samples."""
+    """Build the evaluation metrics: accuracy, top-5 accuracy (for more than five classes), mean loss and number of samples."""
     metrics: dict[str, Metric | MetricCollection] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
         "loss": MeanMetric(),

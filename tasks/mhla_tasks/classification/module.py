@@ -1,4 +1,4 @@
-"""Image classifiers with the networks of this package: vision transformers, flat and hierarchical."""
+"""Image classifiers with this package's own networks: plain and hierarchical vision transformers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class VisionShape:
     """Shape of a vision transformer: depth, widths, patches and padding.
 
     Args:
-        dim: width of the tokens. Give dim, depth and heads if the model's size is null.
+        dim: width of the tokens. dim, depth and heads are required if the model's option size is null.
         depth: number of blocks.
         heads: number of attention heads.
-        patch_size: side of a patch, in pixels.
-        stem: layers that convert patches to tokens: patch (one convolution as large as a patch) or conv (two small ones).
-        pad_to: side in pixels to which the image is padded with zeros; null for no padding.
+        patch_size: side of a square patch, in pixels.
+        stem: layers that convert patches to tokens: patch (one convolution as large as a patch) or conv (two small
+            convolutions).
+        pad_to: side in pixels of the square to which the image is padded with zeros; null for no padding.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
     """
 
@@ -44,23 +45,25 @@ class VisionShape:
 
 
 class ImageClassifier(Classifier):
-    """Image classifier with a vision transformer, or with the hierarchical vision transformer VLT.
+    """Image classifier with a plain vision transformer, or with the hierarchical vision transformer VLT.
 
     Args:
-        attention: attention layer.
-        num_classes: number of classes; null on the command line to use the classes that the data names.
+        attention: options of the attention layers.
+        num_classes: number of classes; null on the command line to use the number of classes in the data.
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
-        size: tiny, small or base, as in DeiT; null to use dim, depth and heads of shape.
+        size: size of the vision transformer: tiny, small or base, as in DeiT; null to use dim, depth and heads of shape.
         shape: shape of the vision transformer.
-        vlt: stages of a hierarchical VLT, in place of size and shape; null for a vision transformer.
+        vlt: options of the stages of VLT, in place of size and shape; null for a plain vision transformer.
         drop_path: stochastic depth rate of the last block; the rate grows linearly from 0 in the first block.
-        label_smoothing: share of the label that is spread over all classes.
-        mixup: mixing of images and labels.
-        class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
-        pretrained: path of the weights to start from: a run, a checkpoint or an exported folder, at any resolution and for
-            any classes, or RAVLT's own file (.pth) for a VLT; ignored if --ckpt_path supplies the weights.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
+        mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
+        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
+            there are none, the label numbers.
+        pretrained: path of the initial weights: a run folder, a checkpoint or an exported folder, whose resolution and classes
+            may differ. A VLT also accepts the weights file (.pth) that the authors of RAVLT published. The option is ignored if
+            --ckpt_path supplies the weights.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
         ValueError: if options contradict each other, such as ``size`` and ``vlt``, or sizes do not match.
@@ -105,7 +108,7 @@ class ImageClassifier(Classifier):
         return self.network.layers
 
     def configure_model(self) -> None:
-        """Load the ``pretrained`` weights, if any, then continue as :meth:`TrainingModule.configure_model` does."""
+        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
         if self._pretrained is not None:
             source = read_ravlt(self._pretrained) if isinstance(self.network, VLT) else None
             source = source or read_pretrained(self._pretrained)

@@ -1,4 +1,4 @@
-"""Table of predictions, with one row of class probabilities for each image."""
+"""Callback that writes predicted classes to a CSV table, with one row of class probabilities for each image."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 class PredictionTable(Callback):
     r"""Callback that writes predicted classes and class probabilities to ``predictions.csv`` in the log folder.
 
-    The table has one row for each image file, in the order of the files, for any number of processes. A file that cannot be
-    decoded has a row without a class. The encoding is UTF-8. A byte of a path that is not UTF-8 is written as an escape such as
-    ``\xe9``, and a line break as ``\n``. A name that a spreadsheet would interpret as a formula, such as ``=1+1.jpg``, is
-    prefixed with an apostrophe.
+    The table has one row for each image file, in the order of the files, regardless of the number of processes. The row of a
+    file that cannot be decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line breaks are
+    written as ``\n``, and bytes that are not valid UTF-8 as escapes such as ``\xe9``. A name that a spreadsheet would interpret
+    as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class PredictionTable(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Collect the image indices and the class probabilities that this process predicted for one batch."""
+        """Store the image indices and the class probabilities that this process predicted for one batch."""
         self._rows += zip(outputs["index"].tolist(), outputs["probability"].float().tolist(), strict=True)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,7 +68,7 @@ class PredictionTable(Callback):
 
 
 def _cell(name: str) -> str:
-    """Escape a name for a CSV cell, so that it fits one line and spreadsheets do not evaluate it as a formula."""
+    """Escape a name for a CSV cell, so that it fits on one line and spreadsheets do not evaluate it as a formula."""
     line = without_controls(name)
     number = re.fullmatch(r"[+-]?\d+(\.\d+)?", line)
     return f"'{line}" if line[:1] in tuple("=+-@") and line and not number else line

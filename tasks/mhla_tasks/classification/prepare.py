@@ -1,4 +1,4 @@
-"""Conversion of a folder of images to shards, for ``lightning prepare images``."""
+"""Conversion of a folder of images to WebDataset shards, for ``lightning prepare images``."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_mhla.system.listing import shown
 
 
 def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | None = None) -> tuple[list[Path], int]:
-    """Convert a folder of images to shards, as ``lightning prepare images`` does.
+    """Convert a folder of images to WebDataset shards, as ``lightning prepare images`` does.
 
     Args:
-        source: folder that holds one folder of images for each class.
-        packing: options of the shards.
-        classes: names of the classes in the order of their labels. If None, they are the classes of existing shards with a
-            different prefix in the target folder or, without such shards, the names of the image folders in alphabetical order.
+        source: folder that contains one subfolder of images for each class.
+        packing: options of the shards, such as the target folder and the prefix of the file names.
+        classes: class names in the order of their labels. None uses the class names of existing shards with a different prefix
+            in the target folder or, if there are none, the subfolder names in alphabetical order.
 
     Returns:
         Paths of the shards, and the number of images that were skipped because they cannot be decoded.
 
     Raises:
-        BrokenSampleError: if more images cannot be decoded than ``max_skipped``.
-        FileNotFoundError: if ``source`` holds no class folders with images.
-        ValueError: if ``source`` has a class that is not in ``classes``, or if the target holds shards that were made from
-            images that have changed since or with different options.
+        BrokenSampleError: if more than ``packing.max_skipped`` images cannot be decoded.
+        FileNotFoundError: if ``source`` contains no class folders with images.
+        ValueError: if ``source`` has a class that is not in ``classes``, or if the target folder holds shards that were written
+            with different options or from images that have changed since.
     """
     if classes is None:
         classes = data_set_classes(packing.target, packing.prefix)
@@ -58,6 +58,9 @@ def class_list(file: Path) -> list[str]:
 
     Args:
         file: path of the file. Error messages refer to it as ``--classes``.
+
+    Returns:
+        The class names.
 
     Raises:
         FileNotFoundError: if the file does not exist.

@@ -1,8 +1,8 @@
 """Image classifiers with timm's vision transformers, trained unchanged or with their attention replaced.
 
-With replaced attention, training restores the quality in two stages, after LoLCATs (arXiv 2410.10254, section 3). The first
-``distillation.layer_steps`` steps train each new layer to match the output of the layer that it replaced (attention
-transfer). Afterwards the model, or low-rank adapters of it, is trained on the labels.
+If the attention is replaced, training recovers the accuracy in two phases, as in LoLCATs (arXiv 2410.10254, section 3). In the
+first ``distillation.layer_steps`` steps, each new layer learns to match the output of the layer that it replaced (attention
+transfer). Afterwards, the model or low-rank adapters in it are trained on the labels.
 """
 
 from __future__ import annotations
@@ -35,27 +35,30 @@ class TimmClassifier(Classifier):
 
     Args:
         model: name of the architecture, such as vit_small_patch16_224.
-        num_classes: number of classes; null on the command line to use the classes that the data names.
+        num_classes: number of classes; null on the command line to use the number of classes in the data.
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
-        attention: attention that replaces the original attention; null to replace nothing.
-        layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
-            to replace all.
-        train: parameters to train after the first distillation.layer_steps steps: all; attention (the replaced layers with
-            their projections); new (only the parameters that the replacement added); lora (those and adapters of the
-            projections).
-        lora: rank and alpha of the adapters.
-        distillation: options for matching the new attention to the original attention; see TransferOptions.
-        label_smoothing: share of the label that is spread over all classes.
-        mixup: mixing of images and labels.
-        class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
-        pretrained: weights to start from: timm for those that timm publishes, or the path of a checkpoint or a run of this
-            class, or of a folder that timm or lightning export wrote; ignored if --ckpt_path supplies the weights.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        attention: options of the attention that replaces the original attention; null to keep the original attention.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. null replaces the attention of all layers.
+        train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the replaced attention
+            layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
+            parameters and low-rank adapters of the projections.
+        lora: rank and alpha of the low-rank adapters.
+        distillation: options for training the new attention to match the original attention.
+        label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
+        mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
+        class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
+            there are none, the label numbers.
+        pretrained: initial weights. The value "timm" selects the weights that timm publishes. Otherwise, it is the path of a
+            checkpoint or a run of this class, or of a folder that timm or lightning export wrote. The option is ignored if
+            --ckpt_path supplies the weights.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if timm cannot build the model, its attention cannot be replaced, or options require ``attention``.
+        ValueError: if timm cannot build the model, its attention cannot be replaced, or other options are set that require
+            ``attention``.
     """
 
     output_names: tuple[str, ...] = ("head", "fc_norm", "norm", "attn_pool")
@@ -102,6 +105,9 @@ class TimmClassifier(Classifier):
         Args:
             published: whether to load the pretrained weights that timm publishes; false for random weights.
 
+        Returns:
+            The timm model.
+
         Raises:
             ValueError: if timm does not have a model of this name, or the model does not accept the options.
         """
@@ -129,14 +135,17 @@ class TimmClassifier(Classifier):
         """Build the timm model with its original attention, and load weights into it.
 
         Args:
-            path: path of a run, a checkpoint or an exported folder; or ``timm`` for the weights that timm publishes.
+            path: path of a run folder, a checkpoint or an exported folder; or ``timm`` for the weights that timm publishes.
+
+        Returns:
+            The timm model.
         """
         teacher = self.build()
         give_weights(teacher, self._weights(path), path)
         return teacher
 
     def _weights(self, path: str) -> dict[str, Tensor]:
-        """Read weights by name from a run, a checkpoint or an exported folder; ``timm`` means those that timm publishes.
+        """Read weights by name from a run folder, a checkpoint or an exported folder, or from timm if the path is ``timm``.
 
         Raises:
             FileNotFoundError: if there are no weights at the path.
@@ -155,12 +164,17 @@ class TimmClassifier(Classifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Check that the new layers can be distilled from the original ones, and load the teacher, if there is one."""
+        """Check that the model supports the distillation options, and load the teacher model if one is configured."""
         self.linearization.start(self, self.read_teacher)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of a batch: layer matching in the first ``layer_steps`` steps, then label and distillation loss."""
+        """Compute the loss of one batch.
+
+        In the first ``distillation.layer_steps`` steps, the loss is the difference between the outputs of the new and the
+        original attention layers. Afterwards, it is the cross-entropy of the labels, combined with the divergence from the
+        teacher's predictions if a teacher is configured.
+        """
         images, labels = batch["image"], batch["label"]
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, images)

@@ -1,4 +1,4 @@
-"""Options that model and data share: a value that is set for one of them is used for both."""
+"""Options that must agree between model and data module, such as ``num_classes``: a value set for one is used for both."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ log = logging.getLogger(__name__)
 
 
 def agree(options: Any, sources: Sequence[Source]) -> None:
-    """Give model and data the same value for each option that both have.
+    """Give the model and the data module the same value for options that must agree, such as ``num_classes``.
 
-    A source of options is a configuration file or an option on the command line. If the values differ, the one from the
-    stronger source is used for both.
+    If the values differ, the one with the higher priority is used for both. Command-line options have priority over
+    configuration files, and later files over earlier ones. The option ``context`` may keep a smaller value in the data module
+    than in the model if both values were set.
 
     Args:
         options: parsed options of the command, changed in place.
-        sources: configuration files and command-line options, the weakest first; all command-line options are equally strong.
+        sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
-        ValueError: if sources of equal strength give contradicting values.
+        ValueError: if two values contradict each other and have the same priority, because both are in the same file or on the
+            command line.
     """
     parts = {part: (options.get(part) or {}).get("init_args", {}) for part in ("model", "data")}
     _count_classes(options, parts, sources)
@@ -51,16 +53,16 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Return the rank of the strongest source (file or command line) that sets an option of the model or the data module.
+    """Return the priority of the last source that sets an option, as a number; a larger number means a higher priority.
 
     Args:
-        part: ``model`` or ``data``.
+        part: ``model`` or ``data``, the object that has the option.
         name: name of the option.
-        sources: configuration files and command-line options, the weakest first.
+        sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
-        Index of that source among the configuration files; the number of files if the source is on the command line; -1 if
-        no source sets the option.
+        The number of configuration files if the option is on the command line. Otherwise the index, among these files, of the
+        last one that sets the option; -1 if no file does.
     """
     files = [source for source in sources if not source.typed]
     ranks = [
@@ -72,17 +74,18 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Set ``num_classes`` of model and data to the number of classes that the data module counts in the training data.
+    """Set ``num_classes`` of model and data module to the number of classes in the training data.
 
-    Nothing changes if ``num_classes`` of the data module is set, or if the data module cannot count classes.
+    Nothing changes if ``num_classes`` of the data module is set, if the model does not have this option, or if the data module
+    cannot count classes.
 
     Args:
         options: parsed options of the command.
-        parts: arguments of ``model`` and of ``data``, changed in place.
-        sources: configuration files and command-line options, which error messages name.
+        parts: constructor arguments under the keys ``model`` and ``data``, changed in place.
+        sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
-        ValueError: if an option of the model sets a different number.
+        ValueError: if a source sets ``num_classes`` of the model to a different number.
     """
     data = parts["data"]
     if data.get("num_classes", 0) is not None or "num_classes" not in parts["model"]:
@@ -104,12 +107,12 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return the constructor arguments in the options of the model or the data module.
+    """Return the constructor arguments in the options of a model or data module.
 
-    The keys of ``init_args`` are merged into the top level, where ``--data.batch_size=8`` puts an argument.
+    Arguments may be at the top level, as after ``--data.batch_size=8``, or below ``init_args``. The result contains both.
 
     Args:
-        value: the options; anything but a mapping gives an empty dict.
+        value: the options. Any value that is not a dict gives an empty dict.
     """
     options = mapping(value)
     return {**options, **mapping(options.get("init_args"))}

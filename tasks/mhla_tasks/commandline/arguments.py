@@ -1,4 +1,4 @@
-"""Parser that reads the arguments of a command once into one object, without interpreting their values."""
+"""Parsing of the command line into a command and a list of options, whose values stay uninterpreted strings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ HELP = ".help"
 
 
 class UsageError(ValueError):
-    """Error for an invalid command line, with a message for the user."""
+    """Error for an invalid command line or configuration, with a message for the user."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Option as typed on the command line, before its value is interpreted.
+    """Command-line option before its value is interpreted.
 
     Attributes:
-        name: name without dashes: ``config``, ``trainer.max_epochs``, ``trainer.callbacks+``.
-        value: text after the equals sign, or the next argument; None if there is neither.
-        words: the one or two command-line arguments that spell the option and its value.
+        name: name without leading dashes, such as ``config``, ``trainer.max_epochs`` or ``trainer.callbacks+``.
+        value: text of the value; None if the option has no value.
+        words: command-line arguments that the option consists of: ``--name=value``, ``--name`` and its value, or only
+            ``--name``.
     """
 
     name: str
@@ -38,55 +39,60 @@ class Option:
 
     @property
     def text(self) -> str:
-        """Text of the option as typed on the command line, for messages."""
+        """Option as the user typed it, for messages."""
         return " ".join(self.words)
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Lightning command, such as ``fit``, and its options, as parsed from the command line.
+    """Parsed command line of ``fit``, ``validate``, ``test`` or ``predict``.
 
     Attributes:
-        command: ``fit``, ``validate``, ``test`` or ``predict``.
-        options: options in the order of the command line.
+        command: name of the command.
+        options: options in the order in which they were given.
     """
 
     command: str
     options: tuple[Option, ...] = ()
 
     def values(self, name: str) -> list[str]:
-        """Return the values of all occurrences of the option ``name``, in the order of the command line."""
+        """Return the values of all occurrences of an option, in the order in which they were given."""
         return [option.value for option in self.options if option.name == name and option.value is not None]
 
     def last(self, name: str) -> str | None:
-        """Return the last value of the option ``name``, which overrides earlier ones; None if it has no value."""
+        """Return the last value of an option, which overrides earlier ones; None if the option is absent or has no value."""
         return next(reversed(self.values(name)), None)
 
     def asks_for(self, name: str) -> bool:
-        """Return whether the option ``name`` is on the command line, with or without a value."""
+        """Return whether an option is present, with or without a value."""
         return any(option.name == name for option in self.options)
 
     def without(self, *names: str) -> CommandLine:
-        """Return a copy of the command line without the options whose names are in ``names``."""
+        """Return a copy of the command line without the named options."""
         return replace(self, options=tuple(option for option in self.options if option.name not in names))
 
     @property
     def words(self) -> list[str]:
-        """Command-line arguments that spell all options, without the name of the command."""
+        """Command-line arguments of all options, without the name of the command."""
         return [word for option in self.options for word in option.words]
 
 
 def read_words(arguments: Sequence[str], commands: Collection[str]) -> CommandLine:
     """Parse command-line arguments into a command and its options.
 
-    The value of an option follows an equals sign, or is the next argument unless that is itself an option.
+    The value of an option follows an equals sign. Without an equals sign, the next argument is the value unless it is an
+    option.
 
     Args:
-        arguments: arguments after the name of the program.
+        arguments: command-line arguments without the name of the program.
         commands: names of all commands.
 
+    Returns:
+        The command and its options.
+
     Raises:
-        UsageError: if there is no command, an option lacks its value, or an argument is not the command, an option or a value.
+        UsageError: if no command is given, if an option lacks its value, or if an argument is neither the command nor an option
+            nor the value of one.
     """
     command: str | None = None
     options: list[Option] = []
@@ -111,8 +117,8 @@ def _read_option(word: str, remaining: list[str]) -> Option:
     """Parse one option.
 
     Args:
-        word: argument that holds the option, with or without its value.
-        remaining: arguments after ``word``. The first one is removed if it is the value of the option.
+        word: argument that begins the option, such as ``--name=value`` or ``--name``.
+        remaining: arguments after ``word``. If the first one is the value of the option, it is removed from the list.
     """
     name, equals, value = word.partition("=")
     name = name.lstrip("-")
@@ -126,7 +132,7 @@ def _read_option(word: str, remaining: list[str]) -> Option:
 
 
 def _is_option(word: str) -> bool:
-    """Return whether an argument is an option rather than a value such as ``-1`` or ``-``."""
+    """Return whether an argument is an option, in contrast to a value such as ``-1`` or ``-``."""
     return (word.startswith("--") and word != "--") or word.partition("=")[0] in ("-c", "-h")
 
 

@@ -1,4 +1,4 @@
-"""Completion of command lines in bash and zsh."""
+"""Completion of commands, tools, options and configuration names in bash and zsh."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
 def answer(breaks: str, line: str) -> list[str]:
     """Return the possible completions of the word before the cursor, in the form that the shell expects.
 
-    The shell replaces only the text after the last word-break character. The completions therefore omit the text before it.
+    When the shell inserts a completion, it replaces only the text after the last word-break character. The completions
+    therefore omit the text before it.
 
     Args:
-        breaks: word-break characters of the shell (``COMP_WORDBREAKS``).
-        line: command line up to the cursor.
+        breaks: word-break characters of the shell, the value of ``COMP_WORDBREAKS``.
+        line: text of the command line up to the cursor.
     """
     arguments = line.split(" ")[1:]
     last = arguments[-1] if arguments else ""
@@ -43,10 +44,10 @@ def answer(breaks: str, line: str) -> list[str]:
 
 
 def complete(arguments: Sequence[str]) -> list[str]:
-    """Return the possible completions of the last argument of a command line.
+    """Return the possible completions of the last argument on a command line.
 
     Args:
-        arguments: arguments after the name of the program; the last one may be incomplete or empty.
+        arguments: command-line arguments without the name of the program. The last one may be incomplete or empty.
     """
     *previous, last = arguments or [""]
     if last.startswith((shipped.PREFIX, f"--config={shipped.PREFIX}")) or (previous[-1:] == ["--config"] and not last):

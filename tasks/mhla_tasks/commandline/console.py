@@ -1,4 +1,4 @@
-"""Output of a command: streams that accept any file name, messages without secrets, and filters for library warnings."""
+"""Safe output to the terminal: messages without secrets or control characters, and fewer warnings from libraries."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ NOISE = (
 def prepare_streams() -> None:
     """Make standard output and standard error accept any text, and remove secrets from messages.
 
-    File names that are not UTF-8 and characters that the terminal's encoding lacks are printed as escapes. A closed stream is
-    replaced by the null device. :func:`harmless` removes secrets from log messages, warnings and tracebacks.
+    Characters that the terminal's encoding lacks, and bytes in file names that are not UTF-8, are printed as escape sequences.
+    A closed stream is replaced by the null device. Secrets, such as passwords in URLs, are removed from log messages, warnings
+    and tracebacks.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -69,15 +70,12 @@ def harmless(text: str) -> str:
 
 
 def _is_raw(sign: str) -> bool:
-    """Return whether a character is a surrogate, which stands for a byte that is not UTF-8; the stream escapes it later."""
+    """Return whether a character is a surrogate, which represents a byte that is not UTF-8. The output stream escapes it."""
     return "\ud800" <= sign <= "\udfff"
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """Create a log record whose message is safe to print; see :func:`harmless`.
-
-    The function is a factory for ``logging.setLogRecordFactory`` and takes the arguments of ``LogRecord``.
-    """
+    """Create a log record for ``logging``, and remove secrets and control characters from its message."""
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()
@@ -99,7 +97,7 @@ def _format_warning(
 
 
 def ignore_noise() -> None:
-    """Suppress warnings of libraries that do not help the user; :data:`NOISE` lists their patterns."""
+    """Suppress a fixed list of library warnings that do not help the user."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
 
@@ -111,13 +109,13 @@ def show_log(stream: TextIO) -> None:
 
 
 def set_levels() -> None:
-    """Set the log level of this project's packages (:data:`LOGGERS`) to INFO."""
+    """Set the log level of this project's packages to INFO."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Log handler that raises the error if its stream cannot be written to, which ends the command.
+    """Log handler that raises the exception if writing to its stream fails, so that the command ends.
 
     Python's own handlers print such an error and continue.
     """
@@ -130,7 +128,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def log_handler(stream: TextIO) -> logging.Handler:
-    """Create a handler that writes log messages in color to a terminal, and as plain lines to other streams."""
+    """Create a log handler that writes in color to a terminal, and plain lines to any other stream."""
     if stream.isatty():
         from rich.console import Console
         from rich.logging import RichHandler

@@ -1,6 +1,6 @@
-"""Error reports of all commands: one or two lines for errors that the user can fix, a traceback for all others.
+"""Error messages of commands: one or two lines for errors that the user can fix, a traceback for all others.
 
-Every command runs inside :func:`reported`. ``LIGHTNING_MHLA_TRACEBACK=1`` shows tracebacks for all errors.
+If the environment variable ``LIGHTNING_MHLA_TRACEBACK`` is set, all errors are shown with a traceback.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class CommandFailed(SystemExit):
         self.text = text
 
     def __str__(self) -> str:
-        """Return the printed message."""
         return self.text
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Context manager that reports errors of the command that runs in its ``with`` block.
+    """Context manager in which a command runs; it prints a short message for an error that the user can fix.
 
-    Errors that the user can fix are printed in one or two lines and end the command with status 1. Other errors are raised.
-    Ctrl+C and a closed pipe on standard output (``| head``) end the command silently. Blocks may be nested.
+    The message has one or two lines, and the command ends with exit status 1. Other errors are raised unchanged. If the user
+    presses Ctrl+C, or if the program that reads the output ends (``| head``), the command ends without a message. The context
+    manager may be nested.
     """
     hook, threading.excepthook = threading.excepthook, _report_thread
     try:
@@ -107,10 +107,10 @@ def reported() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the user can fix; None for an error that is a bug in this project.
+    """Return the message for an error that the user can fix; None if the error is a bug in this project.
 
     Args:
-        error: error with its traceback. The last frame shows which package raised it and whether a ``raise`` statement did.
+        error: error with its traceback, which shows the package that raised it.
     """
     if _is_ours(error):
         text = name_the_extra(str(error))
@@ -127,16 +127,19 @@ def explain(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Make an error message safe to print: remove secrets, escape control characters, and keep at most 2000 characters."""
+    """Make an error message safe to print: remove secrets, escape control characters, and shorten it to 2000 characters."""
     return harmless(text)[:2000]
 
 
 def _report(error: Exception) -> None:
     """Print the message of an error that the user can fix, and end the command.
 
+    Args:
+        error: error that ended the command.
+
     Raises:
-        SystemExit: with status 1, or with status 141 if the program that reads the output has ended.
-        Exception: the error itself, if the user cannot fix it or the environment requests tracebacks.
+        SystemExit: with status 1 after the message; with status 141 if the program that reads the output has ended.
+        Exception: ``error`` itself, if the user cannot fix it or if ``LIGHTNING_MHLA_TRACEBACK`` is set.
     """
     if any(isinstance(link, BrokenPipeError) for link in chain(error)) and _reader_is_gone():
         _leave("", READER_GONE)
@@ -150,9 +153,9 @@ def _report(error: Exception) -> None:
 
 
 def _report_thread(thrown: threading.ExceptHookArgs) -> None:
-    """Hook for ``threading.excepthook`` that prints the error with which a thread ended.
+    """Print an exception that ended a thread. The function is installed as ``threading.excepthook``.
 
-    A failure of the machine, such as a full disk, is printed in one line. Other errors are printed with a traceback.
+    A failure of the machine, such as a full disk, is printed in one line, and any other exception with its traceback.
     """
     text = None if thrown.exc_value is None or os.environ.get(TRACEBACK) else explain_failure(thrown.exc_value)
     if text is None:
@@ -164,10 +167,11 @@ def _report_thread(thrown: threading.ExceptHookArgs) -> None:
 
 
 def _flush() -> None:
-    """Flush standard output, and end the command if this fails.
+    """Flush standard output, and end the command with an error if this fails.
 
     Raises:
-        SystemExit: if flushing fails. Otherwise the command would exit with status 0 although its output is incomplete.
+        SystemExit: if standard output cannot be written to. Without this exception, a command with incomplete output would exit
+            with status 0.
     """
     try:
         sys.stdout.flush()
@@ -202,7 +206,7 @@ def _reader_is_gone() -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether this project raised an error deliberately, to tell the user what to fix."""
+    """Return whether this project raised an error deliberately, with a message that tells the user what to fix."""
     if (
         type(error).__module__.partition(".")[0] in OWN
     ):  # DataLoader re-raises errors of worker processes in its own code
@@ -214,7 +218,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _is_for_the_user(error: BaseException) -> bool:
-    """Return whether an error from a library is caused by user input, files or the network rather than by a bug."""
+    """Return whether an error raised by a library points to user input, files or the network rather than to a bug."""
     root, by_statement = _raised_in(error)
     if isinstance(error, OSError | UnicodeError) or type(error).__module__.partition(".")[0] in SERVICES:
         return True
@@ -227,9 +231,10 @@ def _is_for_the_user(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> tuple[str, bool]:
-    """Return the top-level package that raised an error, and whether a ``raise`` statement raised it.
+    """Return the top-level package in which an error occurred, and whether a ``raise`` statement raised it.
 
-    An error without a ``raise`` statement comes from the Python interpreter and points to a bug, such as ``1 + None``.
+    Errors without a ``raise`` statement, such as the one from ``1 + None``, come from the Python interpreter and point to a
+    bug.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
@@ -248,13 +253,13 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
 def _from_worker(error: BaseException) -> str | None:
     """Extract the message of an error that this project's code raised in a DataLoader worker process.
 
-    PyTorch raises a new error in the main process, whose text is the traceback of the worker process.
+    PyTorch raises a new error in the main process. The text of this error is the traceback from the worker process.
 
     Args:
         error: error in the main process.
 
     Returns:
-        Last line of the traceback without the name of the exception class; None if the error has a different origin.
+        The original message, without the name of the exception class; None if the error has a different origin.
     """
     text = str(error)
     if "Traceback (most recent call last)" not in text:

@@ -1,4 +1,4 @@
-"""Extras of the package, such as ``[video]``, which install the requirements of optional features."""
+"""Optional requirements of this package, which ``pip install 'lightning-mhla[video]'`` and similar commands install."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ EXTRAS = {
 
 
 def name_the_extra(message: str) -> str:
-    """Append a pip command that installs the missing package to the message of a ``ModuleNotFoundError``.
+    """Append the pip command that installs a missing optional package to the error message that reports it.
 
     Args:
-        message: any error message. It is returned unchanged unless it says that an optional package is missing.
+        message: error message, such as ``No module named 'diffusers'``.
+
+    Returns:
+        The longer message; ``message`` unchanged if it does not report a missing optional package.
     """
     match = re.search(r"No module named '(\w+)", message)
     if match is None or match[1] not in EXTRAS:

@@ -1,6 +1,7 @@
-"""Messages for failures of the machine: full disks, process limits, exhausted memory, killed worker processes.
+"""Error messages for failures of the machine: full disks, process limits, exhausted memory, killed worker processes.
 
-Libraries report such failures as ``OSError``, or as a ``RuntimeError`` whose text contains the message of the system.
+Python and the libraries report such failures as ``OSError`` or ``MemoryError``, or as errors whose message contains the text of
+the operating system's error.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ TEXTS: tuple[tuple[str, str | int], ...] = (
 
 
 def explain_failure(error: BaseException) -> str | None:
-    """Describe a failure of the machine, such as a full disk, in one line: the path, the cause and the remedy.
+    """Describe a failure of the machine, such as a full disk, in one line that gives the affected path, the cause and a remedy.
 
     Args:
-        error: any error. The chain of errors that led to it is searched too.
+        error: any error. The errors that caused it are examined too.
 
     Returns:
         The description; None if the error is not a failure of the machine.
@@ -110,16 +111,16 @@ def explain_failure(error: BaseException) -> str | None:
 
 
 def _receives_tensors(error: BaseException) -> bool:
-    """Return whether an error was raised while this process received a tensor from a worker process.
+    """Return whether an error occurred while this process received a tensor from a worker process.
 
-    An ``EOFError`` during this transfer means that the worker could not open a file to pass the tensor.
+    An ``EOFError`` during this transfer means that the worker process has too many open files.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.multiprocessing.reductions" for frame in frames)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the chain of errors that led to it, the latest first."""
+    """Yield an error, then the error that caused it, then the cause of that one, and so on."""
     passed: set[int] = set()  # a chain of errors may contain a cycle
     link: BaseException | None = error
     while link is not None and id(link) not in passed:
@@ -129,14 +130,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explain_text(text: str, numbers: Container[int]) -> str | None:
-    """Describe a failure of the machine that is known only from the text of an error message.
+    """Describe a failure of the machine that can be recognized only from the text of an error message.
 
     Args:
         text: the error message.
-        numbers: values of ``errno`` to recognize in the text, in forms such as ``[Errno 28]``.
+        numbers: system error numbers to look for in forms such as ``[Errno 28]``.
 
     Returns:
-        Cause and remedy in one line; None if the text does not mention a known failure.
+        Cause and remedy in one line; None if the text does not contain a known failure.
     """
     for pattern, line in TEXTS:
         if re.search(pattern, text):
@@ -162,21 +163,21 @@ def _line(number: int, path: str | None) -> str:
 
 
 def _path_of(error: OSError) -> str | None:
-    """Return the path that an ``OSError`` names, for a copy or rename the target's; None if the error names no path."""
+    """Return the path in an ``OSError``, or the target path for a copy or rename; None if the error has no path."""
     name = error.filename2 or error.filename
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
 
 
 def full_places(free: int = 1 << 20) -> list[str]:
-    """Find paths on full disks among the command-line arguments, the working folder and the temporary folder.
+    """Return paths on full disks among the command-line arguments, the working folder and the folder for temporary files.
 
-    The error of a failed write to an open file does not name the file, so the disks are checked.
+    If writing to an open file fails, the error does not contain its path. This search finds the likely ones.
 
     Args:
         free: number of free bytes below which a disk counts as full.
 
     Returns:
-        Up to two paths on full disks.
+        At most two paths.
     """
     argument_paths = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
     places: list[str] = []

@@ -1,8 +1,9 @@
-"""Deferred imports of large packages of which Lightning and the suite use only a few names.
+"""Deferred imports of large packages, such as torchmetrics and timm, of which few names are usually needed.
 
-``torchmetrics`` alone imports torchvision, scipy and transformers, which is half of the startup time of a command. This module
-replaces such packages by empty ones. A few names are imported from the modules that define them. Access to any other name
-executes the package, so that no name is missing. Without this, reporting a wrong option takes twice as long.
+``import torchmetrics`` alone imports torchvision, scipy and transformers and takes half of a command's startup time. This
+module replaces such packages in ``sys.modules`` by placeholders. A placeholder imports a few frequent names from the submodules
+that define them. The first access to any other name imports the full package. Error messages for wrong options thus appear in
+half the time.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ FIRST = "torchmetrics.utilities"
 
 
 class LatePackage(ModuleType):
-    """Module object that defers the import of a package.
+    """Placeholder for a package, which is imported in full only when this is necessary.
 
-    The names that :data:`LATE` lists are imported from their submodules. The first access to any other name executes the
-    package.
+    A few frequent names are imported directly from the submodules that define them. The first access to any other name imports
+    the full package.
     """
 
     __spec__: ModuleSpec
@@ -70,7 +71,7 @@ class LatePackage(ModuleType):
 
 
 def _plot(*arguments: Any, **options: Any) -> Any:
-    """Stand in for torchmetrics' ``plot_single_or_multi_val``: import its module on the first call, then call it."""
+    """Import torchmetrics' ``plot_single_or_multi_val``, for which this function is a placeholder, and call it."""
     module = sys.modules[PLOT]
     if module.__dict__["plot_single_or_multi_val"] is _plot:
         del module.__dict__["plot_single_or_multi_val"]
@@ -84,9 +85,9 @@ def _import_first(package: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Context manager that disables garbage collection, to speed up the imports in its ``with`` block.
+    """Context manager that disables garbage collection, to speed up imports.
 
-    Imports create many objects and little garbage, so collections during them waste time.
+    Imports create many objects and little garbage, so garbage collection during imports wastes time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -100,7 +101,7 @@ def without_collection() -> Iterator[None]:
 def put_off_imports() -> None:
     """Defer the import of slow packages, such as torchmetrics and timm, until a name in them is used.
 
-    Only the packages in :data:`LATE` that are installed and not imported yet are deferred.
+    Packages that are already imported, or not installed, are skipped.
     """
     for name in LATE:
         package = name.rpartition(".")[0]

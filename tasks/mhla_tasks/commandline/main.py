@@ -1,6 +1,7 @@
-"""Entry point of the command line: ``lightning COMMAND --config FILE [--config OVERLAY] [--key=value]`` and the tools.
+"""Entry point of the program ``lightning``, which runs Lightning's commands and this project's tools.
 
-Each command imports only the modules that it uses.
+Commands such as ``fit`` are called with ``lightning COMMAND --config FILE [--config OVERLAY] [--key=value]``. Each command or
+tool imports only the modules that it uses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Train, evaluate and sample models with MHLA attention.
 
 
 def main() -> None:
-    """Run the command or tool that the command line names, and report its errors."""
+    """Run the command or tool in ``sys.argv``, and print its errors."""
     prepare_streams()
     with reported():
         _run()

@@ -1,4 +1,4 @@
-"""Options of model and data that are stored in a checkpoint. Every other source overrides them."""
+"""Reading of the model and data module options stored in a checkpoint, which have the lowest priority."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")
 
 
 def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """Read the options of model and data that are stored in a checkpoint.
+    """Read the options of the model and the data module that a checkpoint stores.
 
-    The stored options of the model or of the data are ignored if a source names a different class.
+    The stored options of the model are ignored if a configuration file or the command line chooses a different model class. The
+    same holds for the data module.
 
     Args:
-        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder; or a keyword of
-            Lightning such as ``last``.
-        sources: sources of all other options: configuration files and the command line, the weakest first.
+        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder; or a Lightning keyword
+            such as ``last``.
+        sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
         Options under the keys ``model`` and ``data``, each a dict with ``class_path`` and ``init_args``. Empty if
         ``checkpoint`` is a keyword of Lightning, a URL or a folder without checkpoints.
 
     Raises:
-        ValueError: if ``checkpoint`` does not exist or cannot be read, or if a configuration may not import the class of its
-            model or data module.
+        ValueError: if ``checkpoint`` does not exist or cannot be read, or if it names a class of model or data
+            module that configurations must not name.
     """
     path = Path(checkpoint)
     if not path.exists():
@@ -63,7 +64,11 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """Return the transformers configuration of a checkpoint's model; None if the checkpoint does not store one."""
+    """Return the transformers model configuration that a checkpoint stores in the options of its model.
+
+    Returns:
+        Value of the option ``network``; None if the checkpoint does not exist or does not store this option.
+    """
     path = Path(checkpoint)
     memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
     return memory.get("network")

@@ -1,8 +1,9 @@
-"""Merging of all sources into one configuration: a stronger source overrides a weaker one, option by option.
+"""Merging of options from configuration files, the command line and a checkpoint into one configuration.
 
-In the result, options of classes are always under ``init_args``, even if they were given in short form. If a source names a
-different class, the options that both classes have stay. Lists, and mappings with free keys, are replaced; ``KEY+`` appends to
-a list. An option below a list applies to its last item.
+Options are merged one by one; the value with the highest priority is used. In the result, arguments of a class are always below
+``init_args``, even if they were given without this key. If a source chooses a different class, arguments that both classes have
+are kept. Lists, and mappings with arbitrary keys, are replaced as a whole. ``KEY+`` appends to a list instead. ``LIST.OPTION``
+sets an option of the last item in the list.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ ROOTS: Mapping[str, Classes] = {
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the options of all sources into one nested mapping, where stronger sources override weaker ones.
+    """Merge options from several sources into one nested mapping, in which values of higher priority override others.
 
     Args:
-        sources: configuration files and command-line options, the weakest first. The classes that they name must have been
-            imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
+        sources: configuration files and command-line options, from lowest to highest priority. The classes that they name
+            must have been imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
     for source in sources:
@@ -52,7 +53,6 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert all :class:`_Typed` strings in nested dicts and lists to plain strings."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -61,23 +61,26 @@ def _plain(value: Any) -> Any:
 
 
 class _Typed(str):
-    """String subclass for the value of a command-line option, which also holds the value parsed as YAML.
+    """String with the text of a command-line value, which also stores the result of parsing it as YAML.
 
-    Parameters that take classes or their options use the parsed value. Other parameters use the text, which the parser
-    interprets by the parameter's type.
+    The parsed value is used for parameters that accept instances of classes, and the text for all others.
 
     Attributes:
-        meaning: the text parsed as YAML.
+        meaning: the parsed value.
     """
 
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """Return the value in the form that a parameter needs: parsed from YAML, or as text.
+        """Return the text or the parsed value, depending on what a parameter accepts.
 
         Args:
-            classes: classes whose instances the parameter accepts; empty for a parameter that accepts only plain values,
-                which needs the text.
+            classes: classes whose instances the parameter accepts; empty if it accepts only plain values, such as numbers and
+                text.
+
+        Returns:
+            The parsed value if it is a mapping, a list or None and ``classes`` is not empty; otherwise the text. Text in braces
+            without values, such as ``{a,b}``, is also returned as text.
         """
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
             # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
@@ -90,11 +93,11 @@ def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
     """Return the value of a command-line option, as text and as parsed YAML.
 
     Args:
-        source: source that holds the option.
-        path: keys that lead to the option in the nested values of the source.
+        source: the command-line option.
+        path: keys that lead to the value in ``source.values``.
 
     Returns:
-        The value; None if the text is the path of a configuration file, whose options are a separate source.
+        The value; None if it is the path of a configuration file, because the file's options are a separate source.
     """
     value: Any = source.values
     for key in path:
@@ -110,14 +113,14 @@ def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
 def _put_argument(
     arguments: dict[str, Any], key: str, path: Sequence[str], value: Any, classes: Mapping[str, Classes]
 ) -> None:
-    """Set an argument of a class, or an option nested below the argument.
+    """Set an argument of a class, or an option inside the argument.
 
     Args:
         arguments: arguments of the class, changed in place.
-        key: name of the argument. A plus sign at its end appends the value to the argument's list.
-        path: keys from the argument to the option to set; empty to set the argument itself.
+        key: name of the argument. With a plus sign at the end, the value is appended to the argument's list.
+        path: keys that lead from the argument to the option; empty to set the argument itself.
         value: the new value.
-        classes: for each argument by name, the classes whose options may be nested below it.
+        classes: mapping from argument name to the classes whose options the argument may contain.
     """
     name = key.removesuffix("+")
     below = classes.get(name, ())
@@ -138,16 +141,13 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
-    """Merge a value of a stronger source into the value of an argument.
+    """Merge a new value into the current value of an argument, and return the result.
 
     Args:
-        old: merged value of the weaker sources; None if they set nothing.
-        path: keys from the argument to the option to set; empty to set the argument itself.
-        value: value from the stronger source.
-        classes: classes that the argument takes; empty if it takes plain values or a mapping with arbitrary keys.
-
-    Returns:
-        The new value of the argument.
+        old: value from sources of lower priority; None if there is none.
+        path: keys that lead from the argument to the option to set; empty to set the argument itself.
+        value: value from the source of higher priority.
+        classes: classes whose instances the argument accepts; empty for plain values and mappings with arbitrary keys.
     """
     if not path:
         return _replace(old, value, classes)
@@ -181,15 +181,14 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """Merge a stronger source's value for an argument as a whole into the merged value of the weaker sources.
+    """Merge a complete new value of an argument into its current value, and return the result.
+
+    Mappings with options of a class are merged option by option. All other values are replaced.
 
     Args:
-        old: merged value of the weaker sources; None if they set nothing.
-        value: value from the stronger source.
-        classes: classes that the argument takes; empty if it takes plain values or a mapping with arbitrary keys.
-
-    Returns:
-        The new value of the argument.
+        old: value from sources of lower priority; None if there is none.
+        value: value from the source of higher priority.
+        classes: classes whose instances the argument accepts; empty for plain values and mappings with arbitrary keys.
     """
     value = value.at(classes) if isinstance(value, _Typed) else value
     if isinstance(value, list):
@@ -205,21 +204,21 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
 
 
 def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Sort the options of one source into the order in which they are merged.
+    """Sort options into the order in which they must be merged.
 
-    ``class_path`` comes first, since the class determines which other options exist. Options with a plus sign, which append
-    to lists, come last.
+    ``class_path`` is first, because the class determines which other options exist. Options that end in a plus sign, which
+    append to lists, are last.
     """
     keyed = [(str(key), value) for key, value in values.items()]
     return sorted(keyed, key=lambda item: (item[0] != "class_path", item[0].endswith("+")))
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
-    """Convert the value of an argument that accepts instances of classes to a mapping with options such as ``class_path``.
+    """Convert the value of an argument to a mapping of class options, such as ``class_path``.
 
     Args:
         value: mapping of options, or the name of a class. Any other value gives an empty mapping.
-        classes: base classes that the object may have.
+        classes: classes whose instances the argument accepts.
     """
     value = value.meaning if isinstance(value, _Typed) and isinstance(value.meaning, dict) else value
     if isinstance(value, dict):
@@ -228,12 +227,15 @@ def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:
-    """Return an object's options with a different class, and with the arguments that both classes declare with the same type.
+    """Change the class in a mapping of class options. Arguments are kept if both classes declare them with the same type.
 
     Args:
-        options: options of the object with its previous class.
+        options: options of the previous class.
         class_path: name of the new class.
-        classes: base classes that the object may have.
+        classes: base classes, of which both classes are subclasses.
+
+    Returns:
+        A new mapping with ``class_path`` and ``init_args``.
     """
     arguments = {**(options.get("init_args") or {}), **{k: v for k, v in options.items() if k not in CLASS_OPTIONS}}
     new, old = (subclass_named(name, classes) for name in (class_path, options.get("class_path")))
@@ -250,14 +252,14 @@ def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> d
 
 
 def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
-    """Return, for each argument of an object's class, the classes whose options may be nested below the argument.
+    """Return, for each argument of a class, the classes whose options the argument may contain.
 
     Args:
-        options: options of the object; their ``class_path`` names its class.
-        classes: base classes that the object may have. Their arguments are used if ``options`` has no ``class_path``.
+        options: mapping whose ``class_path`` names the class.
+        classes: classes to use if ``options`` has no ``class_path``.
 
     Returns:
-        Classes by the name of the argument.
+        Mapping from argument name to classes.
     """
     named_class = subclass_named(options["class_path"], classes) if "class_path" in options else None
     kinds = (named_class,) if named_class is not None else classes if "class_path" not in options else ()

@@ -1,4 +1,4 @@
-"""Options that were renamed. Configurations and the command line may use the former names for one release."""
+"""Replacement of former option names, which configuration files and the command line may use until the next release."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
 
 @dataclass(frozen=True)
 class Move:
-    """Renamed option that a configuration file or the command line sets under its former name.
+    """Former option name that was found in a configuration file or on the command line.
 
     Attributes:
         old: former name, such as ``data.cache_dir``.
         new: present name, such as ``data.shards.cache_dir``.
-        origin: file that sets the option, or the command line.
+        origin: name of the file, or ``the command line``.
     """
 
     old: str
@@ -32,18 +32,17 @@ class Move:
 def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
     """Replace the former names of renamed options with their present names.
 
-    A source is a configuration file or an option on the command line. Whether an option was renamed depends on the class that
-    it belongs to, which any source may name. The function looks for the class in the source itself, then in sources of lower
-    priority from the nearest one down, then in sources of higher priority from the nearest one up.
+    Whether an option was renamed depends on the class that it belongs to. This class may be named in the same source, or else
+    in the nearest source of lower priority that names one, or else in the nearest source of higher priority.
 
     Args:
-        sources: configuration files and command-line options, in ascending order of priority.
+        sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
-        The sources with present names only, and the options that had former names.
+        The sources with present names only, and the former names that were replaced.
 
     Raises:
-        UsageError: if one file, or the command line, sets an option by both its former and its present name.
+        UsageError: if the same file, or the command line, sets an option under both its former and its present name.
     """
     moves: list[Move] = []
     renamed = list(sources)
@@ -66,16 +65,16 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
 
 
 def notice(moves: Sequence[Move]) -> str:
-    """Return a warning that lists the former and present name of each renamed option, and the files that set them."""
+    """Return a warning that lists former option names with their present names, and the files that use former names."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"
 
 
 def present_word(word: str) -> str:
-    """Replace the former name of an option in a command-line argument with its present name, to compare command lines.
+    """Replace a former option name in a command-line argument such as ``--name=value`` with the present name.
 
-    The name is replaced no matter which class takes the option. Other arguments are returned unchanged.
+    The class that the option belongs to is not checked. Arguments without a former name are returned unchanged.
     """
     name, sign, value = word.partition("=")
     path: tuple[str | int, ...] = tuple(name.removeprefix("--").split("."))
@@ -85,27 +84,27 @@ def present_word(word: str) -> str:
 
 
 def _giver(source: Source) -> str:
-    """Return the origin of a source for messages: the name of a file, or ``the command line``."""
+    """Return where options come from, for messages: the name of a file, or ``the command line``."""
     return "the command line" if source.typed else source.origin
 
 
 def _arguments(source: Source, root: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the two mappings that may hold class arguments: the options below the key ``root``, and their ``init_args``."""
+    """Yield the two mappings that may contain class arguments: the options below the key ``root``, and their ``init_args``."""
     options = mapping(source.values.get(root))
     yield options
     yield mapping(options.get("init_args"))
 
 
 def _former_names(source: Source, root: str) -> dict[str, str]:
-    """Return the former names that a source uses for options below the key ``root``, mapped to the present names."""
+    """Return a mapping from the former names in the options below the key ``root`` to the corresponding present names."""
     return {old: new for old, new in MOVED[root].items() if any(old in options for options in _arguments(source, root))}
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:
-    """Yield the present names of the renamed options that a source sets below the key ``root`` under these names.
+    """Yield the present names of renamed options that a source sets below the key ``root``.
 
-    A present name has the form ``group.name``. If a source sets the group to a value that is not a mapping, all options of the
-    group count as set.
+    Present names have the form ``group.name``. If the value of the group is not a mapping, all options in the group count as
+    set.
     """
     for arguments in _arguments(source, root):
         for new in MOVED[root].values():
@@ -115,10 +114,14 @@ def _present_names(source: Source, root: str) -> Iterator[str]:
 
 
 def _kinds(sources: Sequence[Source], root: str) -> list[type | None]:
-    """Return, for each source, the class that its options below the key ``root`` belong to.
+    """Return, for each source, the class of the model or data module to which its options belong.
+
+    Args:
+        sources: configuration files and command-line options, from lowest to highest priority.
+        root: ``model`` or ``data``.
 
     Returns:
-        Classes in the order of the sources; all None if no source names a class that can be imported.
+        One class per source, in the order of ``sources``. All are None if no source names a class that may be imported.
     """
     named = [_named_class(source, root) for source in sources]
     current = next((kind for kind in named if kind is not None), None)
@@ -142,12 +145,12 @@ def _named_class(source: Source, root: str) -> type | None:
 
 
 def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
-    """Return a source whose values, line numbers and command-line option have present names in place of former ones.
+    """Return a copy of a source in which present option names replace former ones.
 
     Args:
         source: configuration file or command-line option.
-        root: key below which the options are set, such as ``data``.
-        names: former names of options, mapped to the present names.
+        root: key that contains the options, such as ``data``.
+        names: mapping from former to present names.
     """
     if not names:
         return source
@@ -163,12 +166,12 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
 
 
 def _new_path(path: tuple[str | int, ...], root: str, names: Mapping[str, str]) -> tuple[str | int, ...]:
-    """Return the path of an option with its present name in place of the former one.
+    """Replace a former option name in a path of keys with the present name.
 
     Args:
-        path: keys that lead to the option.
-        root: first key of the options in ``names``; a path that starts with a different key is returned unchanged.
-        names: former names of options, mapped to the present names.
+        path: keys that lead to an option.
+        root: key that contains the renamed options, such as ``data``. Paths with a different first key are returned unchanged.
+        names: mapping from former to present names.
     """
     at = 2 if path[1:2] == ("init_args",) else 1
     if path[0] != root or len(path) <= at or path[at] not in names:

@@ -1,4 +1,4 @@
-"""Changes to the trainer's options: output folders, and rejection of invalid intervals."""
+"""Changes to the Trainer's options before it is built: output folders, checks of intervals, and unusable callbacks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def use_run_folder(options: Any) -> RunFolder:
-    """Make ``fit`` write logs and checkpoints to the folder that ``--run_dir`` names, and lock the folder.
+    """Make ``fit`` write logs and checkpoints to the folder that ``--run_dir`` names, and lock this folder.
 
     Args:
         options: parsed options of the command, changed in place.
 
     Returns:
-        The folder, locked so that no other run uses it.
+        The folder, whose lock prevents a second training process from using it.
     """
     path = Path(options.run_dir)
     folder = RunFolder(path)
@@ -47,9 +47,9 @@ def use_run_folder(options: Any) -> RunFolder:
 
 
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
-    """Make a command write to the run folder of its checkpoint; ``predict`` writes to a new subfolder of it.
+    """Make ``validate`` and ``test`` write to the checkpoint's run folder, and ``predict`` to a new subfolder of it.
 
-    Nothing changes without a checkpoint, or if a source sets ``trainer.logger`` or ``trainer.default_root_dir``.
+    Nothing changes if no checkpoint is given, or if a source sets ``trainer.logger`` or ``trainer.default_root_dir``.
 
     Args:
         options: parsed options of the command, changed in place.
@@ -72,13 +72,13 @@ def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source
 
 
 def check_trainer(trainer: Any) -> None:
-    """Reject Trainer intervals below 1, such as ``accumulate_grad_batches=0``, since Lightning divides by them.
+    """Reject values below 1 for ``accumulate_grad_batches`` and ``check_val_every_n_epoch``, by which Lightning divides.
 
     Args:
-        trainer: options of the trainer.
+        trainer: parsed options of the Trainer.
 
     Raises:
-        ValueError: if an interval is below 1. The message names the option and its value.
+        ValueError: if one of these options is below 1.
     """
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         value = trainer.get(name)
@@ -87,11 +87,11 @@ def check_trainer(trainer: Any) -> None:
 
 
 def leave_out_monitors(trainer: Any, command: str) -> None:
-    """Remove every ``LearningRateMonitor`` from the options of a trainer without a logger, where Lightning rejects it.
+    """Remove all ``LearningRateMonitor`` callbacks, which Lightning rejects in a Trainer without a logger.
 
     Args:
-        trainer: options of the trainer, changed in place.
-        command: ``fit``, ``validate``, ``test`` or ``predict``.
+        trainer: parsed options of a Trainer without a logger, changed in place.
+        command: ``fit``, ``validate``, ``test`` or ``predict``; only ``fit`` logs a message.
     """
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
     remaining = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]

@@ -1,7 +1,7 @@
-"""Lightning's commands: ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``.
+"""Commands ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``, based on LightningCLI.
 
-Options on the command line override the YAML files, a later file overrides an earlier one, and all of them override the
-options of model and data that are stored in the checkpoint given by ``--ckpt_path``.
+Command-line options override the YAML files, and later files override earlier ones. All of these override the options of model
+and data module that are stored in the checkpoint named by ``--ckpt_path``.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 
 
 class SaveConfig(SaveConfigCallback):
-    """Callback that saves a run's configuration, without ``run_dir`` and ``ckpt_path``, so that new runs can start from it.
+    """Callback that saves the configuration of a training run without secrets, so that new runs can start from it.
 
-    Secrets are removed, see :mod:`lightning_mhla.system.redaction`. They are also removed from the hyperparameters of model and
-    data that loggers and checkpoints receive.
+    ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
+    in checkpoints and loggers.
 
     Raises:
-        ValueError: if the configuration comes from a file from which the secrets were removed, and the command line does not
-            set them again.
+        ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not
+            set this option again.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
@@ -84,9 +84,9 @@ class ShortErrorParser(LightningArgumentParser):
     """Command-line parser that reports errors in one or two lines, without printing the usage.
 
     Attributes:
-        sources: configuration files and command-line options, which error messages name. This is a class attribute, so that
-            the parsers that jsonargparse creates for the options of classes have it too.
-        program: name of the command, for the line that refers to its help.
+        sources: configuration files and command-line options, for error messages. This is a class attribute, so that the
+            additional parsers that jsonargparse creates for the options of classes have it too.
+        program: name of the command, such as ``lightning fit``, for the hint to call it with ``--help``.
     """
 
     sources: ClassVar[Sequence[Source]] = ()
@@ -102,16 +102,21 @@ class ShortErrorParser(LightningArgumentParser):
 
 
 def leave(text: str, program: str) -> NoReturn:
-    """Print a usage error and the command that shows the help, and exit with status 2."""
+    """Print a usage error and the command that shows the help, and exit with status 2.
+
+    Args:
+        text: the error message.
+        program: name of the command, such as ``lightning fit``.
+    """
     sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
     sys.exit(2)
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI that builds model, data and trainer from a configuration in which all options are already merged.
+    """LightningCLI that builds model, data module and Trainer from options that were already merged into one configuration.
 
     Args:
-        plan: the command, its configuration and the sources of its options.
+        plan: the command, its configuration, and the files and options that the configuration comes from.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -165,7 +170,7 @@ class SuiteCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check the types of all option values, including overridden ones, or print the help or the configuration.
+        """Check the types of all option values, including overridden ones; or print the help or the configuration if requested.
 
         Args:
             parser: parser with all options of the command.
@@ -184,13 +189,13 @@ class SuiteCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Adjust the parsed options before model, data and trainer are built.
+        """Adjust the parsed options before model, data module and Trainer are built.
 
-        Options that model and data share get the same value. The output folder is set. ``pretrained`` is ignored if a
-        checkpoint supplies the weights.
+        Model and data module get the same values for the options that they share. The output folder is set. The option
+        ``pretrained`` is ignored if a checkpoint provides the weights.
 
         Raises:
-            ValueError: if ``predict`` has no weights, or if options of model, data and trainer contradict each other.
+            ValueError: if ``predict`` has neither a checkpoint nor pretrained weights, or if options contradict each other.
         """
         options, command = self.config, self.plan.command
         if self.plan.moves:
@@ -221,7 +226,10 @@ class SuiteCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [EpochBar()]
 
     def run(self) -> None:
-        """Call the Trainer's method for the command; if a fit fails before its first step, remove its log folder."""
+        """Execute the command by calling the Trainer's method of the same name.
+
+        If ``fit`` without ``--run_dir`` fails before its first step, its log folder is removed.
+        """
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
@@ -242,7 +250,7 @@ class SuiteCLI(LightningCLI):
 
 
 def _has_progress_bar(trainer: Namespace) -> bool:
-    """Return whether the options of a trainer already choose a progress bar or disable it, so that none must be added."""
+    """Return whether the Trainer's options choose a progress bar or disable it, so that none needs to be added."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
     names = [callback.class_path for callback in callbacks if callback is not None]
     return (
@@ -253,7 +261,7 @@ def _has_progress_bar(trainer: Namespace) -> bool:
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Remove the numbered log folder of a fit that ended before its first step, so that its number is free again."""
+    """Remove the log folder ``version_N`` of a training run that ended before its first step, so that N can be used again."""
     if not trainer.is_global_zero or trainer.global_step:
         return
     # Not trainer.log_dir, which is a collective: a process that fails alone would wait for the others forever.
@@ -263,7 +271,7 @@ def remove_unused(trainer: Trainer) -> None:
 
 
 class EpochBar(RichProgressBar):
-    """Progress bar that omits the number of epochs if only the number of steps is limited."""
+    """Progress bar that does not show the number of epochs if training is limited only by its number of steps."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         limit = self.trainer.max_epochs
@@ -271,10 +279,10 @@ class EpochBar(RichProgressBar):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``fit``, ``validate``, ``test`` or ``predict``, and report its errors.
+    """Run ``fit``, ``validate``, ``test`` or ``predict``, and print a short message for each error that the user can fix.
 
     Args:
-        args: arguments after the name of the program; None for those in ``sys.argv``.
+        args: command-line arguments without the name of the program; None to use ``sys.argv``.
     """
     prepare_streams()
     show_log(sys.stdout)
@@ -308,10 +316,16 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def build(plan: Plan) -> SuiteCLI:
-    """Build the model, the data and the trainer from the merged configuration of a command.
+    """Build the model, the data module and the Trainer for a command.
+
+    Args:
+        plan: the command and its merged configuration.
+
+    Returns:
+        LightningCLI with the built objects, whose method ``run`` executes the command.
 
     Raises:
-        ValueError: if a value does not fit the type of its option. The message names the source of the value.
+        ValueError: if the type of a value is wrong. The message names the file or command-line option that sets it.
     """
     try:
         return SuiteCLI(plan)

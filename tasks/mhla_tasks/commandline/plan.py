@@ -1,4 +1,4 @@
-"""Preparation of a command before any model is built: merge and check its configuration, and find its checkpoint."""
+"""Preparation of a command before any model is built: its options are read, checked and merged, and its checkpoint is found."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ PLAN = "LIGHTNING_MHLA_PLAN"
 
 @dataclass(frozen=True)
 class Plan:
-    """Command that is ready to run, with its merged configuration.
+    """Command with its merged configuration, ready to run.
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
-        sources: configuration files and command-line options, the weakest first.
-        configuration: merged nested options of all sources, in the form that LightningCLI takes.
+        sources: configuration files and command-line options, from lowest to highest priority.
+        configuration: nested options merged from all sources, in the form that LightningCLI accepts.
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
-        replaced: one configuration for each file with overridden values, which contains these values. It serves only to check
-            their types.
-        request: parser argument that prints help or the configuration instead of running the command; None to run it.
-        moves: renamed options that were set under their former names; ``sources`` have the present names.
+        replaced: for each file with overridden values, a configuration that contains these values; it is used only to check the
+            types of the values.
+        request: parser argument, such as ``--help``, that prints a text instead of running the command; None to run the
+            command.
+        moves: options that were set under their former names. ``sources`` contains their present names.
     """
 
     command: str
@@ -63,21 +64,23 @@ class Plan:
 
 
 def method_options(command: str) -> list[str]:
-    """List the options that a command passes to the Trainer method of the same name, such as ``ckpt_path`` for ``fit``."""
+    """Return the names of the options that a command passes to its Trainer method, such as ``ckpt_path`` for ``fit``."""
     parameters = inspect.signature(getattr(Trainer, command)).parameters
     return [name for name in parameters if name != "self" and name not in OBJECTS]
 
 
 def make_plan(line: CommandLine) -> Plan:
-    """Read the options of a command from all sources, check them, and merge them into one configuration.
-
-    Sources are the checkpoint, configuration files and the command line.
+    """Read the options of a command from the checkpoint, the configuration files and the command line; check and merge them.
 
     Args:
         line: the parsed command line.
 
+    Returns:
+        The command with its merged configuration.
+
     Raises:
-        UsageError: if the command line, a file or the checkpoint has an error. The message describes the first one.
+        UsageError: if the command line, a configuration file or the checkpoint has an error. The message describes the first
+            error that was found.
     """
     if line.asks_for("help"):
         return Plan(line.command, (), {}, request="--help")
@@ -111,14 +114,13 @@ def make_plan(line: CommandLine) -> Plan:
 def _replaced(
     remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each file with overridden values, a configuration that contains them, so that their types can be checked.
+    """Yield, for each file with overridden values, a configuration that contains these values, to check their types.
 
-    Options of a model or data module are omitted if a stronger source names a different class, because they belong to the
-    overridden class.
+    If a later source chooses a different class of model or data module, the options for the overridden class are omitted.
 
     Args:
-        remembered: options stored in a checkpoint, as sources that are weaker than all others.
-        sources: configuration files and command-line options, the weakest first.
+        remembered: options stored in a checkpoint, which have the lowest priority.
+        sources: configuration files and command-line options, from lowest to highest priority.
         configuration: merged options of all sources.
     """
     for index, source in enumerate(sources):
@@ -135,18 +137,21 @@ def _replaced(
 
 
 def _class_of(value: Any) -> Any:
-    """Return the class path in the options of a model or data module; None if they do not name a class."""
+    """Return the class path in the options of a model or data module; None if they do not contain one."""
     return value if isinstance(value, str) else mapping(value).get("class_path")
 
 
 def check_same(plan: Plan) -> None:
-    """Check that all processes of a run have read the same configuration.
+    """Check, in training with several processes, that this process has the configuration of the process that started it.
 
-    Without the check, processes would train different models if a configuration file changed while they start. The first
-    process stores a digest of its configuration in an environment variable, which the processes that Lightning starts inherit.
+    Without this check, processes would train different models if a configuration file changed while they were starting. The
+    first process stores a digest of its configuration in an environment variable, which the processes that it starts inherit.
+
+    Args:
+        plan: the command and its merged configuration.
 
     Raises:
-        UsageError: if the configuration of this process differs from that of the process that started it.
+        UsageError: if the configurations differ.
     """
     parent, _, noted = os.environ.get(PLAN, "").partition(":")
     digest = hashlib.sha256(repr(plan.configuration).encode(errors="surrogateescape")).hexdigest()
@@ -179,29 +184,29 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
 
 
 def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | None:
-    """Return the value of the option ``ckpt_path``; None if no source sets it.
+    """Return the value of the option ``ckpt_path``; None if it is not set.
 
-    A value in the run folder's ``config.yaml`` is ignored, since only an earlier version of this program saved it there.
+    A value in the ``config.yaml`` of the run folder is ignored, because only old versions of this program wrote it there.
 
     Args:
-        sources: configuration files and command-line options, the weakest first.
-        run: folder of the run; None without ``--run_dir``.
+        sources: configuration files and command-line options, from lowest to highest priority.
+        run: path of the run folder; None without ``--run_dir``.
     """
     run_configuration = str(Path(run or "") / "config.yaml")
     return _strongest([source for source in sources if source.origin != run_configuration], "ckpt_path")
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return the value of an option in the strongest (last) source that sets it to a string; None if no source does."""
+    """Return the value of an option from the last source that sets it to a string; None if no source does."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Complete the trainer's options in place, and return the configuration.
+    """Convert strategy and loggers in a configuration to the form that Lightning requires; return the configuration.
 
-    A strategy that is given as the name of a class gets the form ``{"class_path": ...}``. Loggers that write files get a
-    folder. Lightning requires both.
+    The configuration is changed in place. The class name of a strategy is replaced by ``{"class_path": NAME}``. Loggers that
+    write files get a default folder.
     """
     trainer = mapping(configuration.get("trainer"))
     strategy, loggers = trainer.get("strategy"), trainer.get("logger")
@@ -215,7 +220,7 @@ def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_folder(logger: Any) -> Any:
-    """Add the default folder ``runs`` to a logger that requires a folder; return all other loggers unchanged."""
+    """Return a logger's options, with ``runs`` as the default folder if the logger requires a folder."""
     options = {"class_path": logger} if isinstance(logger, str) else mapping(logger)
     if not str(options.get("class_path")).endswith(("CSVLogger", "TensorBoardLogger")):
         return logger
@@ -223,7 +228,7 @@ def _with_folder(logger: Any) -> Any:
 
 
 def _request(line: CommandLine, configuration: dict[str, Any]) -> str | None:
-    """Return the argument that makes the parser print help or the configuration; None if the user asks for neither.
+    """Return the argument that makes the parser print help or the configuration; None if the user requests neither.
 
     Args:
         line: the parsed command line.

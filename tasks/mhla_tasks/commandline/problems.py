@@ -1,6 +1,6 @@
-"""Short messages for wrong configurations: the key, its source and the closest valid key.
+"""Short error messages for wrong configurations, with the key, the file or option that sets it, and a similar valid key.
 
-For a misspelled key, jsonargparse names neither the file nor a valid key, and prints two pages of usage before the error.
+jsonargparse's own message for a misspelled key follows two pages of usage, and names neither the file nor a valid key.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ NOISE = re.compile(
 
 
 def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer: Collection[str]) -> str | None:
-    """Find the first key in configuration files and on the command line that is not the name of an option.
+    """Find the first key in configuration files and on the command line that is not a valid option.
 
     Args:
-        sources: configuration files and command-line options, the weakest first.
-        roots: names of the command's top-level options: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
-        trainer: names of the trainer's options.
+        sources: configuration files and command-line options, from lowest to highest priority.
+        roots: names of the command's top-level options, such as ``model``, ``data``, ``trainer`` and ``ckpt_path``.
+        trainer: names of the Trainer's options.
 
     Returns:
-        Error message with the source, the line and a suggestion; None if all keys are valid.
+        Error message with the file or command-line option, the line number and a suggestion; None if all keys are valid.
     """
     classes: dict[str, type] = {}
     for source in sources:
@@ -65,24 +65,30 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
 
 
 def _line_named_by(problem: str, source: Source) -> str:
-    """Return the line number of the key that an error message reports, as a suffix for the message.
+    """Find the line that sets the key named in an error message; return its number as text to append to the message.
 
     Args:
         problem: error message such as ``run.yaml: model.dept is not an option of LanguageModel``.
-        source: configuration file or command-line option that holds the key.
+        source: configuration file or command-line option that sets the key.
 
     Returns:
-        Text such as `` (line 12)``; empty if the message has a different form or the source is not a file.
+        Text such as `` (line 12)``. Empty if the message has a different form or ``source`` is a command-line option.
     """
     line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
     return f" (line {line})" if line else ""
 
 
 def find_repeated_option(line: CommandLine) -> str | None:
-    """Return an error message if the command line sets an option of the data to several different values, else None.
+    """Check that the command line does not set an option of the data module to several different values.
 
-    A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` passes the option three times. Only the last
-    value would be used, and two thirds of the data would be lost.
+    Shells expand braces: ``--data.train=train-{0000..0002}.tar`` becomes three options. Only the last one would be used, and
+    two thirds of the data would be ignored.
+
+    Args:
+        line: the parsed command line.
+
+    Returns:
+        Error message; None if there is no such option.
     """
     for name in dict.fromkeys(option.name for option in line.options):
         values = line.values(name)
@@ -97,10 +103,10 @@ def find_repeated_option(line: CommandLine) -> str | None:
 
 
 def find_options_of_another_command(sources: Sequence[Source], command: str, commands: Collection[str]) -> str | None:
-    """Return an error message for the first file that holds options of a different command; None if no file does.
+    """Return an error message for the first file that has a section for a different command; None if no file does.
 
     Args:
-        sources: configuration files and command-line options, the weakest first.
+        sources: configuration files and command-line options, from lowest to highest priority.
         command: command that runs, such as ``fit``.
         commands: names of all commands.
     """
@@ -115,14 +121,15 @@ def find_options_of_another_command(sources: Sequence[Source], command: str, com
 
 
 def _message(origin: str, path: str, valid: Collection[str], owner: str, inner: Mapping[str, str] | None = None) -> str:
-    """Return the error message for an unknown option, with a similar name or the list of valid names.
+    """Return the error message for an unknown option, with a similar valid name or a list of all valid names.
 
     Args:
-        origin: name of the source, for the message.
-        path: key of the unknown option.
+        origin: file or command-line option that sets the unknown option.
+        path: full name of the unknown option, such as ``model.dept``.
         valid: names of the valid options.
-        owner: name of the class that the options belong to; empty for options of the command.
-        inner: full name of each option that is nested in a group, by the last part of the name; None without such options.
+        owner: name of the class that has these options; empty for top-level options of a command.
+        inner: further valid options, which belong to a group: mapping from the last part of the name to the full name. None
+            without groups.
     """
     leaf = path.rsplit(".", 1)[-1]
     close = get_close_matches(leaf, sorted(valid), 1, 0.5)
@@ -155,17 +162,19 @@ def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str
 def _check_class(
     source: Source, path: str, value: Any, classes: dict[str, type], module: str | None = None
 ) -> str | None:
-    """Check that a value of a configuration names a known class, and that the class has the given options.
+    """Check that a value in a configuration names an existing class, and that this class accepts the options in the value.
 
     Args:
-        source: configuration file or command-line option that holds the value.
-        path: key of the value, for messages.
-        value: class path, mapping with ``class_path`` and ``init_args``, or options of a class that a weaker source names.
-        classes: classes that weaker sources name, by key; updated in place.
-        module: module of the classes that may be named without their module; None if there are no such classes.
+        source: configuration file or command-line option that sets the value.
+        path: full name of the option with this value, for messages.
+        value: class path, mapping with ``class_path`` and ``init_args``, or mapping with only the options of a class that a
+            source of lower priority names.
+        classes: mapping from the full name of an option to the class that sources of lower priority choose for it; updated in
+            place.
+        module: module that class names without a module refer to; None to leave such names to the parser.
 
     Returns:
-        An error message; None if there is no problem.
+        Error message; None if there is no problem.
     """
     origin = source.origin
     if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # an existing one was replaced before
@@ -196,13 +205,13 @@ def _check_class(
 
 
 def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
-    """Yield error messages for options that a class, or a dataclass among its parameters, does not accept.
+    """Yield error messages for options that a class does not accept, including options of nested dataclasses.
 
     Args:
-        origin: name of the source, for messages.
-        path: key of the class, for messages.
-        options: options of the class by name.
-        kind: the class.
+        origin: file or command-line option that sets the options, for messages.
+        path: full name of the option that contains them, for messages.
+        options: mapping from option name to value.
+        kind: class that should accept the options.
     """
     valid = option_names(kind)
     if valid is None or not isinstance(options, dict):
@@ -224,11 +233,11 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """Shorten an error message of jsonargparse to the key, the problem, and the source and line of the value.
+    """Shorten an error message of jsonargparse to one line with the problem, the key, and the file or option that sets it.
 
     Args:
-        message: error message of jsonargparse, which has many lines.
-        sources: configuration files and command-line options, the weakest first.
+        message: error message of jsonargparse, which usually has many lines.
+        sources: configuration files and command-line options, from lowest to highest priority.
     """
     lines = [line.strip() for line in message.splitlines()]
     relevant = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
@@ -268,12 +277,12 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Search nested options and lists for values, and yield the path of each value whose last keys are ``tail``.
+    """Search nested options and lists, and yield each path of keys that ends with ``tail``.
 
     Args:
         values: nested options and lists.
-        tail: keys that a path must end with.
-        path: path of ``values`` itself, with which the yielded paths start.
+        tail: last keys of the paths to find.
+        path: keys that lead to ``values``, with which each yielded path begins.
     """
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):
@@ -294,10 +303,9 @@ def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the forms in which an error message may quote a value: its ``str``, its ``repr``, and its ``str`` in lowercase."""
     return str(value), repr(value), str(value).lower()
 
 
 def _dotted(path: tuple[str | int, ...]) -> str:
-    """Format a path of keys for messages: ``trainer.callbacks[0].init_args.keep``."""
+    """Format a sequence of keys and list indices for messages, such as ``trainer.callbacks[0].init_args.keep``."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

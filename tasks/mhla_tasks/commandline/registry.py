@@ -1,8 +1,8 @@
-"""Registry of the command line's tools, which complement Lightning's commands: ``lightning NAME [options]``.
+"""List of the command-line tools ``lightning NAME [options]``, such as ``export``, and functions to look them up and run them.
 
-A tool is a function that adds its options to a parser and returns the function that runs it. Its docstring is the help text,
-and the first line is the summary in the list of tools. Modules of tools import their requirements only when they run, so that
-``--help`` is fast.
+A tool is a function that adds its options to a parser and returns the function to run. Its docstring is the help text, whose
+first line appears in the list of tools. Tools import the packages that they need only when they run, so that ``--help`` is
+fast.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ TOOLS: dict[str, dict[str, str]] = {
 
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
-    """Decorator for a tool that parses its command-line arguments itself; the function receives them as a list of strings."""
+    """Mark a tool as parsing its own command-line arguments; it is then called with the arguments as a list of strings."""
     function.passes_on = True  # type: ignore[attr-defined]
     return function
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports errors in two lines, and accepts dashes in place of underscores in option names."""
+    """Argument parser that reports errors in two lines, and accepts dashes instead of underscores in option names."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and exit with status 2."""
@@ -93,18 +93,25 @@ def _with_underscores(word: str) -> str:
 
 
 def tool_named(arguments: Sequence[str]) -> str | None:
-    """Return the name of the tool that the first one or two command-line arguments select; None if they select no tool."""
+    """Return the tool name at the beginning of a list of command-line arguments; None if the arguments do not name a tool.
+
+    Names consist of one or two words, such as ``export`` and ``prepare images``.
+    """
     names = {name for tools in TOOLS.values() for name in tools}
     return next((name for count in (2, 1) if (name := " ".join(arguments[:count])) in names), None)
 
 
 def families() -> set[str]:
-    """Return the first word of each two-word tool name, such as ``prepare`` for ``prepare images``."""
+    """Return the first words of all two-word tool names, such as ``prepare`` for ``prepare images``."""
     return {name.partition(" ")[0] for tools in TOOLS.values() for name in tools if " " in name}
 
 
 def function_of(name: str) -> Callable[..., object]:
-    """Import and return the function that implements a tool."""
+    """Import and return the function that implements a tool.
+
+    Args:
+        name: name of the tool, such as ``prepare images``.
+    """
     (location,) = (tools[name] for tools in TOOLS.values() if name in tools)
     module, _, function = location.partition(":")
     return getattr(import_module(f"mhla_tasks.tools.{module}"), function)
@@ -112,6 +119,9 @@ def function_of(name: str) -> Callable[..., object]:
 
 def parser_of(name: str) -> tuple[Parser, Run]:
     """Create the argument parser of a tool.
+
+    Args:
+        name: name of the tool, such as ``prepare images``.
 
     Returns:
         The parser, and the function that runs the tool with the parsed options.
@@ -130,11 +140,11 @@ def run(name: str, arguments: Sequence[str]) -> int | None:
     """Run a command-line tool.
 
     Args:
-        name: name of the tool.
-        arguments: arguments after the name of the tool.
+        name: name of the tool, such as ``prepare images``.
+        arguments: command-line arguments after the name of the tool.
 
     Returns:
-        The exit status; None for success.
+        Exit status; None for success.
     """
     function = function_of(name)
     ignore_noise()
@@ -150,11 +160,11 @@ def run(name: str, arguments: Sequence[str]) -> int | None:
 
 
 def listing(start: str = "") -> str:
-    """Format a list of commands and tools by group, each with its summary.
+    """Return the list of commands and tools in groups, each with a one-line summary, as text for the terminal.
 
     Args:
-        start: prefix of the names of the tools to list. With a prefix, commands are omitted. Empty lists all commands and
-            tools.
+        start: beginning of the names of the tools to list, such as ``prepare``; commands are then omitted. Empty to list all
+            commands and tools.
     """
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():
@@ -169,9 +179,10 @@ def listing(start: str = "") -> str:
 
 
 def nearest(word: str) -> str:
-    """Return a suggestion to append to an error message: ``; did you mean NAME?`` for a command or tool like ``word``.
+    """Return the text ``; did you mean NAME?`` for an unknown command, to append to an error message.
 
-    The suggestion is empty if no name is similar.
+    Args:
+        word: name that the user typed. If no command or tool has a similar name, the result is empty.
     """
     names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
     matches = difflib.get_close_matches(word, names, 1)
@@ -179,6 +190,6 @@ def nearest(word: str) -> str:
 
 
 def help_text(function: Callable[..., object]) -> str:
-    """Return the docstring of a tool's function, formatted for a terminal."""
+    """Return the docstring of a tool's function, formatted for the terminal."""
     lines = (function.__doc__ or "").strip().split("\n")
     return "\n".join(line.removeprefix("    ") for line in lines).replace("``", "`")

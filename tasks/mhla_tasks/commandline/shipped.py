@@ -1,4 +1,4 @@
-"""Configurations that are part of the package, with names such as ``mhla://classification/mnist.yaml``."""
+"""Configuration files in this package, which are named like ``mhla://classification/mnist.yaml`` on the command line."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ PREFIX = "mhla://"
 
 
 def folder() -> Path:
-    """Return the folder of the shipped configurations, in the installed package or in its source checkout."""
+    """Return the folder of the configuration files in the installed package or its source checkout."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
 
 def names() -> list[str]:
-    """List the names of all shipped configurations, sorted and without the prefix ``mhla://``."""
+    """Return the names of all configuration files in the package, sorted and without the prefix ``mhla://``."""
     return sorted(str(path.relative_to(folder())) for path in folder().rglob("*.yaml"))
 
 
 def resolve(arguments: Sequence[str]) -> list[str]:
-    """Replace each ``mhla://NAME`` in command-line arguments with the path of the shipped configuration of that name.
+    """Replace names such as ``mhla://classification/mnist.yaml`` in command-line arguments with the paths of the files.
 
-    If an argument has ``mhla://`` without a name, the names of all shipped configurations are printed and the program exits.
+    If an argument is ``mhla://`` without a name, all names are printed and the program exits.
 
     Args:
-        arguments: arguments after the name of the program.
+        arguments: command-line arguments without the name of the program.
 
     Raises:
-        FileNotFoundError: if a name is unknown. The message suggests a similar one.
+        FileNotFoundError: if the package has no file of this name. The message suggests a similar name, or lists all names.
     """
     resolved = []
     for word in arguments:

@@ -1,4 +1,4 @@
-"""Names and type hints of class parameters, which are the options of a configuration."""
+"""Names and types of constructor parameters, which are the valid options of a class in a configuration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PLAIN = ("builtins", "pathlib", "datetime", "os")
 
 @cache
 def parameter_hints(kind: type) -> dict[str, Any]:
-    """Return the type hints of a class's constructor parameters by name.
+    """Return a mapping from the name of each constructor parameter of a class to its type hint.
 
-    If a constructor has ``**kwargs``, the parameters of its base classes are included.
+    If the constructor has ``**kwargs``, the parameters of the base class are included.
     """
     hints: dict[str, Any] = {}
     passes_on = True
@@ -46,16 +46,16 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return the classes whose instances each constructor parameter accepts, directly or in a container, by parameter name."""
+    """Return, by parameter name, the classes whose instances each constructor parameter accepts, directly or in a container."""
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return the classes whose options a configuration may nest below each constructor parameter, by parameter name.
+    """Return, by parameter name, the classes whose options a configuration may set inside each constructor parameter.
 
-    For ``list[Callback]``, the class ``Callback`` is included. For ``dict[str, Callback]``, it is not, because the keys of a
-    mapping are arbitrary.
+    A parameter of type ``list[Callback]`` gives ``Callback``. One of type ``dict[str, Callback]`` gives no class, because its
+    keys are arbitrary and not options of a class.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 
@@ -70,7 +70,7 @@ def option_names(kind: type) -> frozenset[str] | None:
 
 
 def option_dataclasses(kind: type, name: str) -> list[type]:
-    """Return the dataclasses whose options a configuration may nest below a parameter.
+    """Return the dataclasses whose options a configuration may set inside a constructor parameter.
 
     Args:
         kind: class with the parameter.
@@ -82,7 +82,7 @@ def option_dataclasses(kind: type, name: str) -> list[type]:
 
 
 def takes_options_alone(kind: type, name: str) -> bool:
-    """Return whether a parameter accepts only instances of dataclasses or None, so that a plain value is an error.
+    """Return whether a constructor parameter accepts only dataclass instances or None, and thus no plain value.
 
     Args:
         kind: class with the parameter.
@@ -99,11 +99,12 @@ def takes_options_alone(kind: type, name: str) -> bool:
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
     """Yield the classes in a type hint, including those in unions and containers.
 
-    Callables are omitted, and so are classes such as ``int`` and ``Path`` that a configuration writes as plain values.
+    Callables are omitted. Classes such as ``int`` and ``Path`` are omitted because configurations write their instances as
+    plain values.
 
     Args:
         hint: type hint of a parameter.
-        inside_mappings: whether to include the classes in the type hints of mappings, such as ``dict[str, Callback]``.
+        inside_mappings: whether to include the classes in hints such as ``dict[str, Callback]``.
     """
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and not origin:

@@ -1,4 +1,4 @@
-"""Sources of options: the files that a command line names, and the options on the command line itself."""
+"""Reading of options from configuration files and the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBER = re.compile(
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when this is imported
-    """Safe YAML loader that reads values as jsonargparse does: ``1e-3`` as a number, ``2026-11-25`` as a string."""
+    """Safe YAML loader that interprets plain values as jsonargparse does: ``1e-3`` as a number, ``2026-11-25`` as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  the name is yaml's
         letter: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
@@ -44,16 +44,15 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+01234567
 
 @dataclass(frozen=True)
 class Source:
-    """Source of options: a configuration file, or an option on the command line.
+    """Configuration file or command-line option, with the option values that it sets.
 
     Attributes:
-        origin: file name, or option as typed on the command line, for messages.
-        values: nested options. If they name a further configuration file, that file is a separate source.
-        lines: line number of each key in the file, by the path of the key; integers in a path are list indices.
-        problem: error message if the file cannot be read, otherwise empty.
+        origin: file name, or the option as typed on the command line, for messages.
+        values: nested mapping of options. If they refer to another configuration file, that file is a separate source.
+        lines: mapping from the path of a key to its line number in the file. A path consists of keys and list indices.
+        problem: error message if the file cannot be read; otherwise empty.
         typed: whether the source is on the command line.
-        option: option on the command line; None for a file, and for a YAML mapping that replaces a file name on the command
-            line.
+        option: the command-line option; None for a file, and for a YAML mapping in ``--config`` in place of a file name.
     """
 
     origin: str
@@ -65,17 +64,17 @@ class Source:
 
 
 def read_sources(line: CommandLine) -> list[Source]:
-    """Read all sources of options for a command: first the configuration files, then the command-line options.
+    """Read the options of a command from its configuration files and its command line.
 
-    A file may name further files. The key ``config`` names its base, which it overrides. All other files that it names
-    override the file itself. Without ``--config``, the first file is the configuration with which the run in ``--run_dir`` was
-    started.
+    A file may refer to further files. The key ``config`` names a base file, whose options the referring file overrides. Files
+    under all other keys override the referring file. Without ``--config``, the first file is the saved configuration of the
+    run, ``config.yaml`` in the folder that ``--run_dir`` names.
 
     Args:
         line: the parsed command line.
 
     Returns:
-        The sources in ascending priority, so that later ones override earlier ones.
+        One source for each file and each command-line option, from lowest to highest priority.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
@@ -105,10 +104,10 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """Move the options to the top level if all of them are below the key ``command``, as in a file that starts with ``fit:``.
+    """Move options to the top level if all of them are below the name of the command, as in a file that starts with ``fit:``.
 
     Args:
-        source: configuration file or command-line option; any other source is returned unchanged.
+        source: configuration file. If it has other top-level keys, it is returned unchanged.
         command: name of the command that runs.
     """
     options = source.values.get(command)
@@ -124,11 +123,11 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> Source:
-    """Read the options in a YAML file as a source.
+    """Read the options in a YAML file. If this fails, the returned source contains an error message instead of options.
 
     Args:
         path: path of the file.
-        keys: path of the option that named the file; the file's options are nested below these keys.
+        keys: keys below which the options are nested in the result; empty for options at the top level.
     """
     try:
         if not path.exists():
@@ -159,6 +158,9 @@ def _inline(origin: str, text: str) -> Source:
     Args:
         origin: option as typed on the command line, for messages.
         text: YAML text of the mapping.
+
+    Returns:
+        The options; an error message instead of options if the text is invalid.
     """
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:
@@ -171,10 +173,13 @@ def _inline(origin: str, text: str) -> Source:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]]:
-    """Parse a configuration file into nested options and the line number of each key.
+    """Parse a configuration file.
+
+    Returns:
+        Nested options, and a mapping from the path of each key to its line number.
 
     Raises:
-        ValueError: if the file is not a configuration, or a key occurs twice.
+        ValueError: if the file does not exist, is too large, contains no options, or sets a key twice.
     """
     if not path.is_file():
         raise ValueError("is a folder, not a file; name the file in it" if path.is_dir() else "does not exist")
@@ -211,7 +216,7 @@ def _note_lines(node: yaml.Node, path: tuple[str | int, ...], lines: dict[tuple[
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """Describe a YAML error in one line, with its line and column in the file."""
+    """Describe a YAML error in one line, with its line and column number."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or reason(error)
     if mark is None:
@@ -221,24 +226,22 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _tab_hint(path: Path) -> str:
-    """Return a hint that names the first line indented by a tab, a frequent and invisible cause of YAML errors.
-
-    The hint is empty if no line of the file is indented by a tab.
-    """
+    """Return a hint that a line of a file is indented with a tab, which YAML does not allow; empty if no line is."""
     lines = path.read_bytes().splitlines()
     number = next((number for number, line in enumerate(lines, 1) if b"\t" in line[: -len(line.lstrip()) or None]), 0)
     return f"; line {number} is indented by a tab: YAML accepts only spaces" if number else ""
 
 
 def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Source]:
-    """Yield a source and the files that it names as separate sources, the weakest first.
+    """Yield a source and the files that it refers to as separate sources, from lowest to highest priority.
 
-    The key ``config`` names a base, which is weaker than the source. All other files are stronger.
+    The file under the key ``config`` has a lower priority than the source, and files under all other keys have a higher
+    priority.
 
     Args:
-        source: source whose values may name files.
-        folder: folder to which relative file names refer.
-        depth: number of files in the chain of references from the command line to the source.
+        source: source whose values may refer to files.
+        folder: folder that relative file names start from.
+        depth: number of references that lead from the command line to the source.
     """
     values, named_files = _split(source.values, folder, ())
     bases = [path for keys, path in named_files if keys == ("config",)]

@@ -1,9 +1,10 @@
-"""Restriction of the classes that a configuration or a checkpoint may name.
+"""Check of the classes that configurations and checkpoints may name, so that reading a file cannot run arbitrary code.
 
-No content of a file may run code. jsonargparse imports and calls whatever a value names, so it receives a list of the names it
-may import: each class that a source names for a parameter that accepts a class of that base, and nothing else. Functions,
-private names, and classes for parameters that accept anything (``dict[str, Any]``, ``Callable``) are rejected. Packages that
-``--allow`` names on the command line are trusted without these checks.
+jsonargparse imports and calls any class or function that a value names. This module therefore restricts it to a list of
+permitted import paths. The list contains only classes that an option names and whose instances its parameter accepts.
+Functions, private names, and classes for parameters of any type (``dict[str, Any]``, ``Callable``) are rejected. Classes in
+packages that ``--allow`` names on the command line are permitted without these checks. This file is longer than others because
+it contains all rules for these import paths.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a class that a configuration or a checkpoint names but may not import."""
+    """Error for a class that a configuration or a checkpoint names but may not use."""
 
 
 _trusted: list[str] = []
@@ -60,8 +61,8 @@ def allow_imports(sources: Sequence[Source]) -> None:
         sources: configuration files and command-line options.
 
     Raises:
-        AllowError: if a configuration file sets ``allow`` to packages that the command line does not allow.
-        UnknownModuleError: if an allowed package does not exist.
+        AllowError: if a configuration file sets ``allow`` to packages that ``--allow`` does not name on the command line.
+        UnknownModuleError: if a module or package does not exist.
     """
     allowed_names = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
     for source in sources:
@@ -75,14 +76,14 @@ def allow_imports(sources: Sequence[Source]) -> None:
 
 
 def allow_classes(sources: Sequence[Source]) -> None:
-    """Permit the parser to import each class that an option names and whose instances the option accepts.
+    """Permit the parser to import the classes that options name, if the parameters of these options accept them.
 
     Args:
-        sources: options from a checkpoint, from files and from the command line.
+        sources: options from a checkpoint, from configuration files and from the command line.
 
     Raises:
-        AllowError: if a source names a function, a class that the parameter does not accept, or a class for a parameter that
-            accepts none. The message names the source, the key and the class.
+        AllowError: if an option names a function, a class that its parameter does not accept, or a class for a parameter that
+            accepts only plain values. The message contains the option, the class, and the file or command-line option.
     """
     from lightning import LightningDataModule, LightningModule, Trainer
 
@@ -106,7 +107,7 @@ def allow_model_config(values: object) -> None:
     """Permit the parser to import the transformers configuration class that a checkpoint names.
 
     Args:
-        values: option ``network`` of the model, as stored in the checkpoint: a mapping with ``class_path``, or None.
+        values: the model's option ``network`` in the checkpoint: a mapping with ``class_path``, or None.
 
     Raises:
         AllowError: if ``class_path`` does not name a configuration class of transformers, such as ``transformers.LlamaConfig``.
@@ -121,12 +122,15 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
     """Import a class that a configuration or the command line names, if this is permitted.
 
     Args:
-        class_path: module and name, such as ``lightning.pytorch.callbacks.Timer``.
-        bases: base classes of which the class must be a subclass.
-        typed: whether the class is named on the command line, where any installed package is trusted.
+        class_path: import path of the class, such as ``lightning.pytorch.callbacks.Timer``.
+        bases: base classes, of at least one of which the class must be a subclass.
+        typed: whether the command line names the class, which may then be in any installed package.
+
+    Returns:
+        The class.
 
     Raises:
-        AllowError: if the package is not allowed, or the name is private, not a class, or not a subclass of the bases.
+        AllowError: if the package is not permitted, or if the name is private, not a class, or not a subclass of ``bases``.
     """
     if (refused := refusal(class_path)) and not (typed and _is_installed(class_path)):
         raise AllowError(refused)
@@ -152,7 +156,11 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
 
 def refusal(class_path: str) -> str | None:
-    """Return an error message that says why a configuration may not import a class; None if it may import the class."""
+    """Return an error message that says why a configuration may not name a class; None if it may name the class.
+
+    Args:
+        class_path: import path of the class, such as ``lightning.pytorch.callbacks.Timer``.
+    """
     if not NAME.fullmatch(class_path) or len(class_path) > 500:
         return "is not the name of a class"
     if "." not in class_path or _is_within(class_path, [*_trusted, *allowed]) or class_path in _classes:
@@ -168,11 +176,11 @@ def refusal(class_path: str) -> str | None:
 
 
 class _Check:
-    """Checker that collects the classes that configurations name, and rejects those that a parameter does not accept.
+    """Collector of the classes that options name; rejects classes that the parameter of an option does not accept.
 
     Attributes:
-        found: import paths of the permitted classes: those in the configurations, and all others that lead to the same classes.
-        plain: source, key and text of each value that looks like an import path, for parameters that accept no class.
+        found: import paths of the permitted classes. If a class has several import paths, all of them are included.
+        plain: source, key and text of each value that looks like an import path although its parameter does not accept classes.
     """
 
     def __init__(self) -> None:
@@ -181,13 +189,16 @@ class _Check:
         self._named: dict[str, list[type]] = {}
 
     def value(self, source: Source, path: str, value: Any, bases: tuple[type, ...]) -> None:
-        """Check that a value, and all values nested in it, name only classes that their parameters accept.
+        """Check that an option's value, with all values nested in it, names only classes that the parameters accept.
 
         Args:
-            source: source of the value.
-            path: key of the value, for messages.
+            source: configuration file or command-line option that sets the value.
+            path: full name of the option, for messages.
             value: the value.
             bases: classes whose instances the parameter accepts; empty if it accepts only plain values.
+
+        Raises:
+            AllowError: if a class is not accepted.
         """
         if isinstance(value, list):
             for item in value:
@@ -212,13 +223,16 @@ class _Check:
             self.arguments(source, path, value.get("dict_kwargs"), [])
 
     def arguments(self, source: Source, path: str, values: Any, kinds: Sequence[type]) -> None:
-        """Check that the arguments of a class name only classes that the parameters of this class accept.
+        """Check that the arguments of a class name only classes that its parameters accept.
 
         Args:
-            source: source of the arguments.
-            path: key of the class, for messages.
-            values: arguments by name; a value that is not a mapping is checked as a plain value.
-            kinds: classes that the arguments may belong to.
+            source: configuration file or command-line option that sets the arguments.
+            path: full name of the option that contains the arguments, for messages.
+            values: mapping from argument name to value. Any other value is checked as a plain value.
+            kinds: classes that may have these arguments.
+
+        Raises:
+            AllowError: if a class is not accepted.
         """
         if not isinstance(values, dict):
             self.value(source, path, values, ())
@@ -267,7 +281,7 @@ class _Check:
     def _add_options(self, kind: type) -> None:
         """Permit the dataclasses that a class accepts as arguments, and the dataclasses nested in them.
 
-        The parser imports them even if no configuration names them.
+        The parser imports these dataclasses even if no configuration names them.
         """
         for base in {base for bases in parameter_bases(kind).values() for base in bases}:
             paths = set(_paths(base))
@@ -281,11 +295,14 @@ class _Check:
 
 
 def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
-    """Return the class with a given name among base classes and their imported subclasses; None if there is none.
+    """Find a class by name among base classes and their imported subclasses.
 
     Args:
         name: name of the class, with or without its module.
         bases: the base classes.
+
+    Returns:
+        The class; None if there is none of this name.
     """
     if not isinstance(name, str):
         return None
@@ -297,7 +314,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
 
 
 def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
-    """Yield the permitted classes with a given name among base classes and their imported subclasses."""
+    """Yield the classes called ``name``, among base classes and their imported subclasses, that configurations may name."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind
@@ -305,9 +322,9 @@ def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 
 
 def _paths(kind: type) -> Iterator[str]:
-    """Yield the import paths of a class: that of its definition, and one for each enclosing package that exports it.
+    """Yield the import paths of a class: first the module that defines it, then enclosing packages that export it.
 
-    The parser uses the shortest path, so all of them have to be permitted.
+    The parser may replace the path in a configuration with a shorter one, so all of them have to be permitted.
     """
     module = kind.__module__
     while module:
@@ -327,9 +344,9 @@ def _model_config(path: str) -> type:
 
 
 def _is_installed(class_path: str) -> bool:
-    """Return whether the package of a class is installed outside the current working folder.
+    """Return whether the package of a class is installed in a place other than the current working folder.
 
-    Modules in the working folder must be named with ``--allow`` instead.
+    For modules in the working folder, the user must pass ``--allow`` instead.
     """
     if not DOTTED.fullmatch(class_path):
         return False

@@ -1,4 +1,4 @@
-"""Import of the user's own modules, which every command permits by ``--allow``."""
+"""Import of the user's own modules, which the command-line option ``--allow`` names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ allowed: list[str] = []
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--allow`` to a parser. It imports the user's modules, for example to register kinds of attention."""
+    """Add the option ``--allow`` to an argument parser. The option imports modules, for example to register attention kinds."""
     parser.add_argument(
         "--allow",
         action=_Import,
@@ -24,7 +24,7 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
 
 
 class UnknownModuleError(ValueError):
-    """Error for a module that the option ``--allow`` names, but that does not exist."""
+    """Error for a name in the command-line option ``--allow`` that does not belong to an existing module."""
 
 
 def find_in_working_folder(names: Iterable[str]) -> None:
@@ -36,13 +36,13 @@ def find_in_working_folder(names: Iterable[str]) -> None:
 
 
 def import_own(names: Iterable[str]) -> None:
-    """Import the user's modules that the option ``--allow`` names, for example to register kinds of attention.
+    """Import the user's own modules that the option ``--allow`` names, for example to register attention kinds.
 
     Args:
         names: names of modules or packages, installed or in the working folder.
 
     Raises:
-        UnknownModuleError: if a name is not that of a module. Errors that a module raises on import are not caught.
+        UnknownModuleError: if a module does not exist. Errors raised while a module is imported are not caught.
     """
     names = list(names)
     find_in_working_folder(names)

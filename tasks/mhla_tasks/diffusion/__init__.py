@@ -1,4 +1,4 @@
-"""Class-to-image diffusion: DiT with any kind of attention."""
+"""Class-to-image diffusion with the transformers DiT and DiG, for any kind of attention."""
 
 from lightning_mhla.generative.fidelity import (
     DigitFeatures,

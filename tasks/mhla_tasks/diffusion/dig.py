@@ -1,4 +1,4 @@
-"""DiG (arXiv 2405.18428): blocks that scan the image in one direction each, alternately along rows and columns."""
+"""DiG (arXiv 2405.18428), a diffusion transformer whose blocks scan the image in alternating directions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class DiGConfig:
     """Options of a DiG (arXiv 2405.18428), a DiT whose blocks scan the image in alternating directions.
 
     Args:
-        directions: number of scan directions. four: the image is reversed after every block and transposed after every
-            second block, so that the blocks scan rows forward and backward, then columns; two: the image is only reversed;
-            one: the image stays as it is.
+        directions: number of scan directions, "four", "two" or "one". With "four", the blocks scan rows forward and backward,
+            then columns forward and backward, and so on. With "two", they scan rows forward and backward. With "one", all
+            blocks scan rows forward.
         causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
             with block_grid.
-        mlp_width: inner width of the SwiGLU; null for 8 / 3 of the tokens' width, rounded up to a multiple of 256, as in DiG.
+        mlp_width: inner width of the SwiGLU MLP; null for 8 / 3 of the tokens' width, rounded up to a multiple of 256, as in
+            DiG.
         key_ratio: width of a key divided by the width of a value.
         local: whether each block ends with a depthwise 3 x 3 convolution.
     """
@@ -60,11 +61,11 @@ class DiGBlock(Block):
     """Transformer block, followed by an optional depthwise 3 x 3 convolution that is initialized as the identity.
 
     Args:
-        grid: rows and columns of the image as the block receives it.
+        grid: rows and columns of the image as the block receives it, in tokens.
         local: whether to add the convolution.
         dim: width of the tokens.
         arguments: further positional arguments of :class:`lightning_mhla.Block`.
-        options: further options of :class:`lightning_mhla.Block`.
+        options: keyword arguments of :class:`lightning_mhla.Block`.
     """
 
     def __init__(self, grid: tuple[int, int], local: bool, dim: int, *arguments: Any, **options: Any) -> None:
@@ -76,7 +77,16 @@ class DiGBlock(Block):
             nn.init.zeros_(self.local.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Apply the block and the convolution to tokens ``[B, N, dim]`` in raster order."""
+        """Apply the block and the convolution to a sequence of image tokens.
+
+        Args:
+            x: tokens ``[B, N, dim]`` in raster order.
+            arguments: further positional arguments of the block's forward pass, such as the conditioning vector.
+            options: keyword arguments of the block's forward pass.
+
+        Returns:
+            Tokens ``[B, N, dim]`` in the same order.
+        """
         x = super().forward(x, *arguments, **options)
         if self.local is None:
             return x
@@ -90,7 +100,7 @@ class TurningBackbone(nn.Module):
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        grid: rows and columns of the image.
+        grid: rows and columns of the image, in tokens.
         attention: attention configurations, one for each layer.
         config: options of the DiG.
         condition_dim: width of the conditioning vector.
@@ -183,9 +193,10 @@ class TurningBackbone(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Initialize the projections of all attention layers as DiG's code does.
+        """Initialize the projections of all attention layers as the original DiG code does.
 
-        The weights for queries, keys, values and outputs are initialized separately, by Xavier's method with gain 2^-2.5.
+        The weights for queries, keys, values and outputs are initialized separately, with Xavier's uniform distribution and
+        gain 2^-2.5.
         """
         for block in self.blocks:
             attention = cast(DiGBlock, block).attn
@@ -199,5 +210,5 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Transpose an image of tokens ``[B, rows * columns, dim]`` in raster order; ``grid`` holds its rows and columns."""
+    """Transpose an image of tokens ``[B, N, dim]`` in raster order; ``grid`` is its number of rows and of columns."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

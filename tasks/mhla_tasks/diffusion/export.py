@@ -1,4 +1,4 @@
-"""Export of a trained DiT as a diffusers pipeline: network, scheduler and VAE."""
+"""Export of a trained class-to-image model as a diffusers pipeline: network, scheduler and VAE."""
 
 from __future__ import annotations
 
@@ -18,5 +18,10 @@ images = pipe(class_labels=[0, 1], seed=0).images"""
 
 
 def write(module: ClassToImage, folder: Path) -> None:
-    """Export a trained module to a folder that ``DiTPipeline.from_pretrained`` loads."""
+    """Export a trained class-to-image module to a folder that ``DiTPipeline.from_pretrained`` loads.
+
+    Args:
+        module: trained module.
+        folder: path of the folder to write.
+    """
     DiTPipeline.of_module(module).save_pretrained(folder)

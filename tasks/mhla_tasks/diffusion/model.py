@@ -1,4 +1,4 @@
-"""Diffusion transformers: DiT (arXiv 2212.09748) on the shared backbone, and DiG (arXiv 2405.18428)."""
+"""Diffusion transformers that predict noise or velocity: DiT (arXiv 2212.09748) and DiG (arXiv 2405.18428)."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ FREQUENCIES = 256
 
 
 class DiT(ModelMixin, ConfigMixin):
-    """Diffusion transformer: predicts noise or velocity from a noisy image or latent, a timestep and a class.
+    """Diffusion transformer that predicts noise or velocity from a noisy image or latent, a timestep and a class.
 
     ``save_pretrained(folder)`` writes safetensors and ``config.json``; ``DiT.from_pretrained(folder)`` loads them.
 
     Args:
-        sample_size: side of the square sample, or height and width, in pixels or latent pixels.
+        sample_size: side of the square sample, or its height and width, in pixels or latent pixels.
         channels: number of channels of the sample.
         num_classes: number of classes. Labels are 0 to ``num_classes - 1``; the label ``num_classes`` stands for no class.
-        attention: attention of all layers.
-        layer_kinds: attention kinds of the layers if they differ; the list is repeated to the depth.
-        size: S, B, L or XL, which sets dim, depth and heads.
-        dim: width of the tokens, in place of ``size``.
-        depth: number of blocks, in place of ``size``.
-        heads: number of attention heads, in place of ``size``.
-        dig: options of a DiG; None for a DiT. For a DiG, ``size`` is a size of DiG, and ``mlp_ratio`` must be left out.
+        attention: options of the attention in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; None to use ``attention.kind`` in all layers.
+        size: S, B, L or XL, which sets dim, depth and heads; None to use these arguments.
+        dim: width of the tokens, if ``size`` is None.
+        depth: number of blocks, if ``size`` is None.
+        heads: number of attention heads, if ``size`` is None.
+        dig: options of a DiG (arXiv 2405.18428), a variant that scans the image in alternating directions; None for a DiT. For
+            a DiG, ``size`` selects one of DiG's sizes, and ``mlp_ratio`` must be left out.
         patch_size: side of the square patch that becomes one token, in pixels of the sample.
-        out_channels: number of output channels, twice ``channels`` with a learned variance; None for ``channels``.
+        out_channels: number of output channels; None for ``channels``. A network that also predicts the variance has twice as
+            many output channels as input channels.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
-        frequency_shift: shift of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
-            diffusers' DiT computes them.
-        mlp_norm_eps: epsilon of the norm before the MLP; 1e-6 as DiT was trained, 1e-5 in diffusers' DiT.
+        frequency_shift: shift in the frequencies ``10000 ** (-i / (128 - shift))`` of the timestep embedding. DiT was trained
+            with 0; diffusers' DiT uses 1.
+        mlp_norm_eps: epsilon of the norm before the MLP. DiT was trained with 1e-6; diffusers' DiT uses 1e-5.
         checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
 
     Raises:
@@ -125,15 +127,15 @@ class DiT(ModelMixin, ConfigMixin):
         """Predict noise or velocity from noisy samples.
 
         Args:
-            x: noisy samples ``[B, channels, height, width]`` of the sample size.
+            x: noisy samples ``[B, channels, height, width]``.
             times: timesteps ``[B]`` from 0 to 1000; fractions are allowed.
-            labels: classes ``[B]`` int; ``num_classes`` for no class.
+            labels: class labels ``[B]``, integers; ``num_classes`` for no class.
 
         Returns:
             Prediction ``[B, out_channels, height, width]``.
 
         Raises:
-            ValueError: if the samples do not have the channels, height and width of the model.
+            ValueError: if the number of channels, the height or the width of the samples differs from that of the model.
         """
         expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
@@ -146,10 +148,10 @@ class DiT(ModelMixin, ConfigMixin):
         return _join_patches(patches, self.grid, self.patch_size)
 
     def _initialize(self) -> None:
-        """Initialize the weights as DiT's code does.
+        """Initialize the weights as the original DiT code does.
 
-        Linear layers and the patch embedding get Xavier initialization. The embeddings of class and timestep get normal values
-        with standard deviation 0.02. The head, its modulation and all biases start at zero.
+        Linear layers and the patch embedding get Xavier initialization. The embeddings of class and timestep are drawn from a
+        normal distribution with standard deviation 0.02. The output layer, its modulation and all biases start at zero.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):
@@ -170,7 +172,7 @@ class DiT(ModelMixin, ConfigMixin):
 
 
 def _join_patches(patches: Tensor, grid: tuple[int, int], size: int) -> Tensor:
-    """Join patches ``[B, h * w, size * size * C]``, channels last as in DiT, into images ``[B, C, h * size, w * size]``."""
+    """Join patches ``[B, rows * columns, size * size * C]`` into images ``[B, C, rows * size, columns * size]``."""
     height, width = grid
     parts = patches.view(-1, height, width, size, size, patches.shape[-1] // size**2)
     return torch.einsum("bhwpqc->bchpwq", parts).reshape(-1, parts.shape[-1], height * size, width * size)

@@ -1,4 +1,4 @@
-"""Training module of a class-to-image diffusion transformer: training, validation and sampling."""
+"""Lightning module of a class-to-image diffusion transformer: training, validation and sampling."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mhla_tasks.diffusion.sampling import DiTSamplingConfig, check_labels, check
 
 @dataclass(frozen=True)
 class DiTShape:
-    """Shape of a diffusion transformer.
+    """Shape of a diffusion transformer: depth, widths and patches, and two details in which implementations differ.
 
     Args:
-        dim: width of the tokens. Give dim, depth and heads if the model's size is null.
+        dim: width of the tokens. dim, depth and heads are required if the model's option size is null.
         depth: number of blocks.
         heads: number of attention heads.
         patch_size: side of the square patch that becomes one token, in pixels of the sample.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
-        frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
-        mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
+        frequency_shift: shift in the frequencies of the timestep embedding. DiT was trained with 0; diffusers' DiT uses 1.
+        mlp_norm_eps: epsilon of the norm before the MLP. DiT was trained with 1e-6; diffusers' DiT uses 1e-5.
     """
 
     dim: int | None = None
@@ -49,25 +49,27 @@ class DiTShape:
 
 
 class ClassToImage(NamesClasses, GenerativeModule):
-    """Class-conditional image generator: a DiT trained on labeled images or latents, and sampled by class.
+    """Class-conditional image generator: a DiT that is trained on labeled images or latents, and samples by class.
 
     Args:
-        attention: attention layer.
-        num_classes: number of classes; null on the command line to use the classes that the data names.
-        sample_size: side, or height and width, of the samples: images in pixels, or latents in latent pixels.
+        attention: options of the attention layers.
+        num_classes: number of classes; null on the command line to use the number of classes in the data.
+        sample_size: side of the square samples, or their height and width, in pixels for images or in latent pixels for
+            latents.
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
-        layer_kinds: kinds of the layers if they differ, repeated to the depth: with [mhla, mhla, softmax], every third layer
-            is softmax; null for attention.kind everywhere.
+        layer_kinds: pattern of attention kinds that repeats over all layers. With [mhla, mhla, softmax], every third layer has
+            softmax attention. null uses attention.kind in all layers.
         size: S, B, L or XL, as in DiT; null to use dim, depth and heads of shape.
         shape: shape of the transformer.
-        dig: options of a DiG; null for a DiT. For a DiG, size is a size of DiG, and shape.mlp_ratio must be left out.
-        process: objective and noise schedule.
+        dig: options of a DiG; null for a DiT. For a DiG, size selects one of DiG's sizes, and shape.mlp_ratio must be left out.
+        process: training objective (ddpm or flow) with the distribution of the timesteps and the dropout of labels.
         sampling: default sampler options of the predict command and of callbacks.
-        vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
-        pretrained: path of the weights to start from, see mhla_tasks.diffusion.pretrained; ignored if --ckpt_path supplies the
-            weights.
+        vae: folder or Hugging Face Hub name of a diffusers AutoencoderKL, if the model works on latents; null if it works on
+            pixels.
+        pretrained: source of the initial weights: a run folder, a checkpoint, an exported folder, a file or folder with
+            published DiT weights, or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
         output: output format of the predict command: png (one file per sample) or npz (one file, which ADM's evaluator reads).
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
     network: DiT
@@ -122,7 +124,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
-        """Load the ``pretrained`` weights, if any, then continue as :meth:`GenerativeModule.configure_model` does."""
+        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
         if self._pretrained is not None:
             load_pretrained(self.network, self._pretrained)
             self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay
@@ -133,11 +135,20 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Predict noise or velocity from noisy samples; see :meth:`DiT.forward`."""
+        """Predict noise or velocity from noisy samples.
+
+        Args:
+            x: noisy samples ``[B, channels, height, width]``.
+            times: timesteps ``[B]`` from 0 to 1000.
+            labels: class labels ``[B]``, integers; the number of classes stands for no class.
+
+        Returns:
+            Prediction ``[B, out_channels, height, width]``, which has twice as many channels if the variance is learned.
+        """
         return self.network(x, times, labels)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the mean denoising loss of one batch, at random timesteps and with some labels dropped."""
+        """Compute and log the mean loss of one batch, at random timesteps and with a random share of the labels dropped."""
         clean = self._clean(batch)
         times = self.process.draw_times(len(clean), None, clean.device)
         labels = self.process.drop_labels(batch["label"], self.network.num_classes)
@@ -148,34 +159,64 @@ class ClassToImage(NamesClasses, GenerativeModule):
         """Draw the samples that a batch requests.
 
         Returns:
-            ``pixels`` ``[n, C, S, S]`` uint8, ``label`` ``[n]`` and ``index`` ``[n]``, without entries that only pad the batch.
+            A dict with ``pixels`` ``[n, C, H, W]`` uint8, ``label`` ``[n]`` and ``index`` ``[n]`` of the n samples. Entries
+            that only pad the batch are left out.
         """
         pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
         drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
         return {name: values[batch["valid"]] for name, values in drawn.items()}
 
     def draw(self, labels: Tensor, indices: list[int], seed: int, sampling: DiTSamplingConfig) -> Tensor:
-        """Draw samples as uint8 pixels ``[B, C, S, S]``; see :func:`mhla_tasks.diffusion.sampling.draw_samples`."""
+        """Draw samples, each of which depends only on the weights, the sampler options, its label, the seed and its index.
+
+        Args:
+            labels: class labels ``[B]`` on the device of the module.
+            indices: index of each sample, which determines its noise.
+            seed: random seed, the same for all samples.
+            sampling: sampler options.
+
+        Returns:
+            Images ``[B, C, H, W]`` uint8.
+        """
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         return to_pixels(samples if self.codec is None else self.codec.decode(samples))
 
     @property
     def num_conditions(self) -> int:
-        """Number of conditions that samples can be drawn for: the number of classes."""
+        """Number of different conditions for which samples can be drawn, which is the number of classes."""
         return self.network.num_classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of drawn images; (3, 64, 64) as a placeholder if a VAE decodes them."""
+        """Channels, height and width of drawn images.
+
+        If a VAE decodes the images, the value is always (3, 64, 64), a placeholder for the actual size.
+        """
         return (self.network.channels, *self.network.sides) if self.codec is None else (3, 64, 64)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: DiTSamplingConfig | None) -> Tensor:
-        """Draw samples as uint8 pixels ``[B, C, S, S]``; the sample with index i has class i modulo the number of classes."""
+        """Draw the samples with the given indices. The class of sample i is i modulo the number of classes.
+
+        Args:
+            indices: index of each sample.
+            seed: random seed, the same for all samples.
+            sampling: sampler options; None to use the module's own options.
+
+        Returns:
+            Images ``[B, C, H, W]`` uint8.
+        """
         labels = torch.tensor(indices, device=self.device) % self.num_conditions
         return self.draw(labels, indices, seed, sampling or self.sampling)
 
     def describe_sampling(self, sampling: DiTSamplingConfig | None) -> dict[str, Any]:
-        """Return the sampler options that are recorded with metrics: ``sampler``, ``sampling_steps`` and ``guidance``."""
+        """Return the sampler options to record with metrics of drawn images.
+
+        Args:
+            sampling: sampler options; None to use the module's own options.
+
+        Returns:
+            A dict with ``sampler``, ``sampling_steps`` and ``guidance``.
+        """
         used = sampling or self.sampling
         sampler = used.sampler or self.process.samplers[0]
         return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
@@ -183,8 +224,12 @@ class ClassToImage(NamesClasses, GenerativeModule):
     def check_drawable(self, sampling: DiTSamplingConfig | None = None) -> None:
         """Check that samples can be drawn and converted to images, before time is spent on training or sampling.
 
+        Args:
+            sampling: sampler options; None to use the module's own options.
+
         Raises:
-            ValueError: if latents have no VAE, or the process does not support the sampling options.
+            ValueError: if the model generates latents but has no VAE, or its noise process does not support the sampler
+                options.
             FileNotFoundError: if the VAE does not exist.
         """
         check_sampling(self.process, sampling or self.sampling)
@@ -209,17 +254,17 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return self.process.losses(self.network, clean, noise, times.to(clean.device), batch["label"])
 
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
-        """Return the clean samples ``[B, C, H, W]`` of a batch, to which noise is added.
+        """Return the clean samples ``[B, C, H, W]`` of a batch, to which noise is added in training.
 
-        They are the latents of the batch, if it has any; otherwise its images, encoded if the model has a VAE.
+        They are the latents of the batch, if it has any. Otherwise they are its images, encoded if the model has a VAE.
 
         Args:
             batch: batch of the data module.
-            generators: generators with which latents are drawn from the VAE's posterior, one for each sample; None for the
-                global generator.
+            generators: a random generator for each sample, which draws its latent from the distribution that the VAE predicts;
+                None for the global generator.
 
         Raises:
-            ValueError: if the samples have a different size from the model's, or the model does not have a label's class.
+            ValueError: if the samples do not have the shape that the model expects, or a label is not one of its classes.
         """
         clean = batch["latent"] if "latent" in batch else batch["image"]
         expected = (self.network.channels, *self.network.sides)

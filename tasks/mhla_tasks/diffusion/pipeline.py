@@ -1,4 +1,4 @@
-"""diffusers pipeline of a trained DiT with its noise process, sampler and VAE.
+"""diffusers pipeline that draws images with a trained DiT, its scheduler and its VAE.
 
 ``DiTPipeline.from_pretrained("exported")`` loads a folder that ``lightning export`` wrote;
 ``pipe(class_labels=[3, 7], seed=0).images`` draws images.
@@ -23,15 +23,15 @@ from mhla_tasks.diffusion.sampling import check_labels, denoise
 
 
 class DiTPipeline(DiffusionPipeline):
-    """diffusers pipeline that draws images of given classes.
+    """diffusers pipeline that draws images of given classes with a DiT.
 
     Args:
-        transformer: network that denoises.
-        scheduler: scheduler of the noise process that the network was trained on, or a different scheduler of diffusers. Only
-            DDPM uses a predicted variance: create other schedulers with ``variance_type=None``.
-        vae: VAE that decodes latents; None if the network denoises pixels.
-        steps: default number of network evaluations per sample.
-        guidance: default scale of classifier-free guidance; 1 for none.
+        transformer: network that predicts noise or velocity.
+        scheduler: diffusers scheduler for the noise process that the network was trained on. Only DDPM uses a predicted
+            variance: create other schedulers with ``variance_type=None``.
+        vae: VAE that decodes latents; None if the network generates pixels.
+        steps: default number of sampling steps.
+        guidance: default scale of classifier-free guidance; 1 to sample without guidance.
         guidable: whether the network was also trained without labels, which classifier-free guidance requires.
     """
 
@@ -53,7 +53,7 @@ class DiTPipeline(DiffusionPipeline):
 
     @classmethod
     def of_module(cls, module: ClassToImage) -> DiTPipeline:
-        """Build the pipeline that draws the same samples as ``module.draw``, with the current weights of the module."""
+        """Build the pipeline that draws the same samples as ``module.draw`` with the current weights of the module."""
         process, sampling, codec = module.process, module.sampling, module.codec
         return cls(
             module.network,
@@ -75,19 +75,21 @@ class DiTPipeline(DiffusionPipeline):
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
-        """Draw one image for each label.
+        """Draw one image for each class label.
 
         Args:
             class_labels: class label of each image.
-            num_inference_steps: number of network evaluations per sample; None for the default of the pipeline.
+            num_inference_steps: number of sampling steps; None for the default of the pipeline.
             guidance_scale: scale of classifier-free guidance; None for the default of the pipeline.
-            generator: generator of the noise, or a list with one for each image.
-            seed: seed of the noise, in place of ``generator``; image i equals sample i of the predict command.
-            output_type: pil, np (8-bit ``[B, S, S, C]``), pt (8-bit ``[B, C, S, S]``), or latent for the undecoded samples.
+            generator: random generator of the noise, or a list with one for each image; None for the global generator.
+            seed: random seed, in place of ``generator``; None to use ``generator``. With the seed of the predict command, image
+                i equals sample i of that command if both have the same label.
+            output_type: format of the images: ``pil``, ``np`` (uint8 ``[B, H, W, C]``), ``pt`` (uint8 ``[B, C, H, W]``), or
+                ``latent`` for the network's output without decoding.
             return_dict: whether to return an ``ImagePipelineOutput`` instead of a tuple.
 
         Returns:
-            The images, in an ``ImagePipelineOutput`` or a tuple of one entry.
+            The images, in an ``ImagePipelineOutput`` or in a tuple with one entry.
 
         Raises:
             ValueError: if a label is not a class of the network, if guidance is requested of a network that was never trained

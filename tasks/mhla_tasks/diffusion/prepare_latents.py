@@ -1,4 +1,4 @@
-"""Encoding of images by a diffusers VAE into shards of latents, for ``lightning prepare latents``."""
+"""Encoding of labeled images with a diffusers VAE into shards of latents, for ``lightning prepare latents``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ MOST_CLASSES = 1 << 30
 
 @dataclass(frozen=True)
 class LabelledSource:
-    """Labeled images to encode, and the files that contain them.
+    """Labeled images that are to be encoded, with the files that contain them.
 
     Attributes:
-        samples: source of samples with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
-        origins: source files as they were when opened, to detect later changes: an entry for each image or for each shard.
-        per_sample: whether ``origins`` has an entry for each image; false for an entry for each shard.
-        classes: names of the classes; None if unknown.
+        samples: map-style data set of dicts with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
+        origins: record of the source files, with which a later call of :func:`encode_images` detects that they have changed.
+            It has an entry for each image or for each shard.
+        per_sample: whether ``origins`` has an entry for each image; false if it has an entry for each shard.
+        classes: class names in the order of the labels; None if unknown.
     """
 
     samples: SampleSource
@@ -56,28 +57,28 @@ def encode_images(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Encode images and write the latents to the shards ``target/prefix-00000.tar`` and so on.
+    """Encode images as latents, and write these to the shards ``target/prefix-00000.tar`` and so on.
 
-    Several processes can divide the shards among them; each calls this function with its own ``share``.
+    Several processes can divide the shards among them. Each process calls this function with its own ``share``.
 
     Args:
         source: images to encode.
-        target: path of the folder of shards; created if it does not exist.
+        target: path of the folder of shards, created if missing.
         vae: VAE that encodes the images.
         prefix: prefix of the shards' file names.
         per_shard: number of latents per shard. A shard has fewer if some of its images cannot be decoded.
-        batch_size: number of images encoded at once.
-        device: device of the encoder.
-        image_size: side S of the images in pixels, recorded in the manifest.
+        batch_size: number of images that are encoded at once.
+        device: device on which the VAE runs.
+        image_size: side S of the square images in pixels, recorded in the manifest of the shards.
         max_skipped: number of images that this process may skip because they cannot be decoded.
         share: index of this process, and number of processes that the shards are divided among.
-        force: whether to delete the shards of an earlier call first.
+        force: whether to first delete shards that an earlier call of this function wrote.
 
     Returns:
         Paths of the shards of all processes, and the number of images that this process skipped.
 
     Raises:
-        ValueError: if the folder holds shards that were made from images that have changed since, or with different options.
+        ValueError: if the folder holds shards that were written with different options, or from images that have changed since.
         BrokenSampleError: if more than ``max_skipped`` images cannot be decoded.
     """
     options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
@@ -102,22 +103,23 @@ def encode_images(
 
 
 def open_source(name: str, target: Path, prefix: str, image_size: int, num_classes: int | None) -> LabelledSource:
-    """Open the labeled images in a folder that has one subfolder per class, or in shards.
+    """Open labeled images, in a folder with one subfolder per class or in shards, to encode them.
 
     Args:
         name: path of the folder, or location of the shards.
-        target: path of the folder that latents are written to. If it has shards with other prefixes, images of a folder get
-            the labels of the classes of those shards.
+        target: path of the folder to which latents will be written. If it already contains shards with a different prefix,
+            images of a folder get the labels that those shards use for their classes.
         prefix: prefix of the shards to write.
         image_size: side in pixels to which the images are shrunk and cropped.
-        num_classes: number of classes, if the source is shards; None for the number of classes that the shards name.
+        num_classes: number of classes, larger than every label in shards; None for the number of class names that the shards
+            list, if any. It is ignored for a folder with one subfolder per class.
 
     Returns:
-        The images with their labels, and the files that contain them.
+        An object that holds the labeled images and a record of the files that contain them.
 
     Raises:
         FileNotFoundError: if there are no images.
-        ValueError: if the folder has a class that shards with other prefixes in ``target`` do not have.
+        ValueError: if the folder has a class that shards with a different prefix in ``target`` do not have.
     """
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not holds_shards(Path(name)):

@@ -1,7 +1,8 @@
-"""Published softmax DiT weights for a DiT with any attention, read from diffusers' layout, the original layout or our own.
+"""Loading of pretrained DiT weights into a DiT with any kind of attention.
 
-All weights of the softmax model are used, including the projections of queries, keys, values and outputs. Parts that only the
-new attention has start without effect: ``lepe`` adds nothing and the gate is 1. Mixing coefficients keep their initial values.
+The weights may use diffusers' names, the original names or this package's names. All weights of a softmax model are used,
+including the projections of queries, keys, values and outputs. Parts that only the new attention has start without effect: the
+``lepe`` convolution adds nothing, and the gate is 1. Mixing coefficients keep their initial values.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ EMBEDDINGS = {
 
 
 def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of a DiT from the names of diffusers or of the original DiT to those of :class:`DiT`.
+    """Convert the weights of a DiT from the names of diffusers or of the original DiT to the names in this package.
 
     Args:
-        state: weights by name; weights that already have the names of :class:`DiT` are returned unchanged.
+        state: weights by name. Weights that already have this package's names are returned unchanged.
 
     Returns:
         The weights by their names in :class:`DiT`.
 
     Raises:
-        ValueError: if the weights are not those of a DiT, or the copies of the embeddings that diffusers stores in each block
-            differ.
+        ValueError: if the weights are not those of a DiT, or if the blocks have different copies of the timestep and class
+            embeddings, which diffusers stores in every block.
     """
     if "backbone.blocks.0.attn.qkv.weight" in state:
         return dict(state)
@@ -105,11 +106,14 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_state(path: str) -> dict[str, Tensor]:
-    """Read the weights of a DiT from a file, a folder or the hub, without running code from the source.
+    """Read the weights of a DiT from a file, a folder or the Hugging Face Hub, without running code from the source.
 
     Args:
-        path: path of a ``.pt`` or ``.safetensors`` file; path of a folder that a diffusers model or pipeline, or
-            ``DiT.save_pretrained``, wrote; or name on the Hugging Face Hub, such as ``facebook/DiT-XL-2-256``.
+        path: source of the weights, one of these:
+
+            * ``.pt`` or ``.safetensors`` file;
+            * folder that ``DiT.save_pretrained`` or a diffusers model or pipeline wrote;
+            * name on the Hugging Face Hub, such as ``facebook/DiT-XL-2-256``.
 
     Returns:
         The weights by their names in the source.
@@ -140,18 +144,18 @@ def _options(path: str) -> dict[str, Any]:
 
 
 def load_pretrained(network: DiT, path: str) -> None:
-    """Load published weights, or those of a run, a checkpoint or an export, into ``network``.
+    """Load the weights of a run, a checkpoint or an export, or published DiT weights, into a network.
 
     If the number of classes differs, the class embedding keeps its random initialization. If the sample size differs, the
     mixing coefficients of MHLA are resized to the new block grid.
 
     Args:
         network: DiT, changed in place.
-        path: path of a run, a checkpoint or an export, or a source as for :func:`read_state`.
+        path: path of a run folder, a checkpoint, an exported folder or a weights file, or a name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if the weights are not those of a DiT of this width and depth.
+        ValueError: if the weights are not those of a DiT with this width and depth.
     """
     source = read_trained(path) or Pretrained(convert_state(read_state(path)), _options(path))
     for name, module in network.named_modules():

@@ -1,7 +1,7 @@
-"""Noise processes, which define the training loss of the network and the samplers for its predictions.
+"""Noise processes of diffusion training: each defines the training loss of the network and the samplers for its predictions.
 
-``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672.
-``FlowProcess`` is flow matching on straight paths. Noise schedules and samplers come from diffusers.
+``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672. ``FlowProcess``
+is flow matching on straight paths. Noise schedules and samplers come from diffusers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ProcessConfig:
     """Options of the noise process and the training objective.
 
     Args:
-        objective: ddpm (predicts noise, as in DiT) or flow (predicts velocity on straight paths).
-        learn_sigma: whether the network also predicts the variance of a step; only with ddpm.
+        objective: ddpm (the network predicts noise, as in DiT) or flow (the network predicts velocity on straight paths).
+        learn_sigma: whether the network also predicts the variance of a denoising step; only with ddpm.
         times: distribution of the timesteps in training, uniform or logit_normal; only with flow.
-        shift: factor that shifts timesteps towards noise, in training and sampling, for large samples; only with flow. 1 for no
-            shift.
-        label_dropout: share of samples trained without their class; guidance requires a share above 0.
+        shift: factor that shifts timesteps towards noise in training and sampling, for samples with many pixels; 1 for no
+            shift. Only with flow.
+        label_dropout: share of samples that are trained without their class; guidance requires a share above 0.
     """
 
     objective: Literal["ddpm", "flow"] = "ddpm"
@@ -65,7 +65,7 @@ class ProcessConfig:
 class NoiseProcess:
     """Base class of noise processes, which define the training loss and the samplers.
 
-    A noise process is not an ``nn.Module``, so that its noise schedule stays float32 whatever the precision of training.
+    A noise process is not an ``nn.Module``, so its noise schedule stays in float32 regardless of the precision of training.
 
     Args:
         config: options of the process.
@@ -80,7 +80,16 @@ class NoiseProcess:
         self.config = config
 
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw random timesteps ``[count]`` to train on."""
+        """Draw random timesteps to train on.
+
+        Args:
+            count: number of timesteps.
+            generator: random generator on ``device``; None for the global generator.
+            device: device of the timesteps.
+
+        Returns:
+            Timesteps ``[count]`` from 0 (data) to 1000 (noise).
+        """
         raise NotImplementedError
 
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
@@ -88,10 +97,10 @@ class NoiseProcess:
 
         Args:
             network: network that predicts noise or velocity from noisy samples.
-            clean: clean samples ``[B, C, S, S]``.
+            clean: clean samples ``[B, C, H, W]``.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]``, as :meth:`draw_times` draws them.
-            labels: classes ``[B]``.
+            labels: class labels ``[B]``; the number of classes stands for no class.
 
         Returns:
             Losses ``[B]`` float32.
@@ -101,29 +110,40 @@ class NoiseProcess:
     def scheduler(self, sampler: Sampler) -> Any:
         """Build the diffusers scheduler that implements a sampler.
 
+        Args:
+            sampler: name of the sampler.
+
         Raises:
-            ValueError: if the objective does not support the sampler.
+            ValueError: if the noise process does not support the sampler.
         """
         raise NotImplementedError
 
     def check_sampler(self, sampler: str) -> None:
-        """Check that the objective supports a sampler.
+        """Check that the noise process supports a sampler.
 
         Raises:
-            ValueError: if the objective does not support the sampler; the message names those that it supports.
+            ValueError: if the sampler is not supported; the message names the supported samplers.
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)
             raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Replace each label with probability ``label_dropout`` by ``num_classes``, the label that stands for no class."""
+        """Replace each label, with probability ``label_dropout``, by the label that stands for no class.
+
+        Args:
+            labels: class labels ``[B]``.
+            num_classes: number of classes, which is also the label that stands for no class.
+
+        Returns:
+            Labels ``[B]``.
+        """
         dropped = torch.rand(labels.shape, device=labels.device) < self.config.label_dropout
         return torch.where(dropped, num_classes, labels)
 
 
 class DenoisingProcess(NoiseProcess):
-    """Noise process of DDPM, whose network predicts the noise and, with ``learn_sigma``, the variance of a step.
+    """Noise process of DDPM, in which the network predicts the noise and, optionally, the variance of a denoising step.
 
     The predicted variance interpolates, on a logarithmic scale, between the smallest and the largest possible variance.
     """
@@ -142,15 +162,34 @@ class DenoisingProcess(NoiseProcess):
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw random timesteps ``[count]``, integers from 0 to 999."""
+        """Draw random integer timesteps from 0 to 999 to train on.
+
+        Args:
+            count: number of timesteps.
+            generator: random generator on ``device``; None for the global generator.
+            device: device of the timesteps.
+
+        Returns:
+            Timesteps ``[count]`` int64.
+        """
         return torch.randint(0, TIMESTEPS, (count,), generator=generator, device=device)
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of each sample: mean squared error of the noise, plus a variational bound if variance is learned.
+        """Compute the loss of each sample: mean squared error of the noise, plus a variational bound for a learned variance.
 
-        As in DiT's code, the bound is not weighted. It trains only the variance, because gradients do not flow through the
-        predicted mean.
+        As in the original DiT code, the bound has weight 1. It trains only the variance, because gradients do not flow through
+        the predicted mean.
+
+        Args:
+            network: network that predicts noise and, optionally, variance from noisy samples.
+            clean: clean samples ``[B, C, H, W]``.
+            noise: standard normal noise with the shape of ``clean``.
+            times: timesteps ``[B]``, integers from 0 to 999.
+            labels: class labels ``[B]``; the number of classes stands for no class.
+
+        Returns:
+            Losses ``[B]`` float32.
         """
         (alpha_bar,) = self._at(times, self.kept)
         noisy = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
@@ -164,17 +203,17 @@ class DenoisingProcess(NoiseProcess):
     def variational_bound(
         self, clean: Tensor, noisy: Tensor, predicted: Tensor, between: Tensor, times: Tensor
     ) -> Tensor:
-        """Compute the term of the variational bound for the timestep of each sample.
+        """Compute, for each sample, the term of the variational bound that belongs to its timestep.
 
-        See equation 5 of arXiv 2006.11239 for the bound, and equation 15 of arXiv 2102.09672 for the predicted variance.
+        The bound is equation 5 of arXiv 2006.11239, and the predicted variance is equation 15 of arXiv 2102.09672.
 
         Args:
-            clean: clean samples ``[B, C, S, S]``. The term of timestep 0 assumes 8-bit pixels, scaled to -1 .. 1.
+            clean: clean samples ``[B, C, H, W]``. For timestep 0, they must be 8-bit pixels scaled to -1 .. 1.
             noisy: noisy samples at ``times``, with the shape of ``clean``.
             predicted: noise that the network predicts, with the shape of ``clean``.
-            between: predicted log variance, with the shape of ``clean``, as a position between its smallest value (-1, the log
-                variance of the posterior) and its largest value (1, log beta).
-            times: timesteps ``[B]`` int.
+            between: predicted position of the log variance between its limits, with the shape of ``clean``. -1 stands for the
+                log variance of the posterior, and 1 for log beta.
+            times: timesteps ``[B]``, integers from 0 to 999.
 
         Returns:
             Terms ``[B]``, in bits per dimension.
@@ -197,15 +236,21 @@ class DenoisingProcess(NoiseProcess):
         return terms.flatten(1).mean(1) / math.log(2)
 
     def _at(self, times: Tensor, *tables: Tensor) -> list[Tensor]:
-        """Return the values of noise schedule tables ``[1000]`` at ``times`` ``[B]``, each as ``[B, 1, 1, 1]``."""
+        """Look up noise schedule tables ``[1000]`` at the timesteps ``times`` ``[B]``; each result is ``[B, 1, 1, 1]``."""
         return [table.to(times.device)[times][:, None, None, None] for table in tables]
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
         """Build the diffusers scheduler that implements a sampler.
 
-        ``ddpm`` spreads its timesteps evenly over all 1,000, as DiT's code does. ``ddim`` uses diffusers' ``trailing`` spacing,
-        because diffusers' DDIM assumes the same stride for all steps.
+        The timesteps of ``ddpm`` are spread evenly over all 1,000, as in the original DiT code. Those of ``ddim`` have
+        diffusers' ``trailing`` spacing, because diffusers' DDIM assumes the same stride for all steps.
+
+        Args:
+            sampler: ``ddpm``, ``ddim`` or ``dpm-solver++``.
+
+        Raises:
+            ValueError: if the sampler is not one of these.
         """
         self.check_sampler(sampler)
         if sampler == "ddim":
@@ -217,25 +262,55 @@ class DenoisingProcess(NoiseProcess):
 
 
 class FlowProcess(NoiseProcess):
-    """Noise process of flow matching: the network predicts noise minus data at points on the line between the two."""
+    """Noise process of flow matching, in which the network predicts the velocity (noise minus data).
+
+    Noisy samples lie on the straight line between data and noise.
+    """
 
     samplers = ("euler", "dpm-solver++")
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw random timesteps ``[count]`` between 0 (data) and 1000 (noise)."""
+        """Draw random timesteps between 0 (data) and 1000 (noise) to train on.
+
+        Args:
+            count: number of timesteps.
+            generator: random generator on ``device``; None for the global generator.
+            device: device of the timesteps.
+
+        Returns:
+            Timesteps ``[count]`` float32.
+        """
         return draw_flow_times(self.config.times, self.config.shift, count, generator, device)
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the mean squared error of the predicted velocity of each sample, ``[B]``."""
+        """Compute the mean squared error of the predicted velocity for each sample.
+
+        Args:
+            network: network that predicts velocity (noise minus data) from noisy samples.
+            clean: clean samples ``[B, C, H, W]``.
+            noise: standard normal noise with the shape of ``clean``.
+            times: timesteps ``[B]`` from 0 (data) to 1000 (noise).
+            labels: class labels ``[B]``; the number of classes stands for no class.
+
+        Returns:
+            Losses ``[B]`` float32.
+        """
         noisy, velocity = flow_point(clean, noise, times)
         out = network(noisy, times, labels).float()
         return (out - velocity).square().flatten(1).mean(1)
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the diffusers scheduler of a sampler. The scheduler of ``dpm-solver++`` rounds timesteps to integers."""
+        """Build the diffusers scheduler that implements a sampler.
+
+        Args:
+            sampler: ``euler``, or ``dpm-solver++``, whose scheduler rounds timesteps to integers.
+
+        Raises:
+            ValueError: if the sampler is not one of these.
+        """
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)
@@ -253,7 +328,7 @@ def make_process(config: ProcessConfig) -> NoiseProcess:
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Compute the negative log-likelihood in nats of 8-bit pixels, scaled to -1 .. 1, under a discretized normal density."""
+    """Compute the negative log-likelihood, in nats, of 8-bit pixels scaled to -1 .. 1 under a discretized normal density."""
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)

@@ -1,4 +1,7 @@
-"""Sampling from a network with a diffusers scheduler, classifier-free guidance and noise that depends on the sample index."""
+"""Sampling from a class-conditional network with a diffusers scheduler and classifier-free guidance.
+
+The noise of a sample depends only on the seed and on the index of the sample.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from mhla_tasks.diffusion.process import NoiseProcess, Sampler
 
 @dataclass(frozen=True)
 class DiTSamplingConfig:
-    """Options of the sampler.
+    """Options for drawing images: sampler, number of steps and guidance.
 
     Args:
-        sampler: ddpm (default), ddim or dpm-solver++ for the objective ddpm; euler (default) or dpm-solver++ for the objective
-            flow; null for the default.
-        steps: number of network evaluations per sample (twice as many with guidance).
-        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+        sampler: name of the sampler. A model trained with the objective ddpm supports ddpm (default), ddim and dpm-solver++. A
+            model trained with the objective flow supports euler (default) and dpm-solver++. null for the default.
+        steps: number of sampling steps. Each step evaluates the network once, or on a batch of twice the size with guidance.
+        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 to sample without guidance.
     """
 
     sampler: Sampler | None = None
@@ -44,21 +47,21 @@ class DiTSamplingConfig:
 def draw_samples(
     network: DiT, process: NoiseProcess, config: DiTSamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
 ) -> Tensor:
-    """Draw samples, each of which depends only on the weights, its label, the seed and its index.
+    """Draw samples, each of which depends only on the weights, the sampler options, its label, the seed and its index.
 
     Args:
         network: network in evaluation mode.
         process: noise process that the network was trained on.
-        config: options of the sampler.
-        labels: classes ``[B]`` on the network's device.
+        config: sampler options.
+        labels: class labels ``[B]`` on the device of the network.
         indices: index of each sample, which determines its noise.
-        seed: seed of all samples.
+        seed: random seed, the same for all samples.
 
     Returns:
         Samples ``[B, channels, height, width]`` float32.
 
     Raises:
-        ValueError: if the noise process does not support the options, or a label is out of range.
+        ValueError: if the noise process does not support the sampler options, or a label is out of range.
     """
     check_labels(labels.tolist(), network.num_classes)
     check_sampling(process, config)
@@ -76,15 +79,15 @@ def denoise(
     guidance: float,
     generators: torch.Generator | list[torch.Generator] | None = None,
 ) -> Tensor:
-    """Draw samples with a diffusers scheduler.
+    """Draw samples of given classes with a diffusers scheduler.
 
     Args:
         network: network in evaluation mode.
-        scheduler: scheduler of the noise process that the network was trained on.
-        labels: classes ``[B]`` on the network's device.
-        steps: number of network evaluations per sample (twice as many with guidance).
-        guidance: scale of classifier-free guidance; 1 for none.
-        generators: generator of the noise, or a list with one for each sample; None for the global generator.
+        scheduler: diffusers scheduler for the noise process that the network was trained on.
+        labels: class labels ``[B]`` on the device of the network.
+        steps: number of sampling steps.
+        guidance: scale of classifier-free guidance; 1 to sample without guidance.
+        generators: random generator of the noise, or a list with one for each sample; None for the global generator.
 
     Returns:
         Samples ``[B, channels, height, width]`` float32.
@@ -110,7 +113,7 @@ def denoise(
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
     """Predict with classifier-free guidance, which extrapolates from the unconditional to the conditional prediction.
 
-    A learned variance is not extrapolated; it is that of the conditional prediction.
+    A predicted variance is taken from the conditional prediction, without extrapolation.
     """
     if guidance == 1:
         return network(x, times, labels).float()
@@ -122,7 +125,11 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
 
 
 def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
-    """Check that a noise process supports the sampler, the number of steps and the guidance of sampler options.
+    """Check that a noise process supports the sampler, the number of steps and the guidance scale of sampler options.
+
+    Args:
+        process: noise process that the network was trained on.
+        config: sampler options.
 
     Raises:
         ValueError: if an option is not supported; the message names the supported values.
@@ -139,7 +146,7 @@ def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
 
 
 def check_labels(labels: Iterable[int], num_classes: int) -> None:
-    """Check that all labels are in 0 to ``num_classes - 1``.
+    """Check that all labels lie between 0 and ``num_classes - 1``.
 
     Raises:
         ValueError: if a label is out of range; the message names the first such label.

@@ -1,4 +1,4 @@
-"""Scores of existing samples, for ``lightning score``."""
+"""Scores, such as FID, of existing images, for ``lightning score``."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ def compare_sets(
     """Compare generated images with real images by FID, sFID, Inception Score, KID, precision and recall.
 
     Args:
-        samples: path of a folder of generated images, or of an ``.npz`` file with images or statistics.
-        reference: path of a folder of real images, or of an ``.npz`` file with images or statistics.
+        samples: path of a folder of generated images, or of an ``.npz`` file with images or with statistics of their features.
+        reference: path of a folder of real images, or of an ``.npz`` file with images or with statistics of their features.
         features: network whose features are compared: inception, digits, mnist or random.
         weights: path of the weights of torch-fidelity's Inception-v3; None to download them.
         batch_size: number of images processed at once.
-        device: ``cpu`` or ``cuda``; None for a GPU if the machine has one, else the CPU.
+        device: ``cpu`` or ``cuda``; None for a GPU if the machine has one, otherwise the CPU.
 
     Returns:
-        A dict with the scores by name; ``marks``, a list of remarks on the scores; the number of images in each set; and
-        SHA-256 checksums of the sets and of the network.
+        A dict with the scores by name. The entry ``marks`` is a list of remarks on the scores, and ``samples`` and
+        ``reference_images`` are the numbers of images. ``samples_sha256``, ``reference_sha256`` and ``features_sha256`` are
+        checksums of the two sets and of the network.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     torch_device = process_device(device)
@@ -58,7 +59,13 @@ def compare_sets(
 
 
 def print_scores(scores: dict[str, Any], title: str, as_json: bool) -> None:
-    """Print the result of :func:`compare_sets` as a table with a title, or as JSON."""
+    """Print the result of :func:`compare_sets` as a table with a title, or as JSON.
+
+    Args:
+        scores: scores and remarks by name, as :func:`compare_sets` returns them.
+        title: title of the table.
+        as_json: whether to print JSON instead of a table.
+    """
     if as_json:
         sys.stdout.write(json.dumps(scores) + "\n")
         return

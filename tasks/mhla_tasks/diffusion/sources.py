@@ -1,4 +1,4 @@
-"""Samples for class-to-image diffusion: images in -1 .. 1, and latents from shards."""
+"""Samples for class-to-image diffusion: a transform that scales images to -1 .. 1, and a data set of latents in shards."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LATENT, FLIPPED = "latent.npy", "flip.npy"
 
 
 class SignedImage:
-    """Transform that converts an image to a tensor ``[C, S, S]`` in -1 .. 1.
+    """Transform that converts an image to a square float32 tensor ``[C, S, S]`` in -1 .. 1.
 
     The image is resized until its shorter side is S, cropped to its central square, and randomly mirrored.
 
     Args:
         size: side S in pixels.
-        flip: probability of mirroring.
+        flip: probability of mirroring the image horizontally.
         channels: number of channels C: 3, or 1 for gray.
     """
 
@@ -39,7 +39,7 @@ class SignedImage:
         self.size, self.flip, self.mode = size, flip, "RGB" if channels == 3 else "L"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Convert one image to a float32 tensor ``[C, S, S]``."""
+        """Convert one image to a square float32 tensor ``[C, S, S]`` in -1 .. 1."""
         image = shrink(image.convert(self.mode), self.size)
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         image = image.crop((left, top, left + self.size, top + self.size))
@@ -50,7 +50,8 @@ class SignedImage:
 def shrink(image: Image.Image, size: int) -> Image.Image:
     """Resize an image until its shorter side is ``size``, as ADM's preprocessing does.
 
-    A box filter halves the image while it is at least twice as large; bicubic interpolation does the rest.
+    A box filter halves the image as long as it is at least twice as large as required. Bicubic interpolation then resizes it to
+    the required size.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -59,14 +60,18 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
 
 
 class LatentSamples:
-    """Sample source of VAE latents and labels in shards. Each access draws a latent from the stored mean and deviation.
+    """Map-style data set of VAE latents and class labels in shards.
+
+    The shards store the mean and the standard deviation of each latent. Each access draws a new latent from this normal
+    distribution.
 
     Args:
         reader: reader of the shards.
         sample_size: required side of the latents, in latent pixels.
         num_classes: number of classes of the data set, larger than every label.
         flip: probability that a sample is the latent of the mirrored image.
-        labels: mapping of labels in the shards (indices) to labels of the data set (values); None if they are the same.
+        labels: label in the data set for each label in the shards, such that a shard's label 3 becomes ``labels[3]``; None to
+            keep the labels of the shards.
 
     Raises:
         ValueError: if the shards hold latents of a different size, or no latents.
@@ -92,11 +97,14 @@ class LatentSamples:
                 )
 
     def __len__(self) -> int:
-        """Number of latents."""
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Draw a sample's scaled ``latent`` ``[C, S, S]`` float32; return it with the ``label`` and the ``index``."""
+        """Draw the latent of one sample, and return it with the label of the sample.
+
+        Returns:
+            A dict with the scaled ``latent`` ``[C, S, S]`` float32, the class ``label``, and the given ``index``.
+        """
         mirrored = self.flip > 0 and float(torch.rand(())) < self.flip
         moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
         if moments.shape[-2:] != (self.sample_size, self.sample_size):
@@ -119,11 +127,17 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """Return the factor that scales latents for training, as recorded in the manifests of the shards; 1 if there are no shards.
+    """Return the factor by which latents are multiplied for training, as recorded in the manifests of their shards.
+
+    Args:
+        reader: reader of the shards.
+
+    Returns:
+        The factor; 1 if there are no shards.
 
     Raises:
         FileNotFoundError: if a folder of shards has no manifest.
-        ValueError: if the shards have different scales, or a scale is missing or not a positive number.
+        ValueError: if the shards have different factors, or a factor is missing or not a positive number.
     """
     scales = set()
     for manifest in sorted({beside_shard(path, "manifest.json") for path in reader.shards}):

@@ -1,4 +1,4 @@
-"""Causal language models with any kind of attention, their data modules and their tools."""
+"""Causal language models with any kind of attention, and the data modules and tools to train, evaluate and use them."""
 
 from mhla_tasks.language.base_model import MHLAModel
 from mhla_tasks.language.config import MHLAConfig

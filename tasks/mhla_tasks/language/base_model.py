@@ -1,4 +1,9 @@
-"""Language model without a head, with transformers' interface on the shared backbone."""
+"""MHLA language model without an output head, and the classes that it shares with the other MHLA language models.
+
+The models have the interface of Hugging Face transformers, and run on :class:`lightning_mhla.Backbone`.
+
+The module is longer than others because the arguments of the forward pass are documented in it.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +41,29 @@ DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale,
 
 
 class MHLABlock(GradientCheckpointingLayer, Block):
-    """Transformer layer that supports transformers' gradient checkpointing: the backward pass can recompute it."""
+    """Transformer layer of the MHLA language models, with support for transformers' gradient checkpointing.
+
+    With gradient checkpointing, the backward pass recomputes the activations of the layer instead of storing them.
+    """
 
 
 class BackboneOptions(TypedDict, total=False):
-    """Additional keyword arguments of the forward pass of every MHLA language model.
+    """Optional keyword arguments that the forward pass of every MHLA language model accepts.
 
-    They are not named in the signature, because transformers' Trainer would treat some of them as columns of the data set.
+    The signature of the forward pass does not name them, because transformers' Trainer would treat some of them as columns of
+    the data set.
 
     Attributes:
-        cu_seq_lens_q: index of the first token of each of S packed documents, followed by the number of tokens,
-            ``[S + 1]``. This is the name that ``DataCollatorWithFlattening`` of transformers uses for ``cu_seqlens``.
-        cu_seq_lens_k: the same values as ``cu_seq_lens_q``.
-        max_length_q: length of the longest document; ignored.
-        max_length_k: length of the longest document; ignored.
-        seq_idx: index of each token's document, ``[B, N]``, in place of ``cu_seqlens``.
-        token_type_ids: token types that some tokenizers add; ignored.
-        num_items_in_batch: number of labels in all batches whose gradients are accumulated. If given, the loss is the sum over
-            the tokens divided by this number, instead of the mean.
-        output_attentions: False or None; True is an error, because attention matrices are not available.
+        cu_seq_lens_q: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
+            transformers' ``DataCollatorWithFlattening`` uses this name for the argument ``cu_seqlens`` of the forward pass.
+        cu_seq_lens_k: the same values as ``cu_seq_lens_q``. Give both or neither.
+        max_length_q: ignored. ``DataCollatorWithFlattening`` sets it to the length of the longest document.
+        max_length_k: ignored, like ``max_length_q``.
+        seq_idx: index of the packed document that each token belongs to, ``[B, N]``; an alternative to ``cu_seq_lens_q``.
+        token_type_ids: ignored. Some tokenizers return it.
+        num_items_in_batch: number of labels in all batches over which gradients are accumulated. If given, the loss is the sum
+            of the token losses divided by this number; otherwise it is their mean.
+        output_attentions: must be False or None, because the model does not compute attention matrices.
     """
 
     cu_seq_lens_q: Tensor | None
@@ -68,13 +77,13 @@ class BackboneOptions(TypedDict, total=False):
 
 
 class HiddenTokens(NamedTuple):
-    """Hidden states of a batch and the generation state after it, returned by :meth:`EmbeddedBackbone.read`.
+    """Output of the backbone for a batch: hidden states, padding mask and generation state.
 
     Attributes:
         hidden: hidden states after the last norm, ``[B, N, dim]``.
-        real: mask of non-padding tokens, ``[B, N]`` bool; None if no attention mask was given.
-        cache: generation state after these tokens; None if it was not requested.
-        states: input of each layer, followed by ``hidden``, each ``[B, N, dim]``; None if they were not requested.
+        real: mask that is True for tokens and False for padding, ``[B, N]`` bool; None if no attention mask was given.
+        cache: generation state after the last token, from which a later call can continue; None if it was not requested.
+        states: input of each layer, followed by ``hidden``, each ``[B, N, dim]``; None if these were not requested.
     """
 
     hidden: Tensor
@@ -86,8 +95,9 @@ class HiddenTokens(NamedTuple):
 class MHLAPreTrainedModel(PreTrainedModel):
     """Base class of all MHLA language models, with the settings that transformers needs to build, save and train them.
 
-    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. The
-    forward pass moves the real tokens to the start of each row, so that a row gives the same result as without padding.
+    Each row of a batch may have padding on the left, on the right or between its tokens; ``attention_mask`` marks the tokens
+    that are not padding. The forward pass moves these tokens to the start of the row, so that the result is the same as without
+    padding.
     """
 
     config_class = MHLAConfig
@@ -100,7 +110,7 @@ class MHLAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing, because a saved model already names its classes; see :meth:`MHLAConfig.register_for_auto_class`."""
+        """Do nothing, because every saved model already records its classes for transformers' auto classes."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -112,14 +122,14 @@ class MHLAPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
     def post_init(self) -> None:
-        """Finish the construction as transformers does, and mark mixing coefficients to stay in float32 in any model dtype."""
+        """Finish the construction as transformers does, and keep the mixing coefficients in float32 in a model of any dtype."""
         if any(isinstance(module, MixingCoefficients) for module in self.modules()):
             self._keep_in_fp32_modules_strict = {"mixing"}
         super().post_init()
 
 
 class EmbeddedBackbone(MHLAPreTrainedModel):
-    """Base class with a token embedding and a backbone, for the MHLA language models with and without a head.
+    """Base class of the MHLA models with and without an output head: a token embedding and a stack of transformer layers.
 
     Args:
         config: sizes and attention options.
@@ -150,17 +160,18 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
+        """Replace the token embedding with ``value``, which must be an ``nn.Embedding``."""
         assert isinstance(value, nn.Embedding)
         self.embedding = value
 
     def extend(self, tokens: int) -> None:
-        """Extend the model to longer sequences.
+        """Extend the model to longer sequences, without changing its results for shorter ones.
 
-        Dense mixing coefficients are extrapolated by :func:`mhla_kernels.extend_mixing`.
+        Dense mixing coefficients (one for each pair of blocks) are extrapolated to the additional blocks. A model that already
+        supports ``tokens`` tokens is unchanged.
 
         Args:
-            tokens: number of tokens in the longest sequence.
+            tokens: new maximum length of a sequence, in tokens.
         """
         self.backbone.extend(tokens)
         self.config.context = max(tokens, self.config.context)
@@ -178,16 +189,29 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         share: SequenceShare | None,
         options: BackboneOptions,
     ) -> HiddenTokens:
-        """Run embedding and backbone on a batch.
-
-        Arguments that are not listed here are those of :meth:`MHLAForCausalLM.forward`.
+        """Compute the hidden states of a batch, and the generation state after it if requested.
 
         Args:
-            share: part of each sequence that this process holds under sequence parallelism; None without it.
-            options: additional arguments of the forward pass, some of which mark packed documents.
+            input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
+            inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
+            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
+                covers the columns of earlier calls. None if there is no padding.
+            position_ids: positions for rotary embeddings, ``[N]``, ``[1, N]`` or ``[B, N]``; None to count from the first
+                token.
+            past_key_values: generation state to continue from, updated in place; None to start with the first token.
+            use_cache: whether to return the generation state; None to follow the configuration outside training.
+            output_hidden_states: whether to return the input of each layer; None to follow the configuration.
+            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``;
+                None if each row is one document.
+            share: part of each sequence that this process holds under sequence parallelism; None without sequence parallelism.
+            options: other keyword arguments of the forward pass, some of which also mark packed documents.
+
+        Returns:
+            Hidden states, padding mask, generation state and layer inputs.
 
         Raises:
-            ValueError: if the inputs contradict each other.
+            ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are
+                given.
         """
         if options.get("output_attentions"):
             raise ValueError("the model keeps no attention matrices: leave output_attentions out")
@@ -231,18 +255,15 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         position_ids: Tensor | None,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """Run the backbone on packed documents.
+        """Run the backbone on packed documents, and return hidden states, ``[B, N, dim]``.
 
         Args:
             x: embedded tokens, ``[B, N, dim]``.
-            bounds: index of the first token of each document, followed by ``B * N``; indices count the tokens of all rows laid
-                end to end.
-            share: part of each sequence that this process holds under sequence parallelism; None without it.
+            bounds: index of the first token of each document, followed by ``B * N``. The indices count tokens in the
+                concatenation of all rows.
+            share: part of each sequence that this process holds under sequence parallelism; None without sequence parallelism.
             position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None to count from 0 in each document.
-            states: list to which the input of each layer is added, ``[B, N, dim]``; None to omit them.
-
-        Returns:
-            Hidden states, ``[B, N, dim]``.
+            states: list to which the input of each layer is appended, ``[B, N, dim]``; None if the inputs are not needed.
         """
         positions = None if position_ids is None else position_ids.expand(x.shape[:2]).flatten()
         row = x.flatten(0, 1)[None]
@@ -254,21 +275,20 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     def _order(
         self, attention_mask: Tensor | None, x: Tensor, cache: GenerationCache | None
     ) -> tuple[tuple[int, ...], Tensor | None]:
-        """Count the real (non-padding) tokens of each row, and determine the order that puts them before the padding.
+        """Count the non-padding tokens of each row, and find the order that puts them before the padding.
 
-        The counts are needed to update a state and, on a CPU, to detect empty rows. Without a state, they are not computed on
-        an accelerator, where reading them would wait for the device. They are not computed in a compiled graph either, which
-        cannot depend on values.
+        The counts serve to update a generation state and, on a CPU, to detect empty rows. Without a state, they are skipped on
+        an accelerator, because reading them would wait for the device, and in a compiled graph, which cannot depend on values.
 
         Args:
-            attention_mask: mask of non-padding tokens, as in the forward pass; None if there is no padding.
+            attention_mask: mask of non-padding tokens, ``[B, columns]``; None if there is no padding.
             x: embedded tokens, ``[B, N, dim]``.
             cache: generation state to continue from; None to start from the first token.
 
         Returns:
             A tuple of two values:
 
-            * Number of real tokens in each row; empty if not computed.
+            * Number of non-padding tokens in each row; an empty tuple if they are not counted.
             * Indices of the tokens in the new order, ``[B, N]``; None to keep the order.
         """
         if cache is None and (in_graph() or x.device.type != "cpu"):
@@ -280,12 +300,12 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         return counts, order
 
     def _returns_state(self, use_cache: bool | None, single: bool) -> bool:
-        """Return whether the forward pass returns a generation state.
+        """Decide whether the forward pass returns a generation state.
 
         Args:
-            use_cache: argument of the caller. None follows the configuration, but returns no state in training and in a
+            use_cache: value that the caller passed. None follows the configuration, but returns no state in training and in a
                 compiled or exported graph.
-            single: whether each row is a single sequence that one process holds completely, as a state requires.
+            single: whether each row is one sequence that this process holds completely; otherwise there is no state.
         """
         if use_cache is not None:
             recomputes = self.training and any(block.gradient_checkpointing for block in self.backbone.layers)
@@ -307,9 +327,10 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
 
 
 class MHLAModel(EmbeddedBackbone):
-    """Language model without a head; it returns hidden states.
+    """MHLA language model without an output head, which returns hidden states instead of logits.
 
-    Its weights have the same names as in :class:`MHLAForCausalLM`, so that each class loads what the other saved.
+    Its weights have the same names as those of :class:`MHLAForCausalLM`, so that each of the two classes can load the weights
+    that the other saved.
 
     Args:
         config: sizes and attention options.
@@ -323,7 +344,7 @@ class MHLAModel(EmbeddedBackbone):
 
     @classmethod
     def sharing(cls, model: EmbeddedBackbone) -> Self:
-        """Build a model that shares the embedding and the backbone of ``model`` without copying them."""
+        """Build a headless model from the embedding and the backbone of ``model``, which are shared instead of copied."""
         shared = cls.__new__(cls)
         PreTrainedModel.__init__(shared, model.config)
         shared.embedding, shared.backbone = model.embedding, model.backbone
@@ -331,7 +352,7 @@ class MHLAModel(EmbeddedBackbone):
         return shared
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the model itself, which has no head to remove."""
+        """Return this model itself, because it has no output head to remove."""
         return self
 
     def forward(
@@ -349,11 +370,29 @@ class MHLAModel(EmbeddedBackbone):
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Compute the hidden states of a batch, ``[B, N, dim]``.
 
-        The arguments are those of :meth:`MHLAForCausalLM.forward`.
+        Args:
+            input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
+            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
+                covers the columns of earlier calls. None if there is no padding.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding.
+            past_key_values: generation state to continue from, updated in place; None to start with the first token.
+            inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
+            use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in
+                training, for packed documents, and in a compiled or exported graph.
+            output_hidden_states: whether to return the input of each layer; None follows the configuration.
+            return_dict: False to return a tuple, None or True to return an output object.
+            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``;
+                None if each row is one document, or if ``position_ids`` or ``kwargs`` mark the documents.
+            kwargs: additional arguments; see :class:`BackboneOptions`.
+
+        Returns:
+            Output object with the hidden states after the last norm, the generation state and the inputs of the layers. The
+            last two are None unless requested. If ``return_dict`` is False, a tuple of the values that are not None.
 
         Raises:
-            ValueError: if the inputs contradict each other.
-            TypeError: if an argument does not exist.
+            ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are
+                given.
+            TypeError: if a keyword argument is unknown.
         """
         check_options(kwargs, BackboneOptions)
         tokens = self.read(
@@ -367,11 +406,11 @@ class MHLAModel(EmbeddedBackbone):
 
 
 def check_options(options: Any, names: Any) -> None:
-    """Raise TypeError if a keyword argument is not declared.
+    """Raise TypeError if a keyword argument of a forward pass is unknown.
 
     Args:
-        options: keyword arguments of a call, by name.
-        names: TypedDict class that declares the accepted arguments.
+        options: keyword arguments of the call, by name.
+        names: TypedDict class whose fields are the accepted arguments.
     """
     if unknown := set(options) - set(names.__annotations__):
         raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

@@ -1,7 +1,8 @@
 """Callbacks that log the training speed of a language model and sample text from it.
 
-Lightning's ThroughputMonitor also measures speed. It takes functions of a batch, which a configuration file cannot hold, and
-it excludes only the time of validation, so that evaluations by lm-evaluation-harness would count as training.
+Lightning's ThroughputMonitor also measures speed, but it is not used here for two reasons. It takes functions of a batch, which
+a configuration file cannot hold. It excludes only the time of validation, so evaluations with lm-evaluation-harness would count
+as training time.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ log = logging.getLogger(__name__)
 
 
 class TokenThroughput(Callback):
-    """Callback that logs training speed in tokens per second, and the model FLOPs utilization (MFU) if the peak is known.
+    """Callback that logs the training speed in tokens per second and, if possible, the model FLOPs utilization (MFU).
 
-    ``train/tokens_per_second`` is the speed of all processes together. ``train/mfu`` is :attr:`LanguageModel.flops_per_token`
-    times the tokens per second of one process, divided by the peak performance of its device in the precision of the run.
-    Lightning knows the peak of common GPUs.
+    ``train/tokens_per_second`` is the speed of all processes together. ``train/mfu`` is the fraction of a device's peak
+    performance that training uses: the model's floating-point operations per token, times the tokens per second of one process,
+    divided by the peak. It is logged only if the peak performance is known.
 
     Args:
-        peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning knows.
+        peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning lists for the GPU and the
+            training precision, if any.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
@@ -41,7 +43,7 @@ class TokenThroughput(Callback):
         self._start, self._tokens = 0.0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look up the peak performance of the device, and start the timer."""
+        """Look up the peak performance of the GPU unless it was given, and start the timer."""
         device, half = trainer.strategy.root_device, str(trainer.precision).startswith(("bf16", "16"))
         if self.peak_flops is None and device.type == "cuda":
             self.peak_flops = get_available_flops(device, torch.bfloat16 if half else torch.float32)
@@ -52,7 +54,10 @@ class TokenThroughput(Callback):
         self.restart(trainer)
 
     def restart(self, trainer: Trainer) -> None:
-        """Restart the timer, so that work such as validation does not count as training time."""
+        """Restart the timer and the token count, to exclude the time of work such as validation from the training speed.
+
+        A GPU is synchronized first, so that the time covers finished work.
+        """
         device = trainer.strategy.root_device
         if device.type == "cuda":  # kernels run asynchronously: time only finished work
             torch.cuda.synchronize(device)
@@ -61,7 +66,7 @@ class TokenThroughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count tokens, and log the tokens per second every ``log_every_n_steps`` optimizer steps."""
+        """Count the tokens of the batch, and log the training speed every ``log_every_n_steps`` optimizer steps."""
         self._tokens += batch["tokens"][:, 1:].numel()
         if accumulates_gradients(trainer) or not logger_connector(trainer).should_update_logs:
             return
@@ -76,10 +81,10 @@ class TokenThroughput(Callback):
 
 
 class TextSamples(Callback):
-    """Callback that generates continuations of prompts at each validation, with the weights that are validated.
+    """Callback that generates continuations of given prompts at the end of each validation during training.
 
-    The continuations are written to ``samples.md`` in the log folder and to TensorBoard. With sharded weights (FSDP), no
-    continuations are generated.
+    The continuations are appended to ``samples.md`` in the log folder and logged to TensorBoard. They are generated with the
+    same weights as the validation. With sharded weights (FSDP), no continuations are generated.
 
     Args:
         prompts: texts to continue.
@@ -92,7 +97,10 @@ class TextSamples(Callback):
         self.prompts, self.seed = prompts, seed
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate and log the continuations on the first process, unless the weights are sharded over all processes."""
+        """Generate continuations of the prompts on the first process, and write them to ``samples.md`` and TensorBoard.
+
+        Nothing is generated outside training, in the sanity check, or if the weights are sharded over processes.
+        """
         folder = run_folder(trainer)
         elsewhere = shards_weights(trainer) or not trainer.is_global_zero
         if trainer.sanity_checking or trainer.state.fn != "fit" or elsewhere:

@@ -1,6 +1,7 @@
 """Training, validation and continuation of prompts for all causal language models, ours and those of transformers.
 
-The module is longer than others because it holds one LightningModule, for text and for sequences with questions.
+The module is longer than others because it holds one LightningModule, which handles both plain text and sequences with labeled
+answers.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ Stage = Literal["val", "test"]
 
 
 class CausalLanguageModel(TrainingModule):
-    """Base class of Lightning modules that train a causal language model.
+    """Base class of Lightning modules that train, evaluate and sample from a causal language model.
 
-    The arguments are those of :class:`TrainingModule`.
-
-    A subclass builds the network and passes it to :meth:`take` at the end of its constructor.
+    A subclass builds the network and passes it to :meth:`take` at the end of its constructor. The constructor of this class
+    takes the same arguments as that of :class:`TrainingModule`.
     """
 
     network: PreTrainedModel
@@ -53,12 +53,15 @@ class CausalLanguageModel(TrainingModule):
     predict_batch = ("prompt", "index")
 
     def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions) -> None:
-        """Store the network and its options, and create empty validation and test metrics.
+        """Store the network to train, and create empty validation and test metrics.
 
         Args:
-            network: causal language model, of this package or of transformers.
+            network: causal language model, either an MHLA model of this package or a model from transformers.
             context: number of tokens in a training sample.
             generation: options for continuing prompts.
+
+        Raises:
+            ValueError: if a network from transformers is not causal or does not support ``context`` tokens.
         """
         self.network, self.context, self.generation = network, context, generation
         if isinstance(network, MHLAForCausalLM):
@@ -80,10 +83,16 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Check that data and attention support the run, and take the tokenizer from the data, except for ``predict``.
+        """Check that network, data and Trainer options fit together, and adopt the tokenizer of the data.
+
+        The tokenizer is not adopted for ``predict``, because there it comes from the checkpoint.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: if data or tokenizer do not fit the model, or the attention lacks a feature that the run needs.
+            ValueError: if the vocabulary of the data is larger than that of the model, or the attention does not support packed
+                documents, sequence parallelism or generation where these are needed.
         """
         super().setup(stage)
         requirements = {
@@ -110,10 +119,11 @@ class CausalLanguageModel(TrainingModule):
             self._use_tokenizer_of_data()
 
     def _require(self, *names: str) -> None:
-        """Raise ValueError if the network does not support a feature.
+        """Raise ValueError if the network does not support one of the named features.
 
         Args:
-            names: names of the required features, such as ``cu_seqlens``; see :meth:`Attention.require`.
+            names: one or more of ``cu_seqlens`` (packed documents), ``share`` (sequence parallelism) and ``state``
+                (generation).
         """
         if isinstance(self.network, MHLAForCausalLM):
             for layer in self.network.backbone.layers:
@@ -122,10 +132,10 @@ class CausalLanguageModel(TrainingModule):
             raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[unsupported[0]]}")
 
     def on_predict_start(self) -> None:
-        """Take the tokenizer from the data module if no checkpoint has supplied one.
+        """Use the tokenizer of the data module if the checkpoint did not supply one.
 
         Raises:
-            ValueError: if the run uses sequence parallelism, which predict does not support.
+            ValueError: if sequence parallelism is enabled, which predict does not support.
         """
         if self.sequence_group is not None:
             raise ValueError("prompts are not spread over processes; leave sequence_parallel_size out for predict")
@@ -138,10 +148,15 @@ class CausalLanguageModel(TrainingModule):
             self.use_tokenizer(tokenizer)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the model's tokenizer, which checkpoints then include, and copy its special tokens to the configuration.
+        """Set the tokenizer of the model, and copy the indices of its special tokens to the model's configuration.
+
+        Checkpoints that are saved later include the tokenizer.
+
+        Args:
+            tokenizer: tokenizer of transformers.
 
         Raises:
-            ValueError: if the tokenizer has more tokens than the model.
+            ValueError: if the vocabulary of the tokenizer is larger than that of the model.
         """
         config = self.network.config
         if len(tokenizer) < config.vocab_size // 2:
@@ -163,11 +178,15 @@ class CausalLanguageModel(TrainingModule):
                     setattr(settings, name, token)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Compute logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
+        """Compute next-token logits, ``[B, N, vocab_size]``, for token indices, ``[B, N]`` int64."""
         return self.network(input_ids).logits
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the cross-entropy of the next token in nats, and log it."""
+        """Compute and log the mean cross-entropy of predicting the next token, in nats.
+
+        Returns:
+            Scalar loss for the backward pass. Under sequence parallelism, it is weighted by this process's share of the tokens.
+        """
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
         if share is not None:
@@ -176,27 +195,27 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the validation metrics, and count correct answers if the batch holds questions."""
+        """Add the losses of a batch to the validation metrics and, if the batch has labels, count the correct predictions."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the test metrics, and count correct answers if the batch holds questions."""
+        """Add the losses of a batch to the test metrics and, if the batch has labels, count the correct predictions."""
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation metrics."""
+        """Log the metrics of all validation batches, and reset them."""
         self._log_sums("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the test metrics."""
+        """Log the metrics of all test batches, and reset them."""
         self._log_sums("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:
-        """Generate continuations of the prompts in a batch.
+        """Generate a continuation of each prompt in a batch.
 
         Returns:
-            Index in the prompt file, prompt and continuation, for each prompt of the batch. Prompts that only pad the batch are
-            omitted.
+            A list of tuples of the prompt's index in the prompt file, the prompt, and its continuation. Rows that only fill up
+            the batch, for which ``batch["valid"]`` is False, are omitted.
         """
         rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
         prompts = [batch["prompt"][row] for row in rows]
@@ -204,13 +223,13 @@ class CausalLanguageModel(TrainingModule):
         return list(zip((int(batch["index"][row]) for row in rows), prompts, texts, strict=True))
 
     def continue_prompts(self, prompts: list[str]) -> list[str]:
-        """Generate a continuation of each prompt with the options in ``generation``.
+        """Generate a continuation of each prompt, with the generation options of this module.
 
         Args:
             prompts: texts to continue.
 
         Returns:
-            The continuations without their prompts.
+            The continuations without their prompts, in the same order.
 
         Raises:
             ValueError: if the model has no tokenizer, or a prompt is empty or too long.
@@ -224,10 +243,10 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Number of floating-point operations to train on one token, three times that of the forward pass.
+        """Number of floating-point operations in the forward and backward pass for one token.
 
-        The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only the
-        weight matrices are counted.
+        The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only
+        multiplications by weight matrices are counted.
         """
         if not isinstance(self.network, MHLAForCausalLM):
             return training_flops(self.network)
@@ -238,16 +257,16 @@ class CausalLanguageModel(TrainingModule):
         return 3 * (2.0 * matrices + attention)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the files of the tokenizer to a checkpoint."""
+        """Add the tokenizer's files to the checkpoint, under the key ``tokenizer``."""
         if self._tokenizer_files:
             checkpoint["tokenizer"] = self._tokenizer_files
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the tokenizer from a checkpoint, and all other state as :class:`TrainingModule` does.
+        """Restore the tokenizer and the training state from a checkpoint.
 
         Raises:
-            ValueError: if the data was encoded by a different tokenizer.
+            ValueError: if the tokenizer of the data differs from the one in the checkpoint.
         """
         super().on_load_checkpoint(checkpoint)
         if "tokenizer" not in checkpoint:
@@ -271,7 +290,7 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Add losses and correct answers to the metrics of a stage, for a batch in which only labeled tokens are predicted."""
+        """Add the loss and the accuracy at the labeled tokens of a batch to the metrics of a stage, such as validation."""
         predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][predicted]
         scores = self.network(batch["tokens"]).logits[predicted].float()
@@ -281,7 +300,11 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
-        """Return the part of each sequence that this process computes under sequence parallelism; None without it."""
+        """Return the part of each sequence that this process computes; None if sequence parallelism is off.
+
+        The tensors of ``batch`` are overwritten with those of the first process, so that all processes hold parts of the same
+        sequences.
+        """
         group = self.sequence_group
         if group is None:
             return None
@@ -318,13 +341,14 @@ class CausalLanguageModel(TrainingModule):
 
 
 def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Split a batch into input tokens and their targets, each ``[B, N]`` int64.
+    """Split a batch into input tokens and the target of each token.
 
     Args:
-        batch: dict in one of two forms:
+        batch: dict with the entry ``tokens``. If it also has ``labels``, both are ``[B, N]`` int64, and the labels are the
+            targets. Otherwise ``tokens`` is ``[B, N + 1]`` int64, and the target of each token is the token that follows it.
 
-            * ``tokens``, ``[B, N]`` int64, and their targets ``labels``, ``[B, N]`` int64.
-            * ``tokens``, ``[B, N + 1]`` int64, where the target of each token is the next token.
+    Returns:
+        Input tokens and targets, each ``[B, N]`` int64.
     """
     if "labels" in batch:
         return batch["tokens"], batch["labels"]

@@ -1,4 +1,7 @@
-"""Chat in the terminal. Replies are printed while they are generated, and the model keeps its state between turns."""
+"""Chat with a language model in the terminal.
+
+Replies are printed while they are generated, and the model keeps its state between turns.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ def chat(
     """Chat with a model in the terminal until the user enters ``/exit`` or the input ends.
 
     Args:
-        path: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
+        path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
-        sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
+        sampling: sampling options by name, such as ``temperature``; missing ones come from the model's generation settings.
         seed: seed of sampling.
-        device: cpu or cuda; None for a GPU if there is one.
+        device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
 
     Raises:
         ValueError: if the options contradict each other, or the chat template rejects the messages.
@@ -63,14 +66,14 @@ def chat(
 
 
 class Chat:
-    """Conversation with a model in the terminal; the model's state is kept between turns.
+    """Conversation between the user and a model in the terminal, which keeps the model's state between turns.
 
     Args:
         model: causal language model.
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
-        sampling: options of :class:`GenerationOptions`; missing ones come from the model's generation settings.
+        sampling: sampling options by name, such as ``temperature``; missing ones come from the model's generation settings.
     """
 
     def __init__(
@@ -86,13 +89,19 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new conversation, and clear the state of the model."""
+        """Start a new conversation, and discard the model's state."""
         self.conversation = Conversation(self.tokenizer, self.system)
         self.cache: Any = None
         self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
-        """Generate and print the reply to a message, then print the time taken and the memory size of the model's state."""
+        """Generate and print the reply to a user message, then print the time taken and the size of the model's state.
+
+        If the conversation is too long for the model, a message to standard error says so, and there is no reply.
+
+        Args:
+            text: message of the user.
+        """
         ids = self.conversation.ask(text)
         limit = longest(self.model)
         reply_limit = self.count if limit is None else min(self.count, limit - len(ids) + 1)
@@ -139,7 +148,7 @@ class Chat:
         self.cache, self._seen = output.past_key_values, output.sequences[0].tolist()
 
     def _stops(self) -> list[int]:
-        """Return the tokens that end a reply, according to the model, its tokenizer and its chat template."""
+        """Return the indices of all tokens that end a reply: those of the model, of its tokenizer and of its chat template."""
         end_tokens = self.model.generation_config.eos_token_id
         listed = end_tokens if isinstance(end_tokens, list) else [end_tokens]
         stops = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
@@ -147,9 +156,9 @@ class Chat:
 
 
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling arguments for ``generate``.
+    """Build the sampling arguments for transformers' ``generate``.
 
-    An option comes from ``requested``. If it is missing there, it comes from the model's generation settings, or last from the
+    Options that the user has set take precedence. Missing ones come from the model's generation settings, and then from the
     defaults of :class:`GenerationOptions`.
 
     Args:
@@ -165,7 +174,7 @@ def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str,
 
 
 def _bytes(cache: Any) -> int:
-    """Return the number of bytes that a model's generation state or key-value cache occupies in memory."""
+    """Return the size in bytes of a model's generation state or key-value cache."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes)
     total = 0
@@ -179,7 +188,11 @@ def _bytes(cache: Any) -> int:
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """Yield the user's messages, without surrounding spaces, until the input ends."""
+    """Yield each line that the user enters, without surrounding whitespace, until the input ends.
+
+    Args:
+        interactive: whether the user types the lines in a terminal, which then shows a prompt sign.
+    """
     if interactive:
         import readline  # noqa: F401  adds line editing and history to input()
     while True:
@@ -192,7 +205,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a remark on standard error, because standard output is only for the conversation."""
+    """Print a message to standard error; standard output is reserved for the conversation."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(harmless(text), markup=False)

@@ -1,4 +1,7 @@
-"""Reading one column of a table row by row: JSON lines, JSON, CSV, TSV and Parquet. Other columns may hold anything."""
+"""Reading one text column from JSON lines, JSON, CSV, TSV and Parquet files, row by row.
+
+The values in other columns may have any type.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +39,30 @@ LONGEST_LIST = 300
 
 
 class MissingColumnError(ValueError):
-    """Error for a row or a table without the requested column, with a message that names the existing columns."""
+    """Error for a table or a row that lacks the requested column; the message lists the existing columns."""
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Yield the location and the text of each row of a table, which is read lazily. Blank lines are skipped.
+    """Read one text column of a table lazily, row by row.
 
     Args:
         source: path or URL of the table.
         column: name of the column that holds the text.
-        kind: format of the table; None for the one that the file suffix indicates:
+        kind: format of the table; None to use the format that the file suffix indicates. One of:
 
             * ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
             * ``json``: an array of objects, an object, or JSON lines.
-            * ``lines``: text in which each line is a row.
+            * ``lines``: plain text in which each line is a row.
+
+    Returns:
+        Iterator over tuples of the location of a row, for error messages, and its text; the text is None for a null. Blank
+        lines are skipped.
 
     Raises:
-        MissingColumnError: if a row has no such column.
+        MissingColumnError: if the table or a row lacks the column.
         OSError: if the file cannot be read.
-        ValueError: if the file is broken or a value is not text; the message names the file and the line, item or row.
+        ValueError: if the format is unknown, the file is broken, or a value is not text. The message names the file and the
+            line, item or row.
     """
     kind = kind or table_kind(source)
     if kind is None:
@@ -63,7 +71,7 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
 
 
 def table_kind(source: Source) -> str | None:
-    """Return the kind of a table (``jsonl``, ``csv``, ...) that its file name indicates; None if it is not a table.
+    """Return the format of a table file according to its suffix, such as ``jsonl``; None if it is not a table.
 
     A compression suffix is ignored: ``a.jsonl.gz`` is a ``jsonl`` table.
     """
@@ -71,7 +79,7 @@ def table_kind(source: Source) -> str | None:
 
 
 def plain_suffix(source: Source) -> str:
-    """Return the suffix of a file in lower case, ignoring a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix of a file in lower case, without a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(file_name(source).lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 

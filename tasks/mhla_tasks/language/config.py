@@ -37,9 +37,9 @@ __all__ = {sorted(CLASSES.values())}
 class MHLAConfig(PreTrainedConfig):
     """Configuration of a causal language model with MHLA, linear or softmax attention, or a mixture of them.
 
-    Sizes can also be set and read by the names that transformers' tools use (``hidden_size``, ``num_hidden_layers``,
-    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``intermediate_size``, ``max_position_embeddings``), and
-    :meth:`to_dict` lists both. ``config.json`` holds each size once, under the names below.
+    Each size also has the name that transformers uses for it: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
+    ``num_key_value_heads``, ``head_dim``, ``intermediate_size`` or ``max_position_embeddings``. Both names can be read and set.
+    ``config.json`` holds each size once, under the names below.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -49,16 +49,16 @@ class MHLAConfig(PreTrainedConfig):
         key_value_heads: number of heads of keys and values, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key in one head; None for ``dim / heads``.
         value_width: width of a value in one head; None for ``dim / heads``.
-        mlp_width: inner width of the SwiGLU.
-        context: number of tokens in a training sample, and the longest sequence of dense mixing (see
-            ``MHLAForCausalLM.extend``).
-        attention: options of :class:`lightning_mhla.AttentionConfig` as a dict, or a list of one dict for each layer.
+        mlp_width: inner width of the SwiGLU MLP.
+        context: number of tokens in a training sample. With dense mixing coefficients (one for each pair of blocks), it is also
+            the maximum sequence length, until ``MHLAForCausalLM.extend`` raises it.
+        attention: options of :class:`lightning_mhla.AttentionConfig` as a dict, or a list with one dict for each layer.
         tie_word_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
-        use_cache: whether a model that is not training returns its state, unless a call says otherwise.
-        bos_token_id: index of the token at the start of a text; None without such a token.
-        eos_token_id: index of the token at the end of a text, or a list of several; None without such a token.
-        pad_token_id: index of the padding token, which is never attended to; None without such a token.
+        use_cache: whether the forward pass returns the generation state by default. In training or with labels, it does not.
+        bos_token_id: index of the token that begins a text; None if there is no such token.
+        eos_token_id: index of the token that ends a text, or a list of several; None if there is no such token.
+        pad_token_id: index of the padding token, which is never attended to; None if there is no such token.
     """
 
     model_type = "mhla"
@@ -106,7 +106,7 @@ class MHLAConfig(PreTrainedConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Number of heads of keys and values."""
+        """Number of key-value heads in each layer; equal to ``heads`` unless ``key_value_heads`` is set."""
         return self.key_value_heads or self.heads
 
     @num_key_value_heads.setter
@@ -115,7 +115,7 @@ class MHLAConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of a key in one head."""
+        """Width of a key in one head; ``dim / heads`` unless ``key_width`` is set."""
         return self.key_width or self.dim // self.heads
 
     @head_dim.setter
@@ -124,14 +124,14 @@ class MHLAConfig(PreTrainedConfig):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        """Return all options as plain data, with sizes under transformers' names as well."""
+        """Return all options as a dict, with each size under both its own name and the name that transformers uses."""
         return {**super().to_dict(), **{alias: getattr(self, alias) for alias in self._aliases()}}
 
     @override
     def to_diff_dict(self) -> dict[str, Any]:
         """Return the contents of ``config.json``, with each size under one name only.
 
-        A file that is edited by hand then cannot contradict itself.
+        With a single entry for each size, a file that is edited by hand cannot contradict itself.
         """
         return {name: value for name, value in super().to_diff_dict().items() if name not in self._aliases()}
 
@@ -140,11 +140,11 @@ class MHLAConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing, because :meth:`save_pretrained` already names the model's classes."""
+        """Do nothing, because :meth:`save_pretrained` already records the model's classes for transformers' auto classes."""
 
     @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
-        """Save the configuration, and a module that imports the model's classes for transformers' auto classes."""
+        """Write ``config.json`` and a Python module from which transformers' auto classes import the model's classes."""
         self.auto_map = {auto_class: f"{REMOTE}.{name}" for auto_class, name in CLASSES.items()}
         folder = Path(save_directory)
         if not folder.is_file():  # else transformers raises
@@ -156,7 +156,7 @@ class MHLAConfig(PreTrainedConfig):
         """Return the attention options of each layer.
 
         Raises:
-            ValueError: if a list does not have ``depth`` entries, or an option is invalid.
+            ValueError: if ``attention`` is a list whose length is not ``depth``, or an option is invalid.
         """
         layers = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
         if len(layers) != self.depth:
@@ -165,18 +165,22 @@ class MHLAConfig(PreTrainedConfig):
 
 
 def default_attention() -> AttentionConfig:
-    """Return the attention options of the MHLA paper's language model.
+    """Return the attention options of the language model in the MHLA paper.
 
-    They are blocks of 64 tokens, rotary embeddings after the relu feature map, an output gate, and no normalizer.
+    The options are MHLA with blocks of 64 tokens, rotary embeddings after the ReLU feature map, an output gate, and no
+    normalizer.
     """
     return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
 
 
 def plain_attention(attention: Any) -> dict[str, Any] | list[dict[str, Any]]:
-    """Convert attention options to plain data, for ``config.json`` and checkpoints.
+    """Convert attention options to dicts, which can be stored in ``config.json`` and checkpoints.
 
     Args:
-        attention: options of all layers, or a sequence with the options of each layer, as ``AttentionConfig`` or mapping.
+        attention: ``AttentionConfig`` or mapping for all layers, or a sequence with one of these for each layer.
+
+    Returns:
+        A dict, or a list with one dict for each layer.
     """
     if isinstance(attention, AttentionConfig):
         return asdict(attention)

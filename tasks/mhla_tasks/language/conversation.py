@@ -1,4 +1,4 @@
-"""Encoding of conversations by the model's chat template, turn by turn, without encoding earlier turns again."""
+"""Encoding of conversations with the model's chat template, turn by turn, without encoding earlier turns again."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ see the messages, so control tokens that a message spells out remain distinguish
 
 
 class Conversation:
-    """Conversation between a user and a model, kept as messages and as tokens.
+    """Conversation between a user and a model, stored both as messages and as tokens.
 
-    Each turn is encoded once, and its tokens follow those of earlier turns, so a model that keeps its state reads only the
-    new tokens. The letters of a control token in a message, such as ``<|im_end|>``, remain text. Without a chat template,
-    messages are concatenated.
+    A turn is encoded once and appended to the tokens of earlier turns, so that a model that keeps its state reads only the new
+    tokens. All turns are encoded again if the chat template changes earlier ones. The spelling of a control token in a message,
+    such as ``<|im_end|>``, is encoded as plain text. Without a chat template, messages are concatenated.
 
     Args:
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
 
     Raises:
-        ValueError: if there is a system message but no template, or the template rejects it.
+        ValueError: if there is a system message but no chat template, or the template rejects the message.
 
     Attributes:
-        ids: tokens of the conversation so far.
-        stops: control tokens that end a reply in this template.
+        ids: token indices of the conversation so far.
+        stops: indices of the control tokens that end a reply in the chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
@@ -53,13 +53,13 @@ class Conversation:
         self.stops = self._stops()
 
     def ask(self, text: str) -> list[int]:
-        """Add a user message to the conversation and encode it.
+        """Add a user message to the conversation, and encode it.
 
         Args:
             text: text of the message.
 
         Returns:
-            Tokens of the full conversation, up to the start of the reply.
+            Token indices of the full conversation, up to the point where the reply begins.
 
         Raises:
             ValueError: if the chat template rejects the messages.
@@ -80,7 +80,7 @@ class Conversation:
         """Add a reply of the model to the conversation.
 
         Args:
-            tokens: tokens of the reply, without the token that ended it.
+            tokens: token indices of the reply, without the token that ended it.
 
         Returns:
             Text of the reply.
@@ -110,7 +110,7 @@ class Conversation:
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def _encode(self, rendered: str) -> list[int]:
-        """Encode part of a rendered chat template after inserting the messages for their placeholders.
+        """Replace the placeholders in a rendered chat template with the messages, and encode the result.
 
         Args:
             rendered: output of the template, in which a placeholder stands for each message.
@@ -127,7 +127,7 @@ class Conversation:
         return ids
 
     def _stops(self) -> set[int]:
-        """Return the control token that ends a reply in the chat template, as a set; empty if there is no such token."""
+        """Return a set with the index of the control token that ends a reply in the chat template; empty if there is none."""
         if not self.has_template:
             return set()
         roles = self.roles

@@ -1,4 +1,4 @@
-"""Reading documents from files, folders and data sets of the hub in order; the log counts everything that is left out."""
+"""Reading of documents from files, folders and Hugging Face data sets, with a log of the inputs that are left out."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Remarks:
-    """Counter of files, rows and documents that are left out or changed, reported in one log line.
+    """Counter of files, table rows and documents that are left out or changed, with a summary in one log line.
 
     Args:
         at_once: whether the first input of each kind is also logged immediately. An endless stream needs this, because it never
-            reaches the final report.
+            reaches the point where the summary is logged.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -46,16 +46,21 @@ class Remarks:
         self.counts: Counter[str] = Counter()
 
     def leave_out(self, kind: str, place: str) -> None:
-        """Count a document or file that the corpus leaves out, and keep its place for the log if it is one of the first.
+        """Count an input that is left out, and keep the locations of the first three of each kind as examples for the log.
 
         Args:
-            kind: kind of the input, in the plural: ``binary files``.
-            place: path or location of the input, for the log.
+            kind: description of such inputs in the plural, for example ``"binary files"``.
+            place: path or location of the input.
         """
         self._add(self.left_out, kind, place)
 
     def change(self, kind: str, place: str) -> None:
-        """Count a document that is changed before it is used; the arguments are those of :meth:`leave_out`."""
+        """Count a document that is changed before it is used, and keep the first three locations of each kind for the log.
+
+        Args:
+            kind: description of such documents in the plural.
+            place: path or location of the document.
+        """
         self._add(self.changed, kind, place)
 
     def _add(self, places: dict[str, list[str]], kind: str, place: str) -> None:
@@ -67,7 +72,7 @@ class Remarks:
             log.warning("%s: the first of the %s that are %s; the next ones are not mentioned", place, kind, verb)
 
     def __str__(self) -> str:
-        """Return one line with the count and some examples of each kind of input that was left out or changed."""
+        """Return one line with the number and some examples of each kind of input that was left out or changed."""
         parts = []
         for title, kinds in (("left out", self.left_out), ("changed", self.changed)):
             counted = (
@@ -85,20 +90,20 @@ class Remarks:
 
 
 def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Yield the documents of files, folders and data sets in the given order, and skip empty documents.
+    """Yield the documents of files, folders and data sets in the given order, without empty documents.
 
-    A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each
-    row. In a folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out. In a
-    table, rows with a null or an empty text are left out. One log line reports, for each reason, how many inputs were left out.
+    A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each row;
+    rows with a null or an empty text are left out. In a folder, hidden files, binary files, text that is not UTF-8 and tables
+    without the column are left out. At the end, one log line gives the number of inputs that were left out for each reason.
 
     Args:
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
-        column: name of the column that holds the text of tables.
+        column: name of the table column that holds the text.
 
     Raises:
         FileNotFoundError: if a file, folder or data set does not exist.
-        ValueError: if a table has no such column or is broken, if a file in ``sources`` is not text, or if there are no
-            documents; the message names the file and the line.
+        ValueError: if a table named in ``sources`` lacks the column, a table is broken, a file named in ``sources`` is not
+            text, or there are no documents. The message names the file and the line.
     """
     remarks, empty = Remarks(), True
     try:
@@ -118,10 +123,10 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
     """Yield the texts of table rows, without nulls and empty texts.
 
-    Half of a surrogate pair, which UTF-8 cannot encode, is replaced by U+FFFD.
+    An unpaired surrogate, which UTF-8 cannot encode, is replaced with U+FFFD.
 
     Args:
-        rows: location and text of each row.
+        rows: location and text of each row; the text is None for a null.
         remarks: counter of the rows that are left out or changed.
     """
     for place, text in rows:
@@ -137,7 +142,7 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
 
 
 def source_files(path: Path, remarks: Remarks) -> list[Path]:
-    """List the files at a path: the file itself, or all visible files of a folder, sorted.
+    """List the files at a path: the file itself, or all visible files in a folder and its subfolders, sorted.
 
     Args:
         path: path of the file or folder.
@@ -173,7 +178,7 @@ def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[st
 
 
 def _rows(path: Path, column: str) -> Rows:
-    """Yield the location and the text of each row of a table; a text file that is not a table counts as a single row."""
+    """Yield the location and the text of each row of a table; a text file that is not a table is a single row."""
     if (kind := table_kind(path)) is None:
         yield shown(path), read_text(path)
     else:
@@ -183,7 +188,7 @@ def _rows(path: Path, column: str) -> Rows:
 def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
     """Yield the location and the text of each row of a file in a folder.
 
-    A file that cannot be used, such as a binary file, yields no rows and is counted in ``remarks``.
+    A file that does not hold documents, such as a binary file, yields no rows and is counted in ``remarks``.
     """
     if plain_suffix(path).lstrip(".") in BINARY:
         remarks.leave_out("binary files", shown(path))

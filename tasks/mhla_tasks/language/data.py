@@ -1,4 +1,4 @@
-"""Data modules of text: the standard library of the running Python, data sets of the hub, and token shards.
+"""Data modules for text: Python's standard library, Hugging Face data sets and local files, and token shards.
 
 The module is longer than others because the options of three data modules are documented in it.
 """
@@ -42,12 +42,12 @@ from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 
 class TextData(ResumableDataModule):
-    """Base class of data modules of text; a subclass defines :attr:`tokenizer` and :meth:`windows`.
+    """Base class of data modules for text; a subclass defines :attr:`tokenizer` and :meth:`windows`.
 
     Args:
         context: number of tokens in a sample.
-        separate_documents: whether tokens attend only to tokens of the same document (packed with cu_seqlens).
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        separate_documents: whether tokens attend only to tokens of the same document.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
         options: arguments of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
@@ -59,7 +59,7 @@ class TextData(ResumableDataModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Tokenizer of the text."""
+        """Tokenizer that encodes the text."""
         raise NotImplementedError
 
     @override
@@ -71,7 +71,7 @@ class TextData(ResumableDataModule):
         return self.windows("validate" if stage == "test" else stage)
 
     def windows(self, stage: str) -> TokenWindows:
-        """Return the samples for a stage.
+        """Return the samples of a stage, which are windows of consecutive tokens.
 
         Args:
             stage: ``"train"`` or ``"validate"``; tests use the samples of ``"validate"``.
@@ -79,9 +79,14 @@ class TextData(ResumableDataModule):
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Replace the mask of document starts in a batch with ``cu_seqlens``, the bounds of the packed documents.
+        """Convert the mask of document starts in a batch to ``cu_seqlens``, the boundaries of the packed documents.
 
-        The bounds are Python integers, because reading them from an accelerator would wait for it.
+        The entry ``starts``, ``[B, N]`` bool, is replaced with ``cu_seqlens``: the index of the first token of each document in
+        the concatenation of all rows, followed by ``B * N``. These are Python integers, because reading them from an
+        accelerator later would wait for the device.
+
+        Returns:
+            The batch; unchanged if it has no entry ``starts``.
         """
         if isinstance(batch, dict) and "starts" in batch:
             starts = batch.pop("starts").clone()
@@ -96,12 +101,12 @@ class PythonSource(TextData):
     Args:
         batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
-        vocab_size: vocabulary size of the byte-level BPE, which is trained on the text once and kept in the cache.
+        vocab_size: vocabulary size of the byte-level BPE tokenizer, which is trained on the text once and kept in the cache.
         separate_documents: whether tokens attend only to tokens of the same file.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: seed of the order of the samples; null for the value of seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -122,7 +127,10 @@ class PythonSource(TextData):
         self.vocab_size, self.cache = vocab_size, Path(cache_dir) if cache_dir else None
 
     def prepare_data(self) -> None:
-        """Train the tokenizer and encode the text, once on each node."""
+        """Train the tokenizer and encode the standard library, unless the results are in the cache already.
+
+        Lightning calls this method once on each node.
+        """
         load_stdlib(self.vocab_size, self.cache)
 
     @property
@@ -138,26 +146,26 @@ class PythonSource(TextData):
 
 
 class DocumentLoader(StreamLoader):
-    """Loader of packed batches. An error in its worker process names the file and the row, without a traceback."""
+    """Loader of batches of packed documents. It reports an error in a worker process in one line, with the file and the row."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Iterate over the remaining batches of the current epoch."""
+        """Yield the batches of the current epoch that training has not used yet."""
         return with_short_errors(super().__iter__())
 
 
 class HubText(TextData):
     """Data module for text from the Hugging Face Hub or from local files, which is tokenized while it is streamed.
 
-    Nothing is stored; for more than a short trial, prepare token shards instead. A run resumes with exactly the next token,
-    after reading past the documents before it. Only the text column is read; other columns may hold anything. Rows whose text
-    is null or only whitespace are skipped; the log mentions the first such row.
+    Nothing is stored on disk; for more than a short trial, prepare token shards instead. To resume, the stream is read again
+    from its start, and training continues with exactly the next token. Only the text column is read; the values in other
+    columns may have any type. Rows whose text is null or only whitespace are skipped; the log mentions the first such row.
 
     Args:
         tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub.
         path: name of the data set on the Hugging Face Hub; or, with data_files, the format of the files: json (JSON lines, or
             an array of objects), csv, parquet, or text (each line is a document).
-        name: configuration of the data set.
-        split: split of the data set.
+        name: name of the data set's configuration; null for the default.
+        split: name of the split to read.
         data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
         column: name of the column that holds the text.
@@ -166,12 +174,12 @@ class HubText(TextData):
         separate_documents: whether tokens attend only to tokens of the same document.
         steps_per_epoch: number of batches in an epoch.
         shuffle_buffer: number of documents that are shuffled together; 0 for the order of the data set.
-        val_documents: number of documents at the start that are kept for validation.
+        val_documents: number of documents at the start of the data set that are used for validation only.
         num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
         seed: seed of the shuffle; null for the value of seed_everything.
-        control_tokens: whether the letters of a control token in a text, such as <|endoftext|>, become that token; false leaves
-            them as text.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        control_tokens: whether the spelling of a control token in a text, such as <|endoftext|>, becomes that token; false
+            leaves it as text.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -209,7 +217,16 @@ class HubText(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        """Return the validation samples, windows of the first ``val_documents`` documents, which training excludes."""
+        """Return the validation samples, which come from the first ``val_documents`` documents of the data set.
+
+        Training does not use these documents.
+
+        Args:
+            stage: ignored; training samples come from :meth:`train_dataloader`.
+
+        Raises:
+            ValueError: if there are no documents to validate on.
+        """
         remarks = Remarks()
         texts = list(itertools.islice(self._texts(remarks), self.val_documents))
         remarks.report()
@@ -221,7 +238,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Return a loader of packed training batches, which continues after the last trained batch of a resumed run."""
+        """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on."""
         rank, world = process_share(self.trainer)
         rows_per_process = samples_each(self.batch_size, world)
         rows = range(rank * rows_per_process, (rank + 1) * rows_per_process)
@@ -243,9 +260,12 @@ class HubText(TextData):
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the stream positions of all rows from a checkpoint.
+        """Restore from a checkpoint how far each row of the batch has read in the stream of documents.
 
         The loader may exist already, because some strategies build it before they read the checkpoint.
+
+        Args:
+            state_dict: positions that :meth:`state_dict` returned; ignored if they were saved before the first training step.
         """
         if not state_dict.get("rows") or state_dict.get(TRAINED) == 0:
             return
@@ -254,7 +274,10 @@ class HubText(TextData):
             self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every row of the global batch in the stream of documents, for a checkpoint."""
+        """Return how far each row of the batch has read in the stream of documents, for a checkpoint; empty before training.
+
+        The rows are those of the global batch, which all processes train on together.
+        """
         if self._stream is None or self.trainer is None:
             return {}
         return {**self._stream.state_dict(), TRAINED: batches_trained(self.trainer)}
@@ -264,11 +287,11 @@ class HubText(TextData):
         return StreamedDataSet(self.data_set, self.column)
 
     def _texts(self, remarks: Remarks) -> Iterator[str]:
-        """Iterate once over all documents, in the order of the data set.
+        """Yield the text of each document once, in the order of the data set.
 
         Raises:
             BrokenSampleError: if a row is broken or lacks the column; the message names the file and the row.
-            ShardUnavailableError: if a file cannot be read now.
+            ShardUnavailableError: if a file cannot be read at the moment.
         """
         rows = self._data.rows()
         try:
@@ -281,7 +304,10 @@ class HubText(TextData):
             raise ShardUnavailableError(str(error)) from error
 
     def _documents(self) -> Iterator[str]:
-        """Yield the training documents endlessly, in a new order each epoch; every call yields the same sequence."""
+        """Yield the training documents endlessly, in a different order in each epoch.
+
+        Every call of this method yields the same sequence.
+        """
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
             trained = itertools.islice(self._texts(remarks), self.val_documents, None)
@@ -301,16 +327,16 @@ class TokenShards(TextData):
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
-        val: shards to validate and test on, in the same forms.
-        tokenizer: folder of the tokenizer, or a model on the Hugging Face Hub; null for the folder tokenizer/ beside the
-            shards.
+        val: shards to validate and test on, given in the same way as train.
+        tokenizer: folder of the tokenizer, or name of a model on the Hugging Face Hub; null for the folder tokenizer/ beside
+            the shards.
         batch_size: number of samples in a batch, over all processes together.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
         num_workers: number of worker processes for each training process.
         seed: seed of the order of the samples; null for the value of seed_everything.
         shards: options for reading shards and for caching downloads.
-        prompts: file of prompts for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks and encoding of documents."""
+"""Validation of texts, and encoding of documents as tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mhla_tasks.language.encoding import encode_texts
 
 
 def check_text(value: Any, source: str) -> str:
-    """Return a value after checking that it is a string.
+    """Return a value unchanged after checking that it is a string.
 
     Args:
         value: value to check.
-        source: location of the value, for the message.
+        source: location of the value, for the error message.
 
     Raises:
         ValueError: if the value is not a string.
@@ -30,24 +30,27 @@ def check_text(value: Any, source: str) -> str:
 def encode_documents(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encode documents and concatenate their tokens.
+    """Encode documents, each with the special tokens that begin and end it, and concatenate their tokens.
 
     Args:
         texts: texts of the documents.
-        tokenizer: tokenizer with a token that begins or ends texts.
+        tokenizer: tokenizer with a special token for the beginning or the end of a text.
         read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
-        Tokens of all documents, ``[n]`` int64, and the index of the first token of each document, ``[documents]`` int64.
+        Token indices of all documents, ``[n]`` int64, and index of the first token of each document, ``[documents]`` int64.
+
+    Raises:
+        ValueError: if the tokenizer has no such special token, or fails on a text.
     """
     encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
     return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Add the special tokens that begin and end a document to its tokens.
+    """Add the special tokens that begin and end a document to the tokens of its text.
 
-    If the tokenizer has one token for both purposes, it is added at the start only.
+    If the tokenizer has only one such token, it is added at the start only.
 
     Args:
         ids: token indices of the text.

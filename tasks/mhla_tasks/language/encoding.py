@@ -1,8 +1,8 @@
 """Conversion of text to tokens, for documents, streamed text and prompts.
 
-Two rules hold for every tokenizer. The letters of a control token in a text, such as ``<|endoftext|>``, remain text unless
-the caller asks for the token. A prompt gets the tokens that the tokenizer puts in front of a text, but not the tokens that
-it appends, because those mark the end of a text.
+Two rules hold for every tokenizer. The spelling of a control token in a text, such as ``<|endoftext|>``, remains text unless
+the caller asks for the token. A prompt gets the tokens that the tokenizer puts in front of a text, but not the tokens that it
+appends, because those mark the end of a text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ WORDS = ("a", "0", "the", " ")
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the text of each control token by its index.
+    """Return the control tokens of a tokenizer as a dict from token index to spelling.
 
-    Control tokens begin or end texts or chat turns, or are padding. The token for unknown text is included only if it also
-    begins or ends texts, as in GPT-2.
+    A control token is one that begins or ends texts or chat turns, or that serves as padding. The token for unknown text is
+    included only if it also begins or ends texts, as in GPT-2.
     """
     tokens = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
@@ -47,7 +47,7 @@ def encode_texts(
         Token indices of each text.
 
     Raises:
-        ValueError: if the tokenizer cannot keep the letters of a control token as text, or fails on a text.
+        ValueError: if the tokenizer cannot encode the spelling of a control token as plain text, or fails on a text.
     """
     if not texts:
         return []
@@ -69,7 +69,7 @@ def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     They are found by encoding short test texts.
 
     Raises:
-        ValueError: if the tokenizer fails on a test text, or has no tokens for any of them.
+        ValueError: if the tokenizer fails on a test text, or produces no tokens for any of them.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         row = list(tokenizer.build_inputs_with_special_tokens([-1]))  # no token has this index
@@ -90,8 +90,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encode prompts with the special tokens that the tokenizer puts in front, but without those that it appends.
 
-    Nothing is added if a prompt already begins with the control token that the tokenizer puts in front, as the output of a
-    chat template does.
+    With ``read_control_tokens``, nothing is added to a prompt that already begins with the first of these tokens, as the output
+    of a chat template does.
 
     Args:
         tokenizer: any tokenizer.
@@ -102,7 +102,7 @@ def encode_prompts(
         Token indices of each prompt.
 
     Raises:
-        ValueError: if the tokenizer cannot keep the letters of a control token as text, or fails on a prompt.
+        ValueError: if the tokenizer cannot encode the spelling of a control token as plain text, or fails on a prompt.
     """
     begin = begin_tokens(tokenizer)
     rows = encode_texts(tokenizer, texts, read_control_tokens)
@@ -112,8 +112,8 @@ def encode_prompts(
 def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str], text: str) -> list[int]:
     """Encode a text with a copy of the tokenizer whose vocabulary lacks the control tokens.
 
-    Unigram and WordLevel models hold control tokens in their vocabulary like any other piece, so they find them in a text
-    even if the tokenizer is told to ignore control tokens.
+    Tokenizer models of the types Unigram and WordLevel keep control tokens in their normal vocabulary. They find these tokens
+    in a text even if the tokenizer is told to ignore control tokens.
 
     Raises:
         ValueError: if the result still has control tokens, or the tokenizer fails on the text.

@@ -1,4 +1,4 @@
-"""Loading language models from checkpoints and exported folders, and exporting them.
+"""Loading of language models from checkpoints and exported folders, and export to the format of transformers.
 
 An exported folder holds weights in safetensors, configuration, tokenizer, and a short module that imports the model's class.
 ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads it where lightning-mhla is installed.
@@ -39,7 +39,11 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 
 
 def loading(model: CausalLanguageModel) -> str:
-    """Return example Python code, for users, that loads an exported language model. It is the same for every ``model``."""
+    """Return example Python code, to show to users, that loads an exported language model.
+
+    Args:
+        model: ignored; the code is the same for every model.
+    """
     return LOADING
 
 
@@ -52,7 +56,7 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        ValueError: if the checkpoint holds no language model, or cannot be read safely.
+        ValueError: if the checkpoint does not hold a language model, or cannot be read safely.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
@@ -65,7 +69,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """Load a causal language model and its tokenizer.
 
     Args:
-        path: path of a training checkpoint or of an exported folder, or name on the Hugging Face Hub.
+        path: path of a training checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
         tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
 
     Returns:
@@ -93,7 +97,9 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
 
 
 def export(model: CausalLanguageModel, folder: Path) -> None:
-    """Write model and tokenizer to a folder in the format of transformers, after merging LoRA adapters.
+    """Export a model and its tokenizer to a folder in the format of transformers.
+
+    LoRA adapters are first merged into the weights of ``model``.
 
     Raises:
         ValueError: if the model has no tokenizer.
@@ -115,7 +121,8 @@ def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None
         context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:
-        ValueError: if ``context`` is given for a model without mixing coefficients, or the model has no tokenizer.
+        ValueError: if ``context`` is given for a model of transformers, which has no mixing coefficients to extend, or the
+            model has no tokenizer.
     """
     if tokenizer:
         model.use_tokenizer(load_tokenizer(tokenizer))

@@ -21,15 +21,17 @@ LONGEST = 256
 def continue_prompts(
     path: str, prompt: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
 ) -> None:
-    """Print a prompt, or each prompt that the user types, with its continuation.
+    """Generate and print continuations of a given prompt, or of the prompts that the user types.
+
+    Each continuation is printed after its prompt.
 
     Args:
-        path: path of a checkpoint or of an exported folder, or name on the Hugging Face Hub.
+        path: path of a checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
         sampling: options of :class:`GenerationOptions` except ``max_new_tokens``.
         seed: seed of sampling.
-        device: cpu or cuda; None for a GPU if there is one.
+        device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
     """
     set_seed(seed)
     model, tokenizer = load_model(path)

@@ -1,4 +1,4 @@
-"""Models for classifying texts and tokens and for finding answers: transformers' heads on :class:`MHLAModel`."""
+"""MHLA models with transformers' heads for text classification, token classification and question answering."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class HeadedModel:
         return self.model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
+        """Replace the token embedding with ``value``, which must be an ``nn.Embedding``."""
         self.model.set_input_embeddings(value)
 
     def extend(self, tokens: int) -> None:
-        """Extend the model to sequences of ``tokens`` tokens; see :meth:`MHLAModel.extend`."""
+        """Extend the model to sequences of up to ``tokens`` tokens, without changing its results for shorter ones."""
         self.model.extend(tokens)
 
 
 class MHLAForSequenceClassification(HeadedModel, GenericForSequenceClassification, MHLAPreTrainedModel):
-    """Text classifier that uses the hidden state of the last token other than ``config.pad_token_id``."""
+    """MHLA model that classifies a text by the hidden state of its last token other than ``config.pad_token_id``."""
 
 
 class MHLAForTokenClassification(HeadedModel, GenericForTokenClassification, MHLAPreTrainedModel):
-    """Token classifier; each token attends only to itself and to earlier tokens."""
+    """MHLA model that classifies every token of a text; a token attends only to itself and to earlier tokens."""
 
 
 class MHLAForQuestionAnswering(HeadedModel, GenericForQuestionAnswering, MHLAPreTrainedModel):
-    """Model for extractive question answering, which predicts the first and the last token of the answer in a text."""
+    """MHLA model for extractive question answering: it predicts the first and the last token of the answer in a text."""

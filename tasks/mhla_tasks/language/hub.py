@@ -1,7 +1,8 @@
-"""Streaming rows of local files, URLs and data sets of the Hugging Face hub.
+"""Streaming of rows from local files, URLs and data sets on the Hugging Face Hub.
 
-``datasets`` only lists the files of a data set on the hub. They are read like local files, because the readers of
-``datasets`` fix the columns by the first rows and fail if a column changes later, even one that is not used.
+For a data set on the Hub, the library ``datasets`` only lists the files, which are then read like local files. The readers of
+``datasets`` are avoided because they infer the columns from the first rows, and fail if a column changes later, even one that
+is not used.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class StreamedDataSet:
     Args:
         data_set: arguments of ``datasets.load_dataset``:
 
-            * ``path``: name on the Hugging Face Hub; or ``json``, ``csv``, ``parquet`` or ``text`` for local files.
-            * ``name``: configuration of the data set.
-            * ``split``: split of the data set.
+            * ``path``: name on the Hugging Face Hub; or, with ``data_files``, the format ``json``, ``csv``, ``parquet`` or
+              ``text``.
+            * ``name``: name of the data set's configuration.
+            * ``split``: name of the split to read.
             * ``data_files``: files, glob patterns or URLs.
         column: name of the column that holds the text.
 
@@ -51,7 +53,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Yield the location and the text of each row, from the first row on; the text is None if the value is null.
+        """Yield the location and the text of each row, starting at the first row; the text is None for a null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -63,17 +65,18 @@ class StreamedDataSet:
 
 
 def local_files(data_set: Mapping[str, Any]) -> Files:
-    """List the files that ``data_files`` names, with the matches of glob patterns in alphabetical order.
+    """List the files that a data set's ``data_files`` entry names, with the matches of glob patterns in alphabetical order.
 
     Args:
-        data_set: options ``path`` (the format: ``json``, ``csv``, ``parquet`` or ``text``), ``data_files`` and ``split``.
+        data_set: dict with ``path`` (the format ``json``, ``csv``, ``parquet`` or ``text``), ``data_files`` (a path, URL or
+            glob pattern, or a list of these) and optionally ``split``, which must be ``"train"`` or None.
 
     Returns:
-        For each file, a tuple of its path or URL and of its format as the argument ``kind`` of :func:`read_column`.
+        For each file, a tuple of its path or URL and its format, which :func:`read_column` takes as ``kind``.
 
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.
-        ValueError: if the split is not train.
+        ValueError: if the split is not ``"train"``.
     """
     data_files, split = data_set["data_files"], data_set.get("split")
     if split not in (None, "train"):
@@ -93,11 +96,11 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
 
 def _kind(name: str, file: str) -> str:
-    """Return the format of a table file as the argument ``kind`` of :func:`read_column`.
+    """Return the format of a table file for the argument ``kind`` of :func:`read_column`.
 
     Args:
-        name: name of the format in the library ``datasets``: ``json``, ``csv``, ``parquet`` or ``text``.
-        file: path or URL of the file. Its suffix tells JSON lines from ``json``, and TSV from ``csv``.
+        name: format according to the library ``datasets``: ``json``, ``csv``, ``parquet`` or ``text``.
+        file: path or URL of the file. Its suffix distinguishes JSON lines from JSON, and TSV from CSV.
     """
     by_suffix = table_kind(file)
     return by_suffix if by_suffix and (name, by_suffix) in {("json", "jsonl"), ("csv", "tsv")} else KINDS[name]
@@ -117,9 +120,10 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 
 
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
-    """List the files of a data set on the Hugging Face Hub; None if only the library ``datasets`` can read them.
+    """List URL and format of each file of a data set on the Hugging Face Hub.
 
-    The form of the list is that of :func:`local_files`.
+    Returns:
+        A list of tuples of URL and format; None if only the library ``datasets`` can read the data set.
     """
     from datasets import load_dataset_builder
 
@@ -146,7 +150,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
-    """Yield the location and the text of each row of a data set, read by the library ``datasets``."""
+    """Yield the location and the text of each row of a data set, with the reader of the library ``datasets``."""
     from datasets import load_dataset
 
     name, number = f"the data set {data_set['path']}", 0

@@ -1,7 +1,7 @@
-"""Linearize a language model: replace its softmax attention, and restore its quality in two training stages.
+"""Linearization of language models: their softmax attention is replaced, and their quality restored in two training stages.
 
-The first ``distillation.layer_steps`` steps train each new layer to give the output of the layer it replaces (attention
-transfer). Then the model is trained on text, in full or by low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
+The first ``distillation.layer_steps`` steps train each new layer to give the output of the layer that it replaces (attention
+transfer). Then the model is trained on text, in full or with low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ class LinearizedModel(CausalLanguageModel):
 
     Args:
         pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
-            this class or of LanguageModel with network. Its weights are not read if --ckpt_path supplies them.
-        attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the model.
-        layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
-            the kind attention.kind. null replaces all layers.
-        train: parameters that are trained after the layer-matching stage. all trains all of them; attention, those of the
-            replaced attention layers with their projections; new, only those that the replacement added; lora, the added ones
-            and LoRA adapters of the projections.
-        lora: rank and alpha of the adapters.
+            this class, or of LanguageModel if its option network was set. The weights are not read if --ckpt_path supplies
+            them.
+        attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
+            original model.
+        layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
+            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
+        train: parameters that are trained after the layer-matching stage. all trains all of them. attention trains the replaced
+            attention layers, including their projections. new trains only the parameters that the replacement added. lora
+            trains these and LoRA adapters of the projections.
+        lora: rank and alpha of the LoRA adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
-        generation: options of predict for continuations.
+        generation: options for continuing prompts in predict.
         network: configuration of the model, which is read from pretrained; do not set it.
         training: optimizer, moving average of the weights, checkpointing and compilation.
     """
@@ -98,7 +100,11 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the tokenizer, but keep the special tokens that the configuration of the original model already defines."""
+        """Set the tokenizer, but keep the special tokens that the configuration of the original model already defines.
+
+        Args:
+            tokenizer: tokenizer of transformers.
+        """
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
@@ -120,12 +126,16 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Prepare training: check that the replaced layers can be matched to the original ones, and load the teacher model."""
+        """Check that the replaced layers can be compared with the original ones, and load the teacher model if there is one."""
         self.linearization.start(self, read_source)
 
     @override
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the loss of the current stage: layer matching, then cross-entropy with distillation if there is a teacher."""
+        """Compute the loss of a batch for the current training stage, as a scalar.
+
+        The first stage compares the output of each replaced layer with that of the original layer. Later, the loss is the
+        cross-entropy of the next token in nats, combined with distillation if there is a teacher model.
+        """
         inputs, targets = inputs_and_targets(batch)
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, inputs)
@@ -146,12 +156,14 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 
 def read_source(path: str) -> PreTrainedModel:
-    """Load the original model in float32, from a path or by its name on the Hugging Face Hub.
+    """Load a causal language model of transformers in float32.
+
+    Args:
+        path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the model is not a causal language model of transformers, or its weights do not fit; see
-            :func:`source_network` and :func:`load_source`.
+        ValueError: if the model is not a causal language model of transformers, is quantized, or its weights do not fit.
     """
     if is_swapped(path):
         swapped: PreTrainedModel = load_swapped(path, torch.float32)
@@ -163,13 +175,19 @@ def read_source(path: str) -> PreTrainedModel:
 
 
 def source_network(pretrained: str) -> dict[str, Any]:
-    """Read the configuration of a model as plain data, which :func:`build_network` accepts.
+    """Read the configuration of a model of transformers as a dict, from which :func:`build_network` can build the model.
 
     Args:
-        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
+            Hub.
 
     Returns:
-        A dict with ``class_path``, ``init_args`` and optional entries; see the argument ``network`` of :func:`build_network`.
+        A dict with these entries:
+
+        * ``class_path``: name of the configuration class, such as ``transformers.LlamaConfig``.
+        * ``init_args``: options of the configuration.
+        * ``extra`` (optional): entries of ``config.json`` that the class does not know.
+        * ``generation_config`` (optional): generation settings.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -210,9 +228,12 @@ def source_network(pretrained: str) -> dict[str, Any]:
 def read_configuration(pretrained: str) -> PreTrainedConfig:
     """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
 
+    Args:
+        pretrained: path of the folder, or name of a model on the Hugging Face Hub.
+
     Raises:
         FileNotFoundError: if there is no configuration.
-        ValueError: if no class of transformers reads the configuration.
+        ValueError: if transformers has no class for the configuration.
     """
     if is_swapped(pretrained):
         options = restored(read_json(Path(pretrained) / "config.json"))
@@ -224,10 +245,16 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
 
 
 def read_generation(pretrained: str) -> dict[str, Any]:
-    """Read the generation settings of a model, such as end tokens and sampling options; empty if it has none.
+    """Read the generation settings of a model, such as end tokens and sampling options.
 
     Published settings often have ``temperature`` without ``do_sample``. transformers does not save such settings, so
     ``do_sample`` is set for them.
+
+    Args:
+        pretrained: path of an exported folder, or name of a model on the Hugging Face Hub.
+
+    Returns:
+        The settings by name; empty if the model has none.
 
     Raises:
         ValueError: if settings contradict each other, or the file is not JSON.
@@ -249,13 +276,14 @@ def read_generation(pretrained: str) -> dict[str, Any]:
 
 
 def load_source(network: PreTrainedModel, pretrained: str) -> None:
-    """Load weights into a network whose attention was replaced.
+    """Load pretrained weights into a model, some of whose attention layers may have been replaced.
 
     Parameters that the replacement added keep their initial values if the weights lack them.
 
     Args:
-        network: network with replaced attention.
-        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name on the Hugging Face Hub.
+        network: model to load the weights into.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
+            Hub.
 
     Raises:
         FileNotFoundError: if there are no weights.

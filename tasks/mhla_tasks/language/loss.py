@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head, computed for a slice of the tokens at a time to save the memory of all logits.
+"""Cross-entropy of a linear output head, computed for a slice of the tokens at a time to save the memory of all logits.
 
-torch 2.15 has ``torch.nn.functional.linear_cross_entropy``. It is not used here, because its loss of bfloat16 inputs is
-rounded to bfloat16, and because it is NaN if all targets are ignored. The error of the rounding is 0.16 nats in slices and
-0.02 nats without; the error of this module is 1e-5 (512 tokens of width 128, a vocabulary of 8,192, torch 2.15.0 on a CPU).
+torch 2.15 has ``torch.nn.functional.linear_cross_entropy``. It is not used here, because its loss of bfloat16 inputs is rounded
+to bfloat16, and because it is NaN if all targets are ignored. The rounding error is 0.16 nats with slices of tokens and 0.02
+nats without slices; the error of this module is 1e-5 (512 tokens of width 128, a vocabulary of 8,192, torch 2.15.0 on a CPU).
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ LOGITS = 1 << 25
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of logits ``hidden weight^T`` without storing the logits of all tokens.
+    """Compute the mean cross-entropy of the logits ``hidden @ weight.T`` without storing the logits of all tokens at once.
 
-    The gradients are computed together with the loss, so that no logits have to be kept or computed twice (the idea of
-    Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Matrix products are in the dtype of ``hidden`` or of autocast,
-    the softmax and the sums in float32.
+    The gradients are computed together with the loss, so that logits are neither stored nor computed twice (the idea of Liger
+    Kernel's fused linear cross-entropy, arXiv 2410.10989). Matrix products use the dtype of ``hidden``, or of autocast if it is
+    enabled. The softmax and the sums use float32.
 
     Args:
-        hidden: hidden states, ``[T, D]``.
-        weight: weight of the head, ``[V, D]``.
+        hidden: hidden states of T tokens, ``[T, D]``.
+        weight: weight of the output head, ``[V, D]``, for a vocabulary of V tokens.
         targets: target tokens, ``[T]`` int64. Targets of -100 are ignored.
 
     Returns:
-        A float32 scalar in nats, the mean over the targets that are not ignored; 0 if all are ignored.
+        Mean over the targets that are not ignored, a float32 scalar in nats; 0 if all are ignored.
     """
     return _LinearCrossEntropy.apply(hidden, weight, targets, *_working_dtype(hidden))
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the cross-entropy of each token for logits ``hidden weight^T``, without a gradient.
+    """Compute the cross-entropy of each token for the logits ``hidden @ weight.T``, without a gradient.
+
+    The logits of all tokens are never stored at once.
 
     Args:
-        hidden: hidden states, ``[T, D]``.
-        weight: weight of the head, ``[V, D]``.
+        hidden: hidden states of T tokens, ``[T, D]``.
+        weight: weight of the output head, ``[V, D]``, for a vocabulary of V tokens.
         targets: target tokens, ``[T]`` int64. Targets of -100 are ignored.
 
     Returns:
@@ -72,7 +74,7 @@ def _slices(tokens: int, vocabulary: int) -> list[slice]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Autograd function for :func:`linear_cross_entropy`; its forward pass computes the loss and the gradients."""
+    """Autograd function of :func:`linear_cross_entropy`, whose forward pass computes both the loss and the gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, device: str) -> Tensor:

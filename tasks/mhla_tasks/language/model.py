@@ -1,4 +1,4 @@
-"""Causal language model with transformers' interface on the shared backbone."""
+"""MHLA language model with an output head, as a causal language model of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ __all__ = ["LanguageModelOutput", "MHLABlock", "MHLAForCausalLM"]
 
 @dataclass
 class LanguageModelOutput(ModelOutput):
-    """Outputs of :class:`MHLAForCausalLM`.
+    """Outputs of the forward pass of :class:`MHLAForCausalLM`.
 
     Attributes:
-        loss: cross-entropy in nats, a mean over tokens or ``[B, N]``; None without labels.
+        loss: cross-entropy in nats: a scalar mean over the tokens, or ``[B, N]`` with ``loss_reduction="none"``; None without
+            labels.
         logits: scores of the next token, ``[B, N, V]``; None with ``skip_logits``, which saves their memory.
         past_key_values: generation state after these tokens; None without ``use_cache``.
-        hidden_states: inputs of each layer and of the head, each ``[B, N, dim]``; None without ``output_hidden_states``.
-        attentions: None, because the model keeps no attention matrices.
+        hidden_states: input of each layer, followed by the input of the output head, each ``[B, N, dim]``; None without
+            ``output_hidden_states``.
+        attentions: always None, because the model does not compute attention matrices.
     """
 
     loss: Tensor | None = None
@@ -42,13 +44,13 @@ class LanguageModelOutput(ModelOutput):
 
 
 class ForwardOptions(BackboneOptions, total=False):
-    """Additional arguments of :meth:`MHLAForCausalLM.forward`.
+    """Optional keyword arguments of the forward pass of :class:`MHLAForCausalLM`, in addition to the inherited ones.
 
     Attributes:
-        shift_labels: target of each token, which is the token that follows it, ``[B, N]`` int64; given in place of ``labels``.
+        shift_labels: target of each token, ``[B, N]`` int64, which is the token that follows it; an alternative to ``labels``.
         loss_reduction: ``"mean"`` (the default), or ``"none"`` for the loss of each token, ``[B, N]``.
-        skip_logits: whether to omit the logits; None omits them if ``shift_labels`` is given in place of ``labels``.
-        share: part of each sequence that this process holds, under sequence parallelism.
+        skip_logits: whether to omit the logits; None omits them if ``shift_labels`` is given instead of ``labels``.
+        share: part of each sequence that this process holds under sequence parallelism; None without sequence parallelism.
     """
 
     shift_labels: Tensor | None
@@ -60,8 +62,9 @@ class ForwardOptions(BackboneOptions, total=False):
 class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
     """Causal language model with any kind of attention, which generates from a state instead of a key-value cache.
 
-    Rows of a batch may have padding on the left, on the right or in between; ``attention_mask`` marks the real tokens. The
-    forward pass moves the real tokens to the start of each row, so that a row gives the same result as without padding.
+    Each row of a batch may have padding on the left, on the right or between its tokens; ``attention_mask`` marks the tokens
+    that are not padding. The forward pass moves these tokens to the start of the row, so that the result is the same as without
+    padding.
 
     Args:
         config: sizes and attention options.
@@ -76,15 +79,18 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
 
     @property
     def base_model(self) -> MHLAModel:
-        """Model without the head, which shares the embedding and the backbone with this one."""
+        """The model without its output head; it shares the embedding and the backbone with this model."""
         return MHLAModel.sharing(self)
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> MHLAModel:
-        """Return the model without its head; see :attr:`base_model`."""
+        """Return the model without its output head; both models share their weights."""
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
-        """Return the model itself, which tells peft that there is no encoder; peft asks for batches with several adapters."""
+        """Return this model itself, which tells the library peft that there is no separate encoder.
+
+        peft calls this method for batches that use several adapters.
+        """
         return self
 
     def get_output_embeddings(self) -> nn.Module:
@@ -92,7 +98,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the output layer, which maps hidden states to logits."""
+        """Replace the output layer, which maps hidden states to logits, with ``new_embeddings``, an ``nn.Linear``."""
         assert isinstance(new_embeddings, nn.Linear)
         self.head = new_embeddings
 
@@ -115,34 +121,38 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> LanguageModelOutput | tuple[Any, ...]:
-        """Compute the logits of the next token, and the loss if there are labels.
+        """Compute the logits of the next token and, if there are labels, the loss.
 
         Args:
             input_ids: token indices, ``[B, N]`` int64.
-            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding; with a state, it also covers the
-                columns that the state has seen.
-            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the real tokens of each row. Without
-                padding and state, positions that start again mark a new document, as ``cu_seqlens`` does, except in an
-                exported graph, which cannot depend on their values.
-            past_key_values: state to continue from, which is updated in place.
+            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
+                covers the columns of earlier calls.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding. If
+                there is neither padding nor a state, a token whose position is not above that of the previous token begins a
+                new document, as with ``cu_seqlens``. An exported graph, which cannot depend on values, ignores such document
+                starts.
+            past_key_values: generation state to continue from, which is updated in place.
             inputs_embeds: embedded tokens, ``[B, N, dim]``, in place of ``input_ids``.
-            labels: token indices, ``[B, N]`` int64, aligned with the tokens: each token is scored on the label of the next
-                column. ``-100`` is ignored.
-            use_cache: whether to return the state after these tokens; None follows the configuration, except in training,
-                with labels, for packed documents, and in a compiled or exported graph. There is no state under gradient
-                checkpointing.
-            output_hidden_states: whether to return the inputs of each layer and of the head.
-            return_dict: False returns a tuple.
-            logits_to_keep: number of last columns, or indices of the columns, to compute logits for; 0 for all columns.
-            cu_seqlens: index of the first token of each of S documents packed in the single row, followed by N, ``[S + 1]``.
+            labels: token indices, ``[B, N]`` int64, in the same columns as the tokens. The target of each token is the label in
+                the next column; ``-100`` is ignored.
+            use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in
+                training, with labels, for packed documents, and in a compiled or exported graph. With gradient checkpointing in
+                training, there is never a state.
+            output_hidden_states: whether to return the input of each layer and of the output head; None follows the
+                configuration.
+            return_dict: whether to return a :class:`LanguageModelOutput` (None or True) or a tuple (False).
+            logits_to_keep: number of columns at the end to compute logits for, or indices of the columns; 0 for all columns.
+            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
             kwargs: additional arguments; see :class:`ForwardOptions`.
 
         Returns:
-            The outputs, as a tuple if ``return_dict`` is False.
+            Loss, logits ``[B, columns, V]``, generation state and hidden states. Those that do not apply are None; the tuple
+            omits them.
 
         Raises:
-            ValueError: if the inputs contradict each other.
-            TypeError: if an argument does not exist.
+            ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are
+                given.
+            TypeError: if a keyword argument is unknown.
         """
         check_options(kwargs, ForwardOptions)
         shift_labels, share = kwargs.get("shift_labels"), kwargs.get("share")
@@ -172,7 +182,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
         """Compute the cross-entropy in nats: a scalar for ``loss_reduction="mean"``, or ``[B, N]`` for ``"none"``.
 
-        The logits of all tokens are stored at once only if an adapter of peft changes the head.
+        The logits of all tokens are stored at once only if the head has an adapter of the library peft.
         """
         mean = options.get("loss_reduction", "mean") == "mean"
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
@@ -203,7 +213,10 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Select the inputs of a generation step: the tokens that the state has not seen, or all tokens without a state.
+        """Select the inputs of a generation step: the tokens that the state has not seen, or all tokens if there is no state.
+
+        Returns:
+            Keyword arguments of the forward pass.
 
         Raises:
             ValueError: if the state has seen all tokens of ``input_ids``.
@@ -234,9 +247,17 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
         """Generate tokens as transformers does, after checking the prompts and moving their padding to the left.
 
+        Args:
+            inputs: token indices of the prompts, ``[B, N]`` int64; None if ``options`` has ``input_ids`` or ``inputs_embeds``.
+            args: further positional arguments of transformers' ``generate``.
+            options: keyword arguments of transformers' ``generate``.
+
+        Returns:
+            The result of transformers' ``generate``: by default, prompts and new tokens, ``[B, length]`` int64.
+
         Raises:
-            ValueError: if a prompt is empty, a token is not in the vocabulary, or prompt and new tokens exceed the length of
-                the mixing coefficients.
+            ValueError: if a prompt is empty, a token is not in the vocabulary, or prompt and new tokens together exceed the
+                sequence length that the mixing coefficients cover.
         """
         prompt = options.pop("input_ids", None) if inputs is None else inputs
         mask, embedded = options.get("attention_mask"), options.get("inputs_embeds")
@@ -255,11 +276,11 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return super().generate(prompt, *args, **options)
 
     def _check_length(self, longest: int, columns: int, options: dict[str, Any]) -> None:
-        """Raise ValueError if the new tokens exceed the length of the mixing coefficients.
+        """Raise ValueError if prompt and new tokens together exceed the length that the mixing coefficients cover.
 
         Args:
-            longest: number of real tokens of the longest prompt.
-            columns: width of the prompts with padding, which ``max_length`` includes.
+            longest: number of tokens in the longest prompt, without padding.
+            columns: number of columns of the prompts, with padding, which count toward ``max_length``.
             options: arguments of :meth:`generate`.
         """
         limit = self.backbone.max_tokens

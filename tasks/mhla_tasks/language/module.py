@@ -1,4 +1,4 @@
-"""Causal language models trained from scratch: our backbone with any kind of attention, or a network of transformers."""
+"""LightningModule for causal language models trained from scratch, either MHLA models or models of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of the MHLA language model.
+    """Sizes of an MHLA language model.
 
     Args:
         dim: width of the model.
@@ -32,7 +32,7 @@ class DecoderShape:
         key_value_heads: number of heads of keys and values, a divisor of heads; null for heads.
         key_width: width of a key in one head; null for dim / heads.
         value_width: width of a value in one head; null for dim / heads.
-        mlp_width: inner width of the SwiGLU.
+        mlp_width: inner width of the SwiGLU MLP.
         tie_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
     """
@@ -49,21 +49,21 @@ class DecoderShape:
 
 
 class LanguageModel(CausalLanguageModel):
-    """A causal language model trained to predict the next token.
+    """Lightning module that trains a causal language model, either MHLA or from transformers, to predict the next token.
 
     Args:
         attention: options of the attention layers.
-        layer_kinds: attention kinds of the layers if they differ, repeated to the depth: [mhla, mhla, softmax] makes every
-            third layer softmax; null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers: [mhla, mhla, softmax] makes every third layer
+            softmax. Its length must divide the depth. null uses attention.kind in all layers.
         vocab_size: number of tokens in the vocabulary, at least that of the tokenizer.
         context: number of tokens in a training sample.
         shape: widths, depth and heads.
         network: configuration of transformers that builds a different causal language model instead of the MHLA backbone, as
-            {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds
-            must not be set.
-        generation: options of predict for continuations.
-        pretrained: run, checkpoint or exported folder whose weights training starts from, with any context and vocabulary;
-            not read if --ckpt_path supplies the weights.
+            {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds must
+            not be set.
+        generation: options for continuing prompts in predict.
+        pretrained: run folder, checkpoint or exported folder whose weights training starts from, with any context and
+            vocabulary; not read if --ckpt_path supplies the weights.
         training: optimizer, moving average of the weights, checkpointing and compilation.
     """
 
@@ -108,7 +108,7 @@ class LanguageModel(CausalLanguageModel):
         self.take(ours, context, generation)
 
     def configure_model(self) -> None:
-        """Load the weights of ``pretrained``, then prepare the model as :meth:`TrainingModule.configure_model` does."""
+        """Load the weights of ``pretrained`` if it was given, then compile and shard the model if requested."""
         if self._pretrained is not None:
             # Embedding and output layer depend on the vocabulary, which may differ from that of the weights.
             ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())

@@ -1,4 +1,4 @@
-"""Causal language models of transformers, trained as baselines with the same data, optimizer and reports as ours."""
+"""Causal language models of transformers, trained as baselines with the same data, optimizer and reports as MHLA models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
         network: dict with these entries:
 
             * ``class_path``: name of a configuration class, such as ``transformers.LlamaConfig``.
-            * ``init_args``: options of the configuration.
+            * ``init_args`` (optional): options of the configuration.
             * ``extra`` (optional): entries of a published ``config.json`` that the class does not know; kept unchanged.
             * ``generation_config`` (optional): options of ``transformers.GenerationConfig``.
-        vocab_size: number of tokens in the vocabulary.
+        vocab_size: number of tokens in the vocabulary; must equal that in ``init_args`` if it is set there.
 
     Raises:
         ValueError: if transformers has no such class, the configuration has no such option, or the model is not a causal
@@ -59,7 +59,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
 
 
 def known_options(kind: type[PreTrainedConfig]) -> set[str]:
-    """Return the names of all options of a configuration class."""
+    """Return the names of all options of a transformers configuration class."""
     return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
 
 
@@ -67,7 +67,7 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of a transformers model, from the first to the last.
 
     Raises:
-        ValueError: if the model has no list of ``num_hidden_layers`` modules.
+        ValueError: if the model has no ``nn.ModuleList`` of length ``config.num_hidden_layers``.
     """
     depth = network.config.num_hidden_layers
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -78,7 +78,7 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def examine(network: PreTrainedModel, context: int) -> bool:
-    """Check that a model can be trained, and test whether its logits are the hidden states times the weight of its head.
+    """Check that a model can be trained, and test whether its logits are ``hidden @ weight.T`` with the weight of its head.
 
     If they are, the loss can be computed without storing the logits of all tokens at once.
 
@@ -90,8 +90,8 @@ def examine(network: PreTrainedModel, context: int) -> bool:
         Whether the logits are that product; False for a model on the meta device, which cannot be tested.
 
     Raises:
-        ValueError: if tokens attend to later tokens, the model takes fewer than ``context`` tokens, or its configuration has
-            ``output_router_logits``, whose router loss is not supported.
+        ValueError: if tokens attend to later tokens, the model supports fewer than ``context`` tokens, or its configuration
+            sets ``output_router_logits``, whose router loss is not supported.
     """
     config, name = network.config, type(network).__name__
     limit = getattr(config, "max_position_embeddings", None)
@@ -129,12 +129,13 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
     Args:
         network: causal language model of transformers.
         inputs: input tokens, ``[B, N]`` int64.
-        targets: next token of each input, ``[B, N]`` int64; -100 is ignored.
+        targets: token that follows each input token, ``[B, N]`` int64; -100 is ignored.
         mean: whether to return the mean over the targets instead of the loss of each token.
-        plain: result of :func:`examine`; if True, the logits of all tokens are never stored at once.
+        plain: whether the logits are the hidden states times the weight of the head, as :func:`examine` determines. If so, the
+            logits of all tokens are not stored at once, unless the model is sharded with FSDP2.
 
     Returns:
-        The loss in nats: a scalar, or ``[B, N]``.
+        The loss: a scalar, or ``[B, N]``.
     """
     # FSDP2 gathers parameters in the model's own forward pass only, so that a sharded model is called in one piece.
     if not plain or is_sharded_module(network):
@@ -149,14 +150,17 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the maximum sequence length of an MHLA model in tokens; None for a model without a limit or of another kind."""
+    """Return the maximum sequence length of an MHLA model in tokens.
+
+    None means that an MHLA model has no limit, or that the model is not an MHLA model.
+    """
     return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
 
 
 def training_flops(network: PreTrainedModel) -> float:
     """Estimate the floating-point operations of training on one token: 6 for each entry of the weight matrices.
 
-    The estimate follows Kaplan et al. (arXiv 2001.08361, section 2.1) and omits attention scores and recurrences.
+    The estimate follows Kaplan et al. (arXiv 2001.08361, section 2.1), and omits attention scores and recurrences.
     """
     embedding = network.get_input_embeddings().weight
     head = network.get_output_embeddings().weight

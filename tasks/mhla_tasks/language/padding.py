@@ -1,4 +1,4 @@
-"""Checks and conversions of transformers' inputs with rows of different lengths: masks, packing, positions, labels."""
+"""Checks and conversions of the forward pass's inputs: masks, packed documents, positions and labels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mhla_tasks.language.loss import IGNORED
 
 
 def in_graph() -> bool:
-    """Return whether ``torch.compile`` or ``torch.export`` is recording a graph, in which the values of tensors are unknown."""
+    """Return whether ``torch.compile`` or ``torch.export`` is recording a graph, so that tensor values are unknown."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Raise ValueError if a prompt is empty or holds token indices that are not in the vocabulary.
+    """Raise ValueError if there are no tokens, or a token index is not in the vocabulary.
 
     Args:
         tokens: token indices, ``[B, N]``.
@@ -38,10 +38,10 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    """Raise ValueError if the batch and the cache differ in their numbers of rows, or a row has no new and no cached tokens.
+    """Raise ValueError if batch and cache differ in the number of rows, or if a row has neither new nor cached tokens.
 
     Args:
-        cache: state to continue from; None to start from the first token.
+        cache: generation state to continue from; None to start from the first token.
         counts: number of new tokens, without padding, in each row of the batch.
     """
     lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
@@ -56,7 +56,7 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
     """Raise ValueError if the cached and new tokens of a row together exceed the limit.
 
     Args:
-        cache: state to continue from, which knows the number of cached tokens in each row.
+        cache: generation state to continue from, which holds the number of earlier tokens in each row.
         counts: number of new tokens, without padding, in each row.
         limit: maximum number of tokens in a row; None for no limit.
     """
@@ -72,19 +72,20 @@ def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | Non
 def document_bounds(
     options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
 ) -> Sequence[int] | Tensor | None:
-    """Determine where packed documents begin from the argument of the forward pass that marks them.
+    """Determine the boundaries of packed documents from whichever argument of the forward pass marks them.
 
     Args:
-        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` of transformers
-            returns them; empty without these arguments.
-        cu_seqlens: result in the form that this function returns; None to derive it from the other arguments.
-        position_ids: positions of the tokens, or None. A document begins where the positions start again. In an exported
-            graph, which cannot depend on their values, they mark no documents.
+        options: keyword arguments of the forward pass that mark documents: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, which hold
+            the boundaries, or ``seq_idx``, the index of each token's document. transformers' ``DataCollatorWithFlattening``
+            creates them.
+        cu_seqlens: boundaries in the form of the return value; None to derive them from the other arguments.
+        position_ids: positions of the tokens; None to ignore positions. A document begins where the positions start again. An
+            exported graph cannot depend on their values, and ignores them.
         x: tokens, ``[B, N, ...]``.
 
     Returns:
-        Index of the first token of each of S documents, followed by the number of tokens, ``[S + 1]``, where the rows of the
-        batch are laid end to end. None if no argument marks documents, so that every row is one document.
+        Index of the first token of each of S documents, followed by the number of tokens, ``[S + 1]``. The indices count tokens
+        in the concatenation of all rows. None if no argument marks documents, so that every row is one document.
 
     Raises:
         ValueError: if the arguments contradict each other.
@@ -108,15 +109,16 @@ def document_bounds(
 
 
 def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) -> Tensor | None:
-    """Select the position of each current token from ``position_ids``.
+    """Select the positions of the current tokens from ``position_ids``, which may also cover earlier tokens.
 
     Args:
-        position_ids: positions, ``[N]``, ``[1, N]`` or ``[B, N]``; positions of earlier tokens may precede them.
+        position_ids: positions, ``[M]``, ``[1, M]`` or ``[B, M]`` with M at least N, of which the last N belong to the current
+            tokens; None if no positions were given.
         x: current tokens, ``[B, N, ...]``.
-        order: indices that put the real tokens of each row first, ``[B, N]``; None keeps the order.
+        order: indices that put the non-padding tokens of each row first, ``[B, N]``; None keeps the order.
 
     Returns:
-        Positions, ``[N]`` or ``[B, N]``; None without ``position_ids``.
+        Positions, ``[N]`` or ``[B, N]``, in the new order; None if ``position_ids`` is None.
     """
     if position_ids is None:
         return None
@@ -127,11 +129,11 @@ def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) 
 
 
 def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
-    """Shift labels by one column, so that each token has the next one as its target.
+    """Shift labels by one column to the left, so that the target of each token is the next token.
 
     Args:
         labels: token indices, ``[B, N]`` int64.
-        real: mask of non-padding tokens, ``[B, N]`` bool; None if all are real.
+        real: mask that is True for tokens and False for padding, ``[B, N]`` bool; None if there is no padding.
 
     Returns:
         Targets, ``[B, N]`` int64; -100 (ignored) in the last column and where the token or the next one is padding.

@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_toke
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Group documents into lists that each hold at least ``characters`` characters; the last list may hold fewer."""
+    """Group consecutive documents into lists with at least ``characters`` characters each; the last list may have fewer."""
     group: list[str] = []
     size = 0
     for document in documents:
@@ -48,21 +48,21 @@ def write_token_shards(
     control_tokens: bool = False,
     force: bool = False,
 ) -> list[Path]:
-    """Write documents as token shards ``target/prefix-00000.tar`` and so on.
+    """Tokenize documents, and write the tokens as WebDataset shards ``target/prefix-00000.tar`` and so on.
 
-    Each sample holds many documents in members of a tar file, where ``KEY`` is the key of the sample:
+    Each sample of a shard holds many documents in these members of the tar file, where ``KEY`` is the key of the sample:
 
     * ``KEY.tokens.npy``: tokens of all documents.
     * ``KEY.starts.npy``: index of the first token of each document.
-    * ``KEY.missing.npy``: length of each document's text in bytes minus the sum of the byte counts of its tokens. It is omitted
-      if all differences are 0.
+    * ``KEY.missing.npy``: for each document, the length of its text in bytes minus the number of bytes that its tokens stand
+      for. The member is omitted if the difference is always 0.
 
     Args:
         target: path of the folder to write to, created if missing.
-        sources: files, folders and data sets, as :func:`mhla_tasks.language.corpus.read_documents` takes them.
-        tokenizer: tokenizer of at most 2^32 tokens.
+        sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
+        tokenizer: tokenizer with a vocabulary of at most 2^32 tokens.
         prefix: prefix of the file names.
-        column: name of the column that holds the text of tables.
+        column: name of the table column that holds the text.
         run_characters: approximate number of characters in a sample.
         runs_per_shard: number of samples in a shard.
         skip: number of documents to leave out at the start.
@@ -74,8 +74,8 @@ def write_token_shards(
         Paths of all shards.
 
     Raises:
-        ValueError: if the folder holds shards of this prefix that were made with different options or from files that have
-            changed since, or there is no text.
+        ValueError: if there is no text, or the folder holds shards with this prefix that were made with different options or
+            from files that have changed since.
     """
     digest = fingerprint(tokenizer)
     options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit, "tokenizer": digest}
@@ -105,7 +105,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the files and Hugging Face data sets that documents come from, so that a later call can detect changes."""
+    """List the input files and data sets by which a repeated ``lightning prepare text`` detects changed inputs."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
@@ -120,6 +120,8 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the folder ``tokenizer`` beside the shards, unless it is there already.
+
+    If the folder holds a different tokenizer and there are no shards yet, the folder is renamed first.
 
     Raises:
         ValueError: if the folder holds shards of a different tokenizer.

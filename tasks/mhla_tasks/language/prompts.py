@@ -1,4 +1,4 @@
-"""Reading prompts from a file, options of generation, and writing continuations to a file."""
+"""Reading of prompts from a file, options for generating continuations, and writing of the continuations to a file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options for continuing prompts.
+    """Options for generating continuations of prompts.
 
     Args:
         max_new_tokens: maximum number of tokens in a continuation.
         temperature: temperature of sampling; 0 takes the most likely token each time.
         top_k: number of most likely tokens to sample from; 0 for all.
-        top_p: total probability of the most likely tokens to sample from.
+        top_p: total probability of the most likely tokens to sample from; 1 for all.
         beams: number of beams of beam search; more than 1 requires temperature 0.
-        control_tokens: whether the letters of a control token in a prompt, such as <|im_start|>, become that token, as in
-            prompts made by a chat template; false leaves them as text.
+        control_tokens: whether the spelling of a control token in a prompt, such as <|im_start|>, becomes that token, as in
+            prompts made by a chat template; false leaves it as text.
     """
 
     max_new_tokens: int = 128
@@ -47,7 +47,7 @@ class GenerationOptions:
             raise ValueError(f"beams={self.beams} does not sample: set temperature: 0")
 
     def for_generate(self) -> dict[str, Any]:
-        """Return the arguments for transformers' ``generate``."""
+        """Return these options as keyword arguments of transformers' ``generate``."""
         common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
         if not self.temperature:
             return {**common, "do_sample": False}
@@ -56,14 +56,14 @@ class GenerationOptions:
 
 
 class PromptFile:
-    """Sample source of the prompts in a file: lines of text, or the column ``prompt`` of a table. Blank lines are skipped.
+    """Data set of the prompts in a file: its lines, or the column ``prompt`` if it is a table. Blank lines are skipped.
 
     Args:
         path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table; may be compressed.
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if a row has no prompt, or the file is not text or holds no prompts; the message names file and line.
+        ValueError: if a row has no prompt, or the file is not text or has no prompts; the message names the file and the line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -77,11 +77,11 @@ class PromptFile:
         self.shard_sizes: Sequence[int] = [len(self.prompts)]
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a prompt as a dict with its text, ``prompt``, and its position in the file, ``index``."""
+        """Return a dict with the text of a prompt, ``prompt``, and its position among the prompts of the file, ``index``."""
         return {"prompt": self.prompts[index], "index": index}
 
 
@@ -98,7 +98,8 @@ def _checked_prompt(prompt: str | None, place: str) -> str:
 class ContinuationFile(Callback):
     """Callback for predict that writes each prompt and its continuation to ``continuations.jsonl`` in the log folder.
 
-    The file has one JSON object for each prompt, in the order of the prompt file.
+    The file has one JSON object for each prompt, with the keys ``prompt`` and ``continuation``, in the order of the prompt
+    file.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Store the prompts and continuations of a batch in memory, to be written at the end of the run."""
+        """Keep the prompts and continuations of a batch in memory until predict ends."""
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Data modules of synthetic sequences that test memory: associative recall, and a needle in a haystack."""
+"""Data modules with synthetic sequences that test a model's memory: associative recall, and a needle in a haystack."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ STAGES = {"train": 0, "validate": 1, "test": 2}
 
 @dataclass(frozen=True)
 class RecallPart:
-    """Set of associative recall sequences with the same length and number of pairs.
+    """Options of a set of associative recall sequences that have the same length and the same number of pairs.
 
     Args:
-        tokens: number of tokens in a sequence, even.
-        pairs: number of pairs of key and value, each of which has one question; at most a quarter of ``tokens``.
+        tokens: number of tokens in a sequence, an even number.
+        pairs: number of pairs of key and value, at most a quarter of ``tokens``. For each pair, a sequence
+            has one question: the key occurs again, and the model has to predict its value.
         samples: number of sequences.
     """
 
@@ -44,12 +45,14 @@ class RecallPart:
 
 
 class QuestionData(ResumableDataModule):
-    """Base class of data modules for sequences with questions, where accuracy is measured on the answers, by group.
+    """Base class of data modules for sequences with questions that test a model's memory.
 
-    A batch is a dict:
+    A question is a position at which the model has to predict a token (the answer) that follows from earlier tokens.
+
+    Accuracy is measured separately for groups of sequences, such as those of the same length. A batch is a dict:
 
     * ``tokens``: token indices, ``[B, N]`` int64.
-    * ``labels``: answers, ``[B, N]`` int64; -100 where nothing is predicted.
+    * ``labels``: token to predict at each position, ``[B, N]`` int64; -100 where no answer is expected.
     * ``group``: index of each sequence's group, ``[B]`` int64.
 
     Args:
@@ -65,7 +68,7 @@ class QuestionData(ResumableDataModule):
         self.vocab_size = vocab_size
 
     def questions(self, stage: str) -> SampleSource:
-        """Return the samples for a stage; each one is a sequence with questions.
+        """Return the samples of a stage: sequences with positions at which the model has to predict a certain token.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -79,7 +82,11 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Remove the columns after the last answer of a batch, which do not affect the loss."""
+        """Remove the columns after the last answer from ``tokens`` and ``labels``, because they do not affect the loss.
+
+        Returns:
+            The batch; unchanged if it has no labels.
+        """
         if isinstance(batch, dict) and "labels" in batch:
             question_columns = (batch["labels"] != IGNORED).any(0).nonzero()
             end = int(question_columns[-1]) + 1 if len(question_columns) else batch["labels"].shape[1]
@@ -88,21 +95,21 @@ class QuestionData(ResumableDataModule):
 
 
 class AssociativeRecall(QuestionData):
-    """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions about them.
+    """Data module for multi-query associative recall (MQAR): sequences of key-value pairs, then questions about them.
 
-    A sequence of N tokens begins with D keys, each followed by its value. Keys are drawn without replacement from the lower
-    half of the vocabulary, values from the upper half. The rest of the sequence consists of (N - 2D) / 2 slots of two tokens.
-    D slots begin with a key, whose value is to be predicted. These slots are drawn without replacement, slot i = 1, 2, ... with
-    a probability proportional to ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged by
-    number of pairs: ``val/accuracy_pairs4``.
+    The task follows Zoology (arXiv 2312.04927, section 4). A sequence of N tokens begins with D keys, each followed by its
+    value. Keys are drawn without replacement from the lower half of the vocabulary, values from the upper half. The rest of the
+    sequence consists of (N - 2D) / 2 slots of two tokens. D of these slots begin with a key, after which the model has to
+    predict its value. The D slots are drawn without replacement, slot i = 1, 2, ... with a probability proportional to
+    ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged by number of pairs:
+    ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.
         val: sets of sequences to validate and test on; the sequences differ from those of training.
         vocab_size: number of tokens in the vocabulary; token 0 is neither key nor value.
         power: exponent of the distribution of the questions' positions; small values put them close to the pairs.
-        random_non_queries: whether tokens between the questions are random tokens of the full vocabulary; otherwise they are
-            0.
+        random_non_queries: whether tokens between the questions are random tokens of the full vocabulary; otherwise they are 0.
         batch_size: number of samples in a batch, over all processes together.
         num_workers: number of worker processes for each training process.
         seed: seed of the sequences and their order; null for the value of seed_everything.
@@ -141,7 +148,7 @@ class AssociativeRecall(QuestionData):
 
 
 class _RecallSamples:
-    """Sample source of associative recall; each sequence is drawn when it is read."""
+    """Data set of associative recall sequences, each of which is generated when it is read."""
 
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
@@ -181,11 +188,13 @@ class _RecallSamples:
 
 
 class Needle(QuestionData):
-    """Needle in a haystack: a key and its value at a random position among random tokens, and the key again at the end.
+    """Data module for the needle-in-a-haystack test, in which the model has to recall a value among random tokens.
 
-    Keys, values and the haystack come from different thirds of the vocabulary. Accuracy is logged by length
-    (``val/accuracy_tokens512``), and by length and depth (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth tells
-    which fifth of the haystack holds the pair.
+    A sequence has a key and its value at a random position among random tokens, and the key again at the end. The model has to
+    predict the value after the last key. Keys, values and the haystack (the other tokens) come from different thirds of the
+    vocabulary. Accuracy is logged by sequence length (``val/accuracy_tokens512``), and by length and depth
+    (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth tells in which fifth of the haystack the pair is, starting at
+    0.
 
     Args:
         tokens: number of tokens in a training sequence.
@@ -228,7 +237,7 @@ class Needle(QuestionData):
 
 
 class _NeedleSamples:
-    """Sample source of needles in haystacks; each sequence is drawn when it is read."""
+    """Data set of needle-in-a-haystack sequences, each of which is generated when it is read."""
 
     def __init__(self, data: Needle, stage: str) -> None:
         self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3

@@ -1,8 +1,8 @@
-"""Registration of the model's classes in the tables of transformers and peft.
+"""Registration of the MHLA models in the tables of transformers and peft that list supported models.
 
 Both libraries use tables of class names and model types in many places. Trainer shifts labels for smoothing only for listed
 class names of causal models, pipelines and ``transformers serve`` list the models they support, and peft lists the layers to
-adapt. The ``register`` method of the auto classes fills none of these tables, so that the names are added here.
+adapt. The ``register`` method of the auto classes fills none of these tables, so this module adds the entries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ADAPTED = {
 
 
 def register() -> None:
-    """Register the model classes with transformers, and with peft if it is installed."""
+    """Register the MHLA model classes with transformers, and with peft if it is installed."""
     by_name = {model.__name__: model for model in MODELS}
     AutoConfig.register(MHLAConfig.model_type, MHLAConfig, exist_ok=True)
     for auto_class, table in NAMES.items():

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 
 def shuffled(documents: Iterable[str], size: int, seed: int) -> Iterator[str]:
-    """Iterate over documents in random order with a buffer of ``size`` documents.
+    """Iterate over documents in random order, with a shuffle buffer of ``size`` documents.
 
     Args:
-        documents: documents to shuffle, which are read once and up to ``size`` documents ahead.
+        documents: documents to shuffle. They are read once, at most ``size`` documents ahead.
         size: number of documents in the buffer; 0 keeps the order.
-        seed: seed of the order.
+        seed: seed of the random order.
     """
     if not size:
         yield from documents

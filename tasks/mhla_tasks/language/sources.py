@@ -1,4 +1,4 @@
-"""Sample source of text: windows of tokens in memory or in shards."""
+"""Data set of text samples: windows of consecutive tokens, in memory or in shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mhla_tasks.language.text_bytes import missing_between
 
 
 class TokenRuns(Protocol):
-    """Protocol for reading parts of long token sequences (runs), each of which holds many documents one after the other.
+    """Protocol for reading parts of long token sequences (runs), each of which is the concatenation of many documents.
 
     Attributes:
         lengths: number of tokens in each run.
@@ -38,10 +38,10 @@ class TokenRuns(Protocol):
         ...
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Count the bytes of text that the byte counts of a range of tokens do not account for.
+        """Return how many more bytes the text of a token range has than its tokens stand for.
 
-        The number is the length of the text in bytes minus the sum of the byte counts of its tokens. It may be negative. See
-        ``text_bytes.MissingBytes``.
+        The difference is not 0 if the tokenizer changes a text before splitting it, for example by dropping spaces. It is
+        negative if the tokens stand for more bytes than the text has.
 
         Args:
             run: index of the run.
@@ -51,7 +51,7 @@ class TokenRuns(Protocol):
         ...
 
     def describe(self, run: int) -> str:
-        """Return the name and the location of a run, for messages."""
+        """Return the name and the location of a run as text for messages."""
         ...
 
 
@@ -62,9 +62,8 @@ class ArrayRuns:
         tokens: tokens of all documents, ``[n]`` integers.
         starts: index of the first token of each document, ``[documents]`` integers.
         name: name of the text, for messages.
-        missing: length of each document's text in bytes minus the sum of the byte counts of its tokens, ``[documents]``, as
-            ``text_bytes.MissingBytes`` computes it. None if all differences are 0, as for tokenizers of
-            :func:`train_tokenizer`.
+        missing: for each document, the length of its text in bytes minus the number of bytes that its tokens stand for,
+            ``[documents]``; None if the difference is always 0.
     """
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str, missing: np.ndarray | None = None) -> None:
@@ -75,11 +74,28 @@ class ArrayRuns:
         self.run_shards: Sequence[int] = [1]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens, with a mask of the tokens that begin a document; see :meth:`TokenRuns.read`."""
+        """Read ``count`` consecutive tokens, with a mask of the tokens that begin a document.
+
+        Args:
+            run: ignored, because there is a single run.
+            start: index of the first token to read.
+            count: number of tokens to read.
+
+        Returns:
+            The tokens, ``[count]`` integers, and a mask of those that begin a document, ``[count]`` bool.
+        """
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Count the bytes of text that a range of tokens does not account for; see :meth:`TokenRuns.missing_bytes`."""
+        """Return how many more bytes the text of a token range has than its tokens stand for.
+
+        The difference is negative if the tokens stand for more bytes than the text has.
+
+        Args:
+            run: ignored, because there is a single run.
+            first: index of the first token of the range.
+            stop: index after the last token of the range.
+        """
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:
@@ -88,10 +104,10 @@ class ArrayRuns:
 
 
 class TokenWindows:
-    """Sample source of consecutive windows of ``context + 1`` tokens; windows overlap by one token.
+    """Data set of consecutive windows of ``context + 1`` tokens, which overlap by one token.
 
     Args:
-        runs: token runs of the text.
+        runs: long token sequences to cut into windows.
         context: number of tokens that the model reads in a sample.
         token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``, to compute bits per byte.
         separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.
@@ -106,18 +122,21 @@ class TokenWindows:
         self.shard_sizes: Sequence[int] = [sum(windows[a:b]) for a, b in pairwise(bounds)]
 
     def __len__(self) -> int:
-        """Number of windows."""
+        """Return the number of windows."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one window as a sample.
+        """Return one window of tokens as a sample.
 
         Args:
             index: index of the window over all runs.
 
         Returns:
-            ``tokens``, ``[context + 1]`` int64; ``bytes``, the number of bytes of text in all tokens but the first; and with
-            ``separate_documents`` also ``starts``, a mask of the input tokens that begin a document, ``[context]`` bool.
+            A dict:
+
+            * ``tokens``: token indices, ``[context + 1]`` int64.
+            * ``bytes``: number of bytes of text that all tokens but the first stand for.
+            * ``starts``, only with ``separate_documents``: mask of the input tokens that begin a document, ``[context]`` bool.
 
         Raises:
             BrokenSampleError: if a token is not in the vocabulary.

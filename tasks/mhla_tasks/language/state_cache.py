@@ -1,4 +1,4 @@
-"""State of a generating model, with the interface of transformers' caches."""
+"""Generation state of an MHLA model, with the interface of transformers' caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lightning_mhla import GenerationCache
 class StateCache(GenerationCache, Cache):
     """Generation states of all layers, in a class that transformers and peft recognize as a cache.
 
-    A state is a summary of the tokens that it has seen. It cannot be cropped, and it does not accept keys and values.
+    The state of a layer summarizes the tokens that the model has read. Tokens cannot be removed from it, and it does not accept
+    keys and values.
 
     Args:
         depth: number of layers.
@@ -38,15 +39,18 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Maximum number of tokens in a row: -1, because a state has no limit."""
+        """Maximum number of tokens that each row of the batch can cache: -1, because a generation state has no limit."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the maximum number of tokens in a row: -1, because a state has no limit."""
+        """Return the maximum number of tokens that each batch row can cache: -1, because a generation state has no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the width of the attention mask for the next ``query_length`` tokens, and the index of its first column."""
+        """Return the width of the attention mask for the next ``query_length`` tokens, and the index of its first column, 0.
+
+        The mask has a column for each token position that the state has already read, and for each of the next tokens.
+        """
         return self.columns + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -67,28 +71,20 @@ class StateCache(GenerationCache, Cache):
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Reject the removal of tokens, which a state does not support.
+        """Raise ValueError if tokens are to be removed, which a generation state does not support.
 
-        Raises:
-            ValueError: if ``tokens_to_remove`` is not 0.
+        Args:
+            tokens_to_remove: number of tokens to remove; 0 does nothing.
         """
         if tokens_to_remove:
             raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")
 
     def activate_past_recording(self) -> NoReturn:
-        """Reject the recording of earlier states, which assisted decoding needs and this cache does not support.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError, because a generation state cannot drop tokens, as assisted decoding would require."""
         raise ValueError("a state cannot remove tokens, which assisted decoding needs; generate without an assistant")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
-        """Reject keys and values, which a state does not store.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError, because a generation state does not store keys and values."""
         raise ValueError("the model keeps a state in place of keys and values, and cannot take them")
 
     early_initialization = update
@@ -97,13 +93,10 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Check that a cache is a generation state, not for example the key-value cache of a different model.
+    """Raise ValueError if a cache is not a generation state but, for example, the key-value cache of a different model.
 
     Args:
-        cache: value of ``past_key_values``; None is accepted.
-
-    Raises:
-        ValueError: if the value is not a generation state.
+        cache: value of the argument ``past_key_values``; None is accepted.
     """
     if cache is not None and not isinstance(cache, GenerationCache):
         raise ValueError(

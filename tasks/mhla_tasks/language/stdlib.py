@@ -37,8 +37,9 @@ class StdlibText:
 
     Attributes:
         tokenizer: tokenizer trained on the training files.
-        tokens: tokens of all files of a split, ``[n]`` uint16, under the keys ``train`` and ``validate``.
-        starts: index of the first token of each file, ``[files]`` int64, under the keys ``train`` and ``validate``.
+        tokens: dict with the keys ``train`` and ``validate``. Each value holds the tokens of all training or validation files,
+            ``[n]`` uint16.
+        starts: dict with the same keys. Each value holds the index of the first token of each file, ``[files]`` int64.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,10 +56,12 @@ def stdlib_files() -> list[Path]:
 
 @cache
 def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
-    """Load Python's tokenized standard library from the cache; a missing tokenizer or missing tokens are created first.
+    """Load the tokenized source code of Python's standard library from the cache.
+
+    If it is not in the cache, the tokenizer is trained and the files are encoded first.
 
     Args:
-        vocab_size: vocabulary size of the byte-level BPE, 258 to 65,536.
+        vocab_size: vocabulary size of the byte-level BPE tokenizer, 258 to 65,536.
         cache_dir: folder of the cache; None for the user's cache.
 
     Raises:

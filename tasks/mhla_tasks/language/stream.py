@@ -1,9 +1,9 @@
 """Packing of streamed documents into batches, from a position that checkpoints store.
 
-Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore
-do not depend on the number of processes. The position of a row has two numbers: its next document, and the number of that
-document's tokens that are used. Every batch contains the positions after it; a checkpoint stores those of the last batch
-that was trained.
+Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore do
+not depend on the number of processes. The position of a row consists of two numbers: the index of its next document, and the
+number of tokens of this document that are already used. Every batch contains the positions after it; a checkpoint stores those
+of the last batch that the model was trained on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KEPT = 64
 
 
 class RowPosition(NamedTuple):
-    """Position that a row of the global batch has reached in the stream of documents.
+    """Position that one row of the global batch (the rows of all processes) has reached in a stream of documents.
 
     Attributes:
         document: index of the next document.
-        used: number of the document's tokens that earlier samples used.
+        used: number of tokens of this document that earlier samples used.
     """
 
     document: int
@@ -40,18 +40,18 @@ class RowPosition(NamedTuple):
 
 
 class PackedRows(IterableDataset):
-    """Endless stream of batches for one process, whose rows are packed with documents without padding.
+    """Endless stream of batches for one process, whose rows are filled with documents without padding.
 
     Args:
         documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
         encode: function that returns the tokens of a document.
-        positions: start position of each row of the global batch.
-        rows: rows of the global batch that this process packs.
+        positions: start position of each row of the global batch, which all processes train on together.
+        rows: indices of the rows of the global batch that this process packs.
         context: number of tokens in a sample.
         token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``.
         separate_documents: whether samples mark where documents begin.
         missing: function that takes the text and the tokens of a document, and returns the length of the text in bytes minus
-            the sum of the byte counts of the tokens (see ``text_bytes.MissingBytes``); None if the difference is always 0.
+            the number of bytes that the tokens stand for. None if the difference is always 0.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class PackedRows(IterableDataset):
         self.context, self.token_bytes, self.separate_documents = context, token_bytes, separate_documents
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Iterate over the batches that follow the start positions.
+        """Yield the batches that follow the start positions.
 
         Each batch is a dict for the b rows of this process:
 
         * ``tokens``: token indices, ``[b, context + 1]`` int64.
-        * ``bytes``: number of bytes of text in each row, ``[b]``.
-        * ``position``: :class:`RowPosition` of each row after the batch, ``[b, 2]``.
-        * ``valid``: ``[b]``, all True.
+        * ``bytes``: number of bytes of text in each row after the row's first token, ``[b]``.
+        * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]``.
+        * ``valid``: ``[b]`` bool, all True.
         * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
         """
         number = len(self.positions)
@@ -95,10 +95,10 @@ class PackedRows(IterableDataset):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
     def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
-        """Encode waiting documents of a row until the row has enough tokens for a sample.
+        """Encode waiting documents of a row until the row has enough tokens for a sample or no document is left.
 
         Args:
-            pack: queue of the row's tokens.
+            pack: queue of the row's encoded documents.
             waiting: index and text of each document that is not encoded yet; encoded documents are removed.
 
         Returns:
@@ -125,13 +125,13 @@ class PackedRows(IterableDataset):
 
 
 class _Window(NamedTuple):
-    """Sample of one row of a batch.
+    """Sample for one row of a batch.
 
     Attributes:
         tokens: token indices, ``[context + 1]``.
         first: mask of the tokens that begin a document, ``[context + 1]`` bool.
-        position: position of the row in the stream of documents after the sample.
-        missing: length of the sample's text in bytes minus the sum of the byte counts of its tokens.
+        position: position in the stream of documents at which the row's next sample begins.
+        missing: length of the sample's text in bytes minus the number of bytes that its tokens stand for.
     """
 
     tokens: np.ndarray
@@ -141,13 +141,13 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Document in the queue of a row.
+    """Encoded document in the queue of a row.
 
     Attributes:
         document: index of the document in the stream.
         used: number of its tokens that earlier samples used.
         tokens: all its tokens, ``[n]``.
-        missing: length of its text in bytes minus the sum of the byte counts of its tokens.
+        missing: length of its text in bytes minus the number of bytes that its tokens stand for.
     """
 
     document: int
@@ -162,7 +162,11 @@ class _Part(NamedTuple):
 
 
 class _Pack:
-    """Queue of documents from which the samples of one row are cut."""
+    """Queue of encoded documents from which the samples of one row are cut.
+
+    Args:
+        used: number of tokens of the first document that earlier samples used.
+    """
 
     def __init__(self, used: int) -> None:
         self.skip = used
@@ -175,14 +179,17 @@ class _Pack:
         Args:
             document: index of the document in the stream.
             tokens: all tokens of the document, ``[n]``.
-            missing: length of the document's text in bytes minus the sum of the byte counts of its tokens.
+            missing: length of the document's text in bytes minus the number of bytes that its tokens stand for.
         """
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
         self.parts.append(_Part(document, skip, tokens, missing))
         self.size += len(tokens) - skip
 
     def take(self, context: int) -> _Window:
-        """Remove and return the next sample of ``context + 1`` tokens; its last token is also the first of the next sample."""
+        """Remove and return the next sample of ``context + 1`` tokens.
+
+        The last token of a sample is also the first token of the next one.
+        """
         tokens = np.concatenate([part.tokens[part.used :] for part in self.parts])[: context + 1]
         first = np.zeros(context + 1, dtype=bool)
         position = missing = 0
@@ -207,15 +214,15 @@ class _Pack:
 
 
 class StreamLoader:
-    """Loader of packed batches that resumes from the position of a checkpoint.
+    """Loader of batches packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
     Args:
-        make: function that takes the positions of all rows of the global batch, and returns the stream of batches from there.
-        batch_size: number of rows in the global batch.
-        rows: rows of the global batch that this process packs.
+        make: function that takes the positions of all rows of the global batch, and returns the stream of batches that follow.
+        batch_size: number of rows in the global batch, which all processes train on together.
+        rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.
-        num_workers: 0, or 1 to read and tokenize in a separate process.
-        trainer: Trainer whose batch count identifies the last trained batch; None to start with the first batch.
+        num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
+        trainer: Trainer whose batch count identifies the last batch used for training; None to start with the first batch.
     """
 
     def __init__(
@@ -234,11 +241,11 @@ class StreamLoader:
         self._after: OrderedDict[int, list[list[int]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Iterate over the remaining batches of the current epoch."""
+        """Yield the batches of the current epoch that training has not used yet."""
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
@@ -252,9 +259,13 @@ class StreamLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream positions of all rows of the global batch after the last trained batch.
+        """Return the stream position of each row of the global batch, as of the last batch used for training.
 
         This is a collective operation, so call it on every process.
+
+        Returns:
+            A dict whose entry ``rows`` holds two numbers for each row. They are the index of the next document and the number
+            of its tokens that are used.
         """
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
@@ -267,12 +278,22 @@ class StreamLoader:
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the positions of a checkpoint; if no batch has been trained yet, keep the start positions."""
+        """Resume from the stream positions in a checkpoint.
+
+        A loader with a trainer ignores positions that were saved before the run had trained on any batch. The stream then
+        starts with its first document, even if the batch size differs from that of the checkpoint.
+
+        Args:
+            state: positions that :meth:`state_dict` returned.
+        """
         if self.trainer is None or batches_trained(self.trainer):
             self.start_at(state)
 
     def start_at(self, state: dict[str, Any]) -> None:
-        """Set the row positions that loading starts from, in the form that :meth:`state_dict` returns.
+        """Set the position in the stream of documents at which each row of the global batch starts.
+
+        Args:
+            state: positions that :meth:`state_dict` returned.
 
         Raises:
             ValueError: if the batch size has changed.

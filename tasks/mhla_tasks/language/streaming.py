@@ -17,10 +17,10 @@ WINDOW, OVERLAP = 256, 64
 
 
 class TextPrinter(BaseStreamer):
-    """Streamer for ``generate`` that prints the text to standard output while the tokens are generated.
+    """Streamer for transformers' ``generate`` that prints the text to standard output while the tokens are generated.
 
-    transformers' ``TextStreamer`` decodes each line separately, and SentencePiece tokenizers then lose the spaces at the start
-    of the line. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
+    transformers' own ``TextStreamer`` decodes each line separately, so SentencePiece tokenizers lose the spaces at the start of
+    the line. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
     character, are held back until the next token.
 
     Args:
@@ -28,7 +28,7 @@ class TextPrinter(BaseStreamer):
         skip_prompt: whether to omit the prompt, which ``generate`` passes first.
 
     Attributes:
-        tokens: new tokens so far, without the prompt.
+        tokens: indices of the tokens generated so far, without the prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool) -> None:
@@ -62,7 +62,7 @@ class TextPrinter(BaseStreamer):
         sys.stdout.flush()
 
     def _waits(self, token: int) -> bool:
-        """Return whether a token is a single byte or a special token, so that later tokens may change the text so far."""
+        """Return whether a token is a single byte or a special token, after which the text so far may still change."""
         name = str(self.tokenizer.convert_ids_to_tokens(token))
         return token in self.tokenizer.all_special_ids or BYTE.fullmatch(name) is not None
 
@@ -76,7 +76,10 @@ class TextPrinter(BaseStreamer):
             self._printed = len(text)
 
     def _move_window(self) -> None:
-        """Drop the oldest of the tokens that are decoded together, unless this would change the text of the remaining ones."""
+        """Shorten the list of tokens that are decoded together by dropping the oldest ones.
+
+        Nothing is dropped if the text of the other tokens would change.
+        """
         waiting = self._text()[self._printed :]
         window = self._window
         cuts = (cut for cut in range(len(window) - OVERLAP, len(window)) if not self._waits(window[cut]))

@@ -1,4 +1,4 @@
-"""Sums over an evaluation: losses, tokens, bytes, and answers by group."""
+"""Sums over an evaluation: losses, tokens, bytes, and correct answers by group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MOST = 256
 
 
 class Answers(Metric):
-    """Metric that counts the questions and the correct answers by group, such as sequences of the same length.
+    """Metric that counts the questions and the correct answers in each group of questions.
+
+    A question is a token that the model has to predict. A group is, for example, all questions in sequences of equal length.
+    At most 256 groups are counted.
 
     Attributes:
         right: number of correct answers in each group, ``[256]`` int64; 0 for groups that do not occur.
@@ -40,14 +43,14 @@ class Answers(Metric):
         """Add a batch of answers to the counts.
 
         Args:
-            right: whether each answer is correct, ``[n]`` bool.
+            right: mask that is True for correct answers, ``[n]`` bool.
             groups: index of the group of each answer, ``[n]`` int64.
         """
         self.right += torch.bincount(groups[right], minlength=MOST)
         self.asked += torch.bincount(groups, minlength=MOST)
 
     def compute(self) -> Tensor:
-        """Return the numbers of correct answers (row 0) and of questions (row 1) in each group, ``[2, 256]`` int64."""
+        """Return the number of correct answers (row 0) and of questions (row 1) in each group, ``[2, 256]`` int64."""
         return torch.stack([self.right, self.asked])
 
 
@@ -55,10 +58,10 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
     """Compute the accuracy over all questions, in each group, and in each set of groups with a common name.
 
     The common name of a group is the part before the last underscore of its name: ``tokens512`` for ``tokens512_depth0``. A
-    name without underscore has none.
+    name without an underscore has no common name.
 
     Args:
-        counts: numbers of correct answers and of questions by group, ``[2, 256]``, as :meth:`Answers.compute` returns them.
+        counts: number of correct answers (row 0) and of questions (row 1) in each group, ``[2, 256]``.
         names: names of the groups, in the order of ``counts``, such as ``pairs4`` or ``tokens512_depth0``.
 
     Returns:
@@ -76,7 +79,7 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 class TextSums(nn.Module):
-    """Module that sums up losses, counts and correct answers over the batches and processes of an evaluation."""
+    """Module that sums losses, tokens, bytes, samples and correct answers over the batches and processes of an evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,31 +88,32 @@ class TextSums(nn.Module):
         self.answers = Answers()
 
     def add(self, **values: Tensor | int) -> None:
-        """Add values to running sums.
+        """Add values to the running sums.
 
         Args:
-            values: value to add for each sum: ``nats``, ``tokens``, ``bytes`` or ``samples``.
+            values: value to add to each named sum; the names are ``nats`` (for losses), ``tokens``, ``bytes`` and ``samples``.
         """
         for name, value in values.items():
             cast(SumMetric, self.sums[name]).update(value)
 
     def compute(self) -> dict[str, float]:
-        """Return the sums so far over all processes under the keys ``nats``, ``tokens``, ``bytes`` and ``samples``."""
+        """Return the sums so far over all processes, under the keys ``nats``, ``tokens``, ``bytes`` and ``samples``."""
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
-        """Return the metrics of all batches since the last call, and reset the sums.
+        """Compute the metrics of all batches since the last call, and reset the sums.
 
         Args:
-            stage: name of the stage, for messages.
-            groups: names of the groups by which answers are counted.
+            stage: what the batches were used for, such as ``"val"`` for validation, for the error message.
+            groups: names of the groups by which answers are counted; empty if there are no questions.
 
         Returns:
             Metrics by name:
 
             * ``loss``, in nats per token; ``perplexity``; and ``samples``, the number of samples.
             * ``bits_per_byte``, if the number of bytes of text is known.
-            * Accuracies as :func:`shares` returns them, if ``groups`` is not empty.
+            * ``accuracy`` over all questions, and the accuracy of each group, such as ``accuracy_pairs4``, if ``groups`` is not
+              empty.
 
         Raises:
             ValueError: if the loss is not finite.

@@ -1,9 +1,10 @@
 """Exact counting of the bytes of texts with any tokenizer, for bits per byte.
 
-Tokens count the bytes of their letters (:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text
-before they split it: they add a space in front, drop spaces, or compose or replace characters. The bytes of their tokens do
-not add up to the bytes of the text. The difference, the missing bytes, is stored for each document beside its tokens and
-spread evenly over the document, so that the sums are exact.
+The byte count of a token is the number of bytes of the text that it spells
+(:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text before they split it: they
+add a space in front, drop spaces, or compose or replace characters. The byte counts of their tokens do not add up to the bytes
+of the text. The difference, the missing bytes, is stored for each document beside its tokens and spread evenly over the
+document, so that the sums are exact.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ SAMPLES = (
 
 
 def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the byte counts of tokens (:func:`token_bytes`) add up to the length of the text for some sample texts."""
+    """Test on sample texts whether the byte counts of a tokenizer's tokens add up to the length of the text in bytes.
+
+    The byte count of a token is the number of bytes of text that it stands for.
+    """
     table = token_bytes(tokenizer)
     try:
         rows = encode_texts(tokenizer, SAMPLES)
@@ -39,11 +43,11 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class MissingBytes:
-    """Callable that counts the missing bytes of documents: the bytes of text that the tokens do not account for.
+    """Callable that counts the missing bytes of documents, which are bytes of the text that the tokens do not stand for.
 
     Their number is the length of the text in bytes minus the sum of the byte counts of its tokens
     (:func:`~mhla_tasks.language.tokenizer.token_bytes`). It differs from 0 if the tokenizer changes a text before splitting it,
-    and may be negative. A control token inside a document counts as many bytes as its letters, so it adds nothing to the
+    and may be negative. A control token inside a document counts as many bytes as its spelling has, so it adds nothing to the
     difference.
 
     Args:
@@ -60,9 +64,12 @@ class MissingBytes:
     def __call__(self, texts: Sequence[str], tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return the number of missing bytes of each document, ``[documents]`` int64.
 
+        The number is the length of the document's text in bytes minus the number of bytes that its tokens stand for. It may be
+        negative.
+
         Args:
             texts: texts of the documents.
-            tokens: tokens of all documents, one after the other, as ``encode_documents`` returns them, ``[n]``.
+            tokens: token indices of all documents, one after the other, with their special tokens, ``[n]``.
             starts: index of the first token of each document, ``[documents]``.
         """
         if not texts:
@@ -75,34 +82,36 @@ class MissingBytes:
 
 
 def spread(missing: int, count: int, position: int) -> int:
-    """Return how many of a document's missing bytes fall on its first tokens, if they are spread evenly over all tokens.
+    """Return how many of a document's missing bytes belong to its first ``position`` tokens.
+
+    Missing bytes are the difference between the length of the text in bytes and the number of bytes that its tokens stand for.
+    They are spread evenly over the tokens.
 
     Args:
-        missing: number of missing bytes of the document: the length of its text in bytes minus the sum of the byte counts of
-            its tokens (see :class:`MissingBytes`).
-        count: number of tokens in the document. The first one begins the document and has no share, unless it is the only
-            token.
-        position: number of first tokens, 0 to ``count``.
+        missing: number of missing bytes of the document; may be negative.
+        count: number of tokens in the document. Its first token is a special token and has no share, unless it is the only one.
+        position: number of tokens at the start of the document, 0 to ``count``.
     """
     shares = max(1, count - 1)
     return missing * max(0, position - (count - shares)) // shares
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Count the bytes of text that the byte counts of a range of tokens do not account for.
+    """Return how many more bytes the text of a token range has than its tokens stand for.
 
-    The tokens belong to documents that are laid end to end. The missing bytes of a document are spread evenly over its tokens.
+    The range may cover several documents, whose tokens are concatenated. The difference of each document is spread evenly over
+    its tokens.
 
     Args:
         first: index of the first token in the range.
         stop: index after the last token in the range.
         starts: index of the first token of each document, ``[documents]``.
-        missing: number of missing bytes of each document, ``[documents]``: the length of its text in bytes minus the sum of the
-            byte counts of its tokens (see :class:`MissingBytes`).
+        missing: for each document, the length of its text in bytes minus the number of bytes that its tokens stand for,
+            ``[documents]``.
         length: number of tokens in all documents.
 
     Returns:
-        Number of bytes to add to the byte counts of the tokens; it may be negative.
+        The difference for the range; negative if the tokens stand for more bytes than the text has.
     """
     total = 0
     low = max(0, int(np.searchsorted(starts, first, side="right")) - 1)

@@ -1,4 +1,4 @@
-"""Reading of parts of long token runs from shards."""
+"""Reading of parts of long token sequences from shards."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ bytes of its tokens. The last member is omitted if all differences are 0."""
 
 
 class ShardRuns:
-    """Reader of token sequences (runs) in tar shards, one in each sample. Only the requested part of a run is read.
+    """Reader of long token sequences (runs) in tar shards, which loads only the requested part of a run.
 
-    The class implements the protocol ``sources.TokenRuns``.
+    Each sample of a shard is one run. The class implements the protocol ``sources.TokenRuns``.
 
     Args:
         reader: reader of the shards.
 
     Raises:
-        BrokenSampleError: if the tokens of a sample cannot be read; the message names shard and sample.
+        BrokenSampleError: if the tokens of a sample cannot be read; the message names the shard and the sample.
     """
 
     def __init__(self, reader: ShardReader) -> None:
@@ -38,7 +38,7 @@ class ShardRuns:
         self._missing: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Return the byte offset of a run's first token in the tar member ``KEY.tokens.npy``, and the dtype of the tokens."""
+        """Return the byte offset of the tokens of a run (a long sequence) in their tar member, and the dtype of the tokens."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
         try:  # the header alone says where to read, without loading the tokens
@@ -52,7 +52,19 @@ class ShardRuns:
         return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens of a run, with a mask of the tokens that begin a document; see ``sources.TokenRuns.read``."""
+        """Read consecutive tokens of a run (a long token sequence), with a mask of the tokens that begin a document.
+
+        Args:
+            run: index of the run.
+            start: index in the run of the first token to read.
+            count: number of tokens to read.
+
+        Returns:
+            The tokens, ``[count]`` unsigned integers, and a mask of those that begin a document, ``[count]`` bool.
+
+        Raises:
+            BrokenSampleError: if the document starts of the sample cannot be read.
+        """
         offset, dtype = self._heads[run]
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
         tokens = np.frombuffer(data, dtype)
@@ -79,16 +91,29 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Return whether the shard stores, for each document of a run, how many bytes its tokens do not account for."""
+        """Return whether the shard stores a correction of the number of bytes for each document of a run (token sequence).
+
+        The correction is the length of the text in bytes minus the number of bytes that the tokens stand for.
+        """
         try:
             return self.reader.extension(run, (MISSING,)) == MISSING
         except BrokenSampleError:
             return False
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Count the bytes of text that the byte counts of a range of tokens do not account for.
+        """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.
 
-        The arguments are those of ``sources.TokenRuns.missing_bytes``.
+        Args:
+            run: index of the run, the long token sequence that contains the range.
+            first: index in the run of the first token of the range.
+            stop: index in the run after the last token of the range.
+
+        Returns:
+            The difference; negative if the tokens stand for more bytes than the text has, and 0 if the shard does not store
+            differences for the run.
+
+        Raises:
+            BrokenSampleError: if the stored differences cannot be read.
         """
         if not self.has_missing(run):
             return 0
@@ -108,5 +133,5 @@ class ShardRuns:
         return missing_between(first, stop, starts, self._missing[run], self.lengths[run])
 
     def describe(self, run: int) -> str:
-        """Return the names of the shard and the sample of a run, for messages."""
+        """Return the names of the shard and the sample that hold a run (a long token sequence), for messages."""
         return self.reader.describe(run)

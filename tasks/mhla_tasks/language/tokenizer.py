@@ -1,4 +1,4 @@
-"""Training of tokenizers, bytes of text of their tokens, padding of prompts, and comparison of tokenizers."""
+"""Training and comparison of tokenizers, number of bytes that tokens stand for, and padding of prompts."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the number of bytes of text that each token stands for, ``[V]`` int64; 0 for special tokens.
 
-    For some tokenizers, the numbers add up to the length of any text in bytes: those with a byte-level vocabulary (GPT-2,
+    For some tokenizers, these numbers add up to the length of any text in bytes: those with a byte-level vocabulary (GPT-2,
     Llama 3), with byte fallback and no space in front of a text (Gemma), or with a vocabulary of bytes (ByT5).
 
     Other tokenizers change a text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT),
-    compose characters (NFKC) or replace unknown ones. For their tokens, the bytes of the token's letters are counted, and
+    compose characters (NFKC) or replace unknown ones. For these tokenizers, the bytes of the letters in each token are counted.
     :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the length of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
@@ -104,7 +104,11 @@ class _Letters:
         self.ending = model.get("end_of_word_suffix") or ""
 
     def count(self, token: str) -> int:
-        """Return the number of bytes of text that a token stands for; the token must be neither special nor added."""
+        """Return the number of bytes of text that a token stands for.
+
+        Args:
+            token: spelling of the token, which is neither a special token nor one that was added to the trained vocabulary.
+        """
         if self.raw_bytes and len(token) == 1 and ord(token) < 256:
             return 1
         if self.ending and token.endswith(self.ending):  # the end of a word is a space
@@ -119,7 +123,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Yield the type names of all steps in a part of a serialized tokenizer, such as its normalizer."""
+    """Yield the type name of every component in a part of a serialized tokenizer, such as its normalizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):
@@ -128,7 +132,7 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the index of the token to pad with: the padding token; without one, the end token; without either, 0.
+    """Return the index of the token to pad with: the padding token, or the end token, or 0 if there is neither.
 
     Any token is suitable, because the model never attends to padding.
     """
@@ -147,7 +151,7 @@ def left_padded(
         read_control_tokens: whether the spelling of a control token in a prompt, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
-        Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
+        Token indices and mask of non-padding tokens, each ``[B, N]`` int64.
 
     Raises:
         ValueError: if a prompt has no tokens.
@@ -165,7 +169,10 @@ def left_padded(
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything that determines how a tokenizer encodes and decodes text."""
+    """Return a hash that identifies how a tokenizer encodes and decodes text, as 64 hexadecimal digits.
+
+    Tokenizers that are written in Python are identified by their vocabulary only.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

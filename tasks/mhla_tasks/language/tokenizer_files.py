@@ -1,4 +1,4 @@
-"""Files of tokenizers: loading from a folder or the hub, saving, and storage inside checkpoints.
+"""Loading of tokenizers from a folder or the Hugging Face Hub, saving, and storage inside checkpoints.
 
 A checkpoint may come from an untrusted source. File names that lead out of the folder, files above the size limits, and rules
 that make a short text grow without bound are errors. No code from a file is run.
@@ -34,7 +34,7 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
 
     Raises:
         FileNotFoundError: if there is no tokenizer.
-        ValueError: if its files are unsafe; see :mod:`lightning_mhla.system.tokenizer_rules`.
+        ValueError: if its files are unsafe, for example if a rule makes a short text grow without bound.
     """
     check_folder(Path(where))
     try:
@@ -63,7 +63,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PackedFiles:
-    """Return the contents of a tokenizer's files by relative path, for storage in a checkpoint."""
+    """Return the contents of a tokenizer's files, for storage in a checkpoint.
+
+    Returns:
+        A dict from relative path to content: text as a string, other bytes as ``{"base64": ...}``.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tokenizer(tokenizer, folder)

@@ -1,4 +1,4 @@
-"""Image sizes for several aspect ratios (buckets); all images of a batch have the same size."""
+"""Buckets of image sizes: each image gets the size with the nearest aspect ratio, and all images of a batch have one size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_buckets(names: Sequence[str]) -> list[Size]:
     """Parse image sizes such as ``512x384``, which is 512 pixels high and 384 wide.
 
     Args:
-        names: sizes as ``HEIGHTxWIDTH``.
+        names: sizes in the format ``HEIGHTxWIDTH``.
 
     Returns:
         Height and width of each size, in pixels.
@@ -55,7 +55,7 @@ def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
     Args:
         height: height of the image, in pixels.
         width: width of the image, in pixels.
-        sizes: sizes to choose from.
+        sizes: height and width of each size to choose from.
 
     Returns:
         Index of the nearest size.
@@ -66,11 +66,13 @@ def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
 
 
 def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: int) -> np.ndarray:
-    """Assign each image to the size with the nearest aspect ratio, reading only the headers of the image files.
+    """Assign each image to the size with the nearest aspect ratio.
+
+    Only the beginning of each file is read, unless it does not contain the size of the image.
 
     Args:
         files: image files.
-        sizes: sizes to choose from.
+        sizes: height and width of each size to choose from, in pixels.
         batch_size: minimum number of images of each size.
 
     Returns:
@@ -95,7 +97,7 @@ def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: 
 
 
 def check_groups(groups: np.ndarray, names: Sequence[str], batch_size: int, what: str) -> None:
-    """Check that every size has enough samples for a batch.
+    """Check that every image size has enough samples for a batch.
 
     Args:
         groups: index into ``names`` of each sample's size, ``[n]`` int64.

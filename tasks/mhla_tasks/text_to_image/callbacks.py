@@ -23,15 +23,16 @@ from mhla_tasks.text_to_image.scenes import every_caption
 class ImagePictures(DrawnSamples):
     """Callback that draws an image for each prompt during training, and shows all images in one picture.
 
-    The picture ``images-step*.png`` is written to ``pictures/`` in the log folder, and to TensorBoard. The weights are those
-    that validation uses: their moving average, if the run keeps one. Each image starts from the same noise every time.
+    The picture is logged to TensorBoard and written to the folder ``pictures`` in the log folder, such as
+    ``images-step0001000.png`` at step 1,000. Images are drawn with the moving average of the weights if training maintains one,
+    otherwise with the current weights. Every evaluation starts from the same noise.
 
     Args:
-        prompts: prompts to draw an image for.
+        prompts: prompts; one image is drawn for each.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
-        at_end: whether to draw with the final weights.
-        at_start: whether to draw with the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to draw images at the end of training.
+        at_start: whether to draw images before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     module_class = TextToImage
@@ -47,7 +48,14 @@ class ImagePictures(DrawnSamples):
         super().__init__(prompts, every_n_steps, at_end, at_start, seed)
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write one picture that shows all images with their prompts, and add it to TensorBoard."""
+        """Write one picture that shows all images with their prompts, and log it to TensorBoard.
+
+        Args:
+            trainer: Lightning trainer that runs the callback.
+            module: module that drew the images.
+            samples: images ``[n, C, H, W]`` uint8 on the CPU, one for each prompt.
+            folder: log folder of the training run.
+        """
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
         pictures.mkdir(parents=True, exist_ok=True)
@@ -58,17 +66,17 @@ class ImagePictures(DrawnSamples):
 class SceneScores(ImagePictures):
     """Callback that draws scenes of digits, and logs the shares of images with correct digits, colors, count and positions.
 
-    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count`` and ``scenes/relation`` (position), and ``scenes/all``
-    for images that are correct in every respect. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. The
-    images are checked by :mod:`mhla_tasks.text_to_image.judge`, which accepts 87% of the real held-out scenes.
+    The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` (position), and ``scenes/all``
+    for images that pass all checks. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. A classifier of
+    digits checks the images; it accepts 87% of the held-out scenes in the data.
 
     Args:
         prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.
         per_prompt: number of images for each prompt.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to score the final weights.
-        at_start: whether to score the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to score the weights at the end of training.
+        at_start: whether to score the weights before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     def __init__(
@@ -86,7 +94,14 @@ class SceneScores(ImagePictures):
         super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Check each image against its prompt, log the shares of correct images, and add a line to ``scenes.jsonl``."""
+        """Check each image against its prompt, log the shares of correct images, and add a line to ``scenes.jsonl``.
+
+        Args:
+            trainer: Lightning trainer that runs the callback.
+            module: module that drew the images.
+            samples: images ``[n, 3, H, W]`` uint8 on the CPU, one for each prompt.
+            folder: log folder of the training run.
+        """
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
         path = folder / "scenes.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
@@ -99,16 +114,16 @@ class SceneScores(ImagePictures):
 class ClipScore(ImagePictures):
     """Callback that draws an image for each prompt, and logs the mean CLIP score (arXiv 2104.08718) as ``clip/score``.
 
-    The score is the cosine similarity of the CLIP embeddings of image and prompt, times 100, with negative values replaced by
-    0, averaged over the images.
+    The score of an image is 100 times the cosine similarity of the CLIP embeddings of the image and its prompt. Negative values
+    are replaced by 0.
 
     Args:
-        model: folder, or name on the hub, of a transformers CLIP model with its processor.
-        prompts: prompts to draw an image for.
+        model: folder or Hugging Face Hub name of a transformers CLIP model with its processor.
+        prompts: prompts; one image is drawn for each.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to score the final weights.
-        at_start: whether to score the initial weights (of a pretrained model, right after its attention was replaced).
-        seed: seed of the noise.
+        at_end: whether to score the weights at the end of training.
+        at_start: whether to score the weights before the first optimizer step, too.
+        seed: random seed for the noise that sampling starts from.
     """
 
     def __init__(
@@ -125,13 +140,25 @@ class ClipScore(ImagePictures):
         self._parts: tuple[Any, Any] | None = None
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Check that the module can draw samples, and load the CLIP model."""
+        """Check that the module can draw samples, and load the CLIP model.
+
+        Raises:
+            ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.
+            FileNotFoundError: if the CLIP model, the text encoder or the autoencoder does not exist.
+        """
         super().check(module)
         self._load()
 
     @torch.no_grad()
     def score(self, pixels: Tensor) -> float:
-        """Compute the mean CLIP score, 0 to 100, of images ``[n, C, H, W]`` uint8, one for each prompt of the callback."""
+        """Compute the mean CLIP score of images.
+
+        Args:
+            pixels: images ``[n, C, H, W]`` uint8, one for each prompt of the callback.
+
+        Returns:
+            Mean score from 0 to 100.
+        """
         model, processor = self._load()
         values = []
         for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
@@ -141,7 +168,14 @@ class ClipScore(ImagePictures):
         return float(torch.cat(values).mean())
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Compute the mean CLIP score of the images, and log it as ``clip/score``."""
+        """Compute the mean CLIP score of the images, and log it as ``clip/score``.
+
+        Args:
+            trainer: Lightning trainer that runs the callback.
+            module: module that drew the images.
+            samples: images ``[n, C, H, W]`` uint8 on the CPU, one for each prompt.
+            folder: log folder of the training run.
+        """
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Data of the text-to-image domain: the embedded scenes, captioned images, latents in shards; and the prompts to sample."""
+"""Data modules of text-to-image models: rendered scenes of digits, captioned images, and latents with caption embeddings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class CaptionedImageData(CaptionedData):
     """Base class of data modules with captioned images. A subclass implements :meth:`samples`.
 
     Args:
-        prompts: prompts for which the predict command draws samples.
-        options: further options of :class:`ResumableDataModule`.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``batch_size`` and ``seed``.
     """
 
     extension = IMAGE
@@ -43,20 +43,23 @@ class CaptionedImageData(CaptionedData):
 
         Args:
             part: split of the data, ``"train"`` or ``"validate"``.
+
+        Returns:
+            Map-style data set of images in -1 .. 1.
         """
         return self.samples(part)
 
 
 class DigitScenes(CaptionedImageData):
-    """Colored handwritten digits of MNIST on 32 x 32 pixels, with captions such as "a red three left of a green seven".
+    """Data module of images of colored MNIST digits, with captions such as "a red three left of a green seven".
 
-    There are 20,000 scenes to train on and 400 held out. The held-out scenes show different handwritten digits.
+    There are 20,000 scenes of 32 x 32 pixels for training and 400 held-out scenes, which show different handwritten digits.
 
     Args:
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for images this small.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples; null for the seed of seed_everything.
     """
 
     def __init__(
@@ -76,27 +79,28 @@ class DigitScenes(CaptionedImageData):
 
 
 class CaptionedImageShards(CaptionedImageData):
-    """Images with captions in WebDataset tar shards, or in folders.
+    """Data module of images with captions in WebDataset tar shards, or in folders.
 
-    The caption of an image such as 17.jpg is in 17.txt or 17.json, in the same shard or folder. A folder can instead have a
-    file metadata.jsonl with a file_name and a caption on each line. In training, images that cannot be decoded or lack a
-    caption are skipped, with a warning for each, and counted.
+    The caption of an image such as 17.jpg is in 17.txt or 17.json, in the same shard or folder. Alternatively, a folder can
+    contain a file metadata.jsonl with a file_name and a caption on each line. In training, images that cannot be decoded or
+    lack a caption are skipped with a warning.
 
     Args:
-        train: shards to train on: a folder of shards, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a
-            folder of images.
-        val: shards or folder for validation, in the same forms.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+            A folder of images also works.
+        val: validation data, specified in the same ways as train.
         height: height in pixels to which images are scaled and center-cropped.
         width: width in pixels to which images are scaled and center-cropped.
         buckets: several image sizes in place of height and width, as HEIGHTxWIDTH, such as [512x512, 384x640]. Each image gets
-            the size with the nearest aspect ratio, and a batch contains images of one size. Each size must be a multiple of the
-            model's patch size.
-        caption_key: key of the caption in a JSON file or in a line of metadata.jsonl.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+            the size with the nearest aspect ratio, and all images of a batch have the same size. Heights and widths must be
+            multiples of the model's patch size.
+        caption_key: key of the caption in JSON files and in the lines of metadata.jsonl.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples, and for choosing one of several captions of an image; null for the seed
+            of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(
@@ -144,9 +148,20 @@ class CaptionedImageShards(CaptionedImageData):
 
 
 class ImageLatentShards(EncodedShards):
-    """Image latents and embedded captions in shards that ``lightning prepare caption-latents`` wrote.
+    """Data module of image latents and embedded captions, in shards that ``lightning prepare caption-latents`` wrote.
 
-    The arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
+    Args:
+        train: training shards: a folder, a brace pattern such as DIR/train-{00000..01023}.tar, a glob, a URL, or a list of
+            these.
+        val: validation data, specified in the same ways as train.
+        text_length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut. null for the
+            length that lightning prepare recorded in the manifest.json of the shards.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples, and for choosing one of several captions of a sample; null for the seed
+            of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     extension = IMAGE
@@ -158,7 +173,8 @@ class ImageLatentShards(EncodedShards):
     def instruction(self) -> str | None:
         """Instruction that was inserted before each caption when the shards were written; None if there was none.
 
-        Shards that do not record the instruction are assumed to use that of SANA's pipeline, ``sana``.
+        The value ``sana`` stands for the instruction of diffusers' SanaPipeline. This value is assumed for shards that do not
+        record an instruction.
         """
         return read_manifest(self.shards).get("instruction", "sana") or None
 
@@ -187,6 +203,13 @@ class _ShardsOrFolders(ShardSets):
 
 
 def image_folder(location: str | list[str]) -> Path | None:
-    """Return a data location as a path if it is a folder of images; return None if it names shards."""
+    """Return the path of a data location if it is a folder of images.
+
+    Args:
+        location: folder of images, or the location of shards: a folder, a glob, a brace pattern, a URL, or a list of these.
+
+    Returns:
+        Path of the folder of images; None if the location refers to shards.
+    """
     folder = Path(location) if isinstance(location, str) else None
     return folder if folder is not None and folder.is_dir() and not holds_shards(folder) else None

@@ -1,7 +1,7 @@
-"""Checks that a picture shows the scene of its caption: digits, colors, count and relation.
+"""Checks whether an image shows the scene of its caption: digits, colors, count and relative position.
 
-GenEval (arXiv 2310.11513) makes the same checks with an object detector. Here a digit is a connected area of bright pixels,
-its color is the nearest of four, and a support vector machine trained on MNIST's training digits classifies it.
+GenEval (arXiv 2310.11513) makes the same checks with an object detector. Here, a digit is a connected area of bright pixels.
+Its color is the nearest of four, and a support vector machine trained on MNIST's training digits classifies it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def parse_caption(caption: str) -> Scene:
     """Parse a caption such as ``a red three left of a green seven`` into the scene that it describes.
 
     Raises:
-        ValueError: if the caption does not describe a scene of digits.
+        ValueError: if the caption does not describe a scene of digits, or has two digits of the same color in a spatial
+            relation.
     """
     colours, names, counts = "|".join(COLOURS), "|".join(NAMES), "|".join(COUNTS.values())
     if match := re.fullmatch(rf"({counts}) ({colours}) ({names})e?s", caption):
@@ -97,7 +98,8 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
 
     Returns:
         Whether the image passes each check, by name: ``digit`` (the right digits), ``colour`` (the right colors), ``count``
-        (the right number of digits) and, only if the caption states it, ``relation`` (the right relative position).
+        (the right number of digits) and ``relation`` (the right relative position). ``relation`` is present only if the caption
+        states a relative position.
 
     Raises:
         ValueError: if the caption does not describe a scene of digits.
@@ -123,8 +125,8 @@ def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
         captions: caption of each image.
 
     Returns:
-        Shares from 0 to 1 by the name of the check, and, under ``all``, the share of images that pass all of their checks. The
-        share of a check counts only the images that it applies to. A check that applies to no image is left out.
+        Shares from 0 to 1 by the name of the check. The share of a check counts only the images that it applies to, and a check
+        that applies to no image is left out. The entry ``all`` is the share of images that pass all checks.
     """
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
@@ -156,7 +158,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Return a support vector classifier of digit images ``[12, 12]``, trained on MNIST digits cropped as in a scene."""
+    """Return a support vector classifier for digit images ``[12, 12]``, trained on cropped MNIST digits."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

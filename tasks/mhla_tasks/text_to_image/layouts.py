@@ -1,4 +1,4 @@
-"""Copies of drawn images in the folder layouts that text-to-image benchmarks read."""
+"""Copying of drawn images to the folder layouts that text-to-image benchmarks read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
-    """Copy images to GenEval's layout, one folder for each prompt: ``00000/metadata.jsonl``, ``00000/samples/0000.png``."""
+    """Copy images to GenEval's layout, one folder for each prompt: ``00000/metadata.jsonl``, ``00000/samples/0000.png``.
+
+    Raises:
+        ValueError: if ``prompts`` is not a ``.jsonl`` file.
+    """
     if prompts.suffix != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for _, line in read_lines(prompts)]
@@ -68,7 +72,7 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Join the first four images of each prompt into one PNG file, two in a row, as DPG-Bench requires."""
+    """Join the first four images of each prompt into one PNG file, in two rows of two, as DPG-Bench requires."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         paths = _numbered(images, name)
@@ -90,7 +94,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Copy the first image of each prompt to a PNG file with the prompt's name, the layout of MJHQ-30K."""
+    """Copy the first image of each prompt to a PNG file with the prompt's name, as MJHQ-30K requires."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         _copy(_numbered(images, name)[0], target / f"{name}.png")
@@ -104,7 +108,7 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """List the image files of the prompt ``name`` in order: ``00000-0.png``, ``00000-1.png`` and so on for ``00000``.
+    """List the image files of a prompt in the order of their numbers: ``00000-0.png``, ``00000-1.png`` and so on.
 
     Raises:
         FileNotFoundError: if the prompt has no images.
@@ -118,7 +122,7 @@ def _numbered(images: Path, name: str) -> list[Path]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy an image file. First check that it is an image, because a symbolic link could lead to any file.
+    """Copy an image file, after checking that it is an image, because a symbolic link could point to any file.
 
     Raises:
         BrokenSampleError: if the file is not an image.

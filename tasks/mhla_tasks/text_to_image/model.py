@@ -1,4 +1,4 @@
-"""Sizes of SANA's transformer."""
+"""Options of SANA's transformer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SanaTransformerConfig:
-    """Sizes of a ``SanaTransformer2DModel``, by diffusers' names; the defaults are those of SANA-0.6B at 512 pixels.
+    """Options of diffusers' ``SanaTransformer2DModel``; the defaults are those of SANA-0.6B at 512 pixels.
 
     Args:
         in_channels: number of input channels; 32 for latents of SANA's autoencoder, 3 for pixels.
@@ -17,13 +17,15 @@ class SanaTransformerConfig:
         num_layers: number of blocks.
         num_cross_attention_heads: number of heads in cross-attention.
         cross_attention_head_dim: width of a head in cross-attention.
-        cross_attention_dim: width of a token; must equal the number of heads times their width, in both attentions.
+        cross_attention_dim: width of a token. In self-attention and in cross-attention, it must equal the number of heads times
+            the width of a head.
         caption_channels: width of the embedded caption tokens; 2304 for Gemma-2-2B.
         mlp_ratio: inner width of the MLP divided by the width of a token.
-        sample_size: rows and columns of the latent; the model also takes other sizes.
+        sample_size: side of the latent, in latent pixels; the model also accepts other sizes.
         patch_size: side of the square of latent pixels that becomes one token.
-        interpolation_scale: scale of sine-cosine positions; null for no positions (as SANA at 512 and 1,024 pixels).
-        qk_norm: norm of queries and keys: rms_norm_across_heads (as SANA-1.5), or null for none.
+        interpolation_scale: scale of sine-cosine position embeddings; null for no position embeddings, as in SANA at 512 and
+            1,024 pixels.
+        qk_norm: normalization of queries and keys: rms_norm_across_heads (as in SANA-1.5), or null for none.
     """
 
     in_channels: int = 32

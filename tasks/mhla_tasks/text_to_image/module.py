@@ -1,4 +1,4 @@
-"""Training, validation and sampling of a SANA transformer whose attention is replaced."""
+"""Lightning module that trains, validates and samples a SANA transformer whose attention is replaced."""
 
 from __future__ import annotations
 
@@ -31,12 +31,29 @@ SANA_FLOW = FlowConfig(shift=3.0)
 class TextToImage(CaptionedDiffusion):
     """Text-to-image model: a SANA transformer with replaced attention, trained on captioned images or their latents.
 
-    Arguments that are not listed here are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
-
     Args:
-        layer_kinds: kinds of the layers; the list repeats until all layers have one. [keep, replace] replaces the attention of
-            every second layer, [keep] replaces none; null to replace all.
-        vae: folder or hub name of a SANA pipeline or its autoencoder, for latents; null for pixels.
+        attention: options of the attention that replaces the transformer's self-attention.
+        transformer: options of the transformer, such as its width and its number of layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. [keep, replace] replaces the attention of every second layer, and [keep] of none.
+            null replaces the attention of all layers.
+        flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
+        text: options of the caption encoder.
+        vae: folder or Hugging Face Hub name of SANA's autoencoder, or of a pipeline that contains it, if the transformer works
+            on latents; null if it works on pixels.
+        train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
+            the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
+        lora: rank and alpha of the low-rank adapters.
+        distillation: options of distillation from the same transformer with its original attention.
+        sampling: sampler options of the predict command and of callbacks.
+        pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
+            or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
+        output: folder for the images that the predict command draws; images that exist there are not drawn again. null for the
+            log folder.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        ValueError: if sampling uses guidance but the model is trained without caption dropout.
     """
 
     host, samples, sample_key, text_option = SANA, "images", "image", "caption_channels"
@@ -90,10 +107,13 @@ class TextToImage(CaptionedDiffusion):
         return to_pixels(samples)
 
     def on_fit_start(self) -> None:
-        """Check the image sizes of the data, then continue as :meth:`CaptionedDiffusion.on_fit_start` does.
+        """Check the image sizes of the data, load the teacher if there is one, and embed the empty caption if it is needed.
+
+        A teacher is needed for distillation, and the empty caption is needed if captions are dropped in training.
 
         Raises:
-            ValueError: if an image size does not fit the autoencoder's downsampling factor or the patch size.
+            ValueError: if an image size is not a multiple of the autoencoder's downsampling factor, or the size of its latents
+                is not a multiple of the patch size.
         """
         for size in getattr(self.trainer.datamodule, "sizes", ()):  # type: ignore[attr-defined]  # set by fit
             latent = size if self.codec is None else self.codec.latent_size(*size)
@@ -107,17 +127,22 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts of the data module. Metrics of drawn images distribute the images evenly over these prompts."""
+        """Prompts of the data module. Images for metrics such as FID are drawn for them, the same number for each prompt."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
     @property
     def num_conditions(self) -> int:
-        """Number of conditions that samples can be drawn for: the number of prompts."""
+        """Number of different conditions for which samples can be drawn, which is the number of prompts."""
         return len(self.prompts)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Draw the images with the given indices; image i has prompt i modulo the number of prompts.
+        """Draw the images with the given indices. Image i has the prompt with index i modulo the number of prompts.
+
+        Args:
+            indices: index of each image, which also determines its noise.
+            seed: random seed, the same for all images.
+            sampling: sampler options; None to use the module's own options.
 
         Returns:
             Images ``[B, C, H, W]`` uint8.
@@ -126,7 +151,14 @@ class TextToImage(CaptionedDiffusion):
         return self.draw([prompts[index % len(prompts)] for index in indices], indices, seed, sampling)
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the sampler options and the timestep shift, which are recorded with metrics of drawn images."""
+        """Return the options to record with metrics of drawn images.
+
+        Args:
+            sampling: sampler options.
+
+        Returns:
+            A dict with ``sampling_steps``, the other sampler options by name, and ``shift``, the timestep shift.
+        """
         options = asdict(sampling)
         return {"sampling_steps": options.pop("steps"), **options, "shift": self.flow.shift}
 
@@ -135,10 +167,10 @@ def token_mask(text: Tensor) -> Tensor:
     """Compute the mask of non-padding tokens in embedded captions.
 
     Args:
-        text: embedded captions ``[B, L, D]``, padded with rows of zeros.
+        text: embedded captions ``[B, L, D]`` of L tokens with D features, padded with rows of zeros.
 
     Returns:
-        Mask ``[B, L]`` int64: 0 for padding, 1 for tokens. The first token of each caption always has 1.
+        Mask ``[B, L]`` int64: 1 for tokens, 0 for padding. The first token of each caption always has 1.
     """
     mask = text.ne(0).any(-1)
     mask[:, 0] = True

@@ -1,4 +1,4 @@
-"""Figure that shows several images with their captions."""
+"""Matplotlib figure that shows several images with their captions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS, INCHES, LETTERS = 6, 1.5, 24
 
 
 def draw_captioned(images: Sequence[tuple[str, Tensor]], title: str = "") -> Figure:
-    """Draw a figure of images in rows of six, each below its caption.
+    """Draw a Matplotlib figure of images in rows of six, with a caption above each image.
 
     Args:
         images: caption and pixels ``[C, H, W]`` uint8 of each image.

@@ -1,6 +1,7 @@
-"""Pretrained SANA weights from diffusers, from NVlabs' original file, or from a run of this suite.
+"""Pretrained SANA weights, from diffusers, from NVlabs' original file, or from a training run of this package.
 
-diffusers' table converts NVlabs' names. NVlabs' file also holds positions and the empty caption, which diffusers computes.
+diffusers converts the names in NVlabs' file to its own names. NVlabs' file also contains position embeddings and the embedding
+of the empty caption, which are not used because diffusers computes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ UNUSED = ("pos_embed", "y_embedder.y_embedding")
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert SANA weights from the names in NVlabs' original release to diffusers' names."""
+    """Convert SANA weights from the names in NVlabs' original release to diffusers' names.
+
+    Args:
+        state: weights by their names in NVlabs' release.
+
+    Returns:
+        The weights by diffusers' names.
+    """
     present = dict(state)
     for name in UNUSED:
         present.setdefault(name, Tensor())

@@ -1,4 +1,4 @@
-"""Options for sampling images."""
+"""Options for drawing images with a text-to-image model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ Sampler = Literal["dpm", "euler"]
 
 @dataclass(frozen=True)
 class SanaSamplingConfig:
-    """Options for drawing images; the defaults are those of diffusers' ``SanaPipeline``.
+    """Options for drawing images with a text-to-image model; the defaults are those of diffusers' ``SanaPipeline``.
 
     Args:
         sampler: dpm (DPM-Solver++ for flow matching, SANA's default) or euler.
-        steps: number of network evaluations per image (twice as many with guidance).
-        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+        steps: number of sampling steps. Each step evaluates the network once, or on a batch of twice the size with guidance.
+        guidance: scale of classifier-free guidance (arXiv 2207.12598), at least 1; 1 to sample without guidance.
         height: height of the images in pixels.
         width: width of the images in pixels.
-        negative_prompt: prompt that guidance moves away from; empty for the empty caption, as trained with caption_dropout.
+        negative_prompt: prompt from which guidance moves images away. The default is the empty prompt, which
+            replaces dropped captions in training (option caption_dropout).
     """
 
     sampler: Sampler = "dpm"

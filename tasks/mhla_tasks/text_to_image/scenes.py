@@ -41,7 +41,7 @@ class Scene:
     """Description of a scene: one digit, several equal digits, or two digits in a spatial relation.
 
     Args:
-        digits: label and color of each digit; equal digits are listed once.
+        digits: label (0 to 9) and color name of each digit; equal digits are listed once.
         count: number of digits.
         relation: position of the first digit relative to the second, ``left of`` or ``above``; None for one digit or equal
             digits.
@@ -53,12 +53,12 @@ class Scene:
 
     @property
     def shown(self) -> list[tuple[int, str]]:
-        """Label and color of each of the ``count`` digits; equal digits are repeated."""
+        """Label and color of each digit in the scene. Equal digits are repeated, so the length is ``count``."""
         return [self.digits[min(number, len(self.digits) - 1)] for number in range(self.count)]
 
     @property
     def caption(self) -> str:
-        """Caption of the scene: ``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
+        """Caption of the scene, such as ``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
         names = [f"{colour} {NAMES[label]}" for label, colour in self.digits]
         if self.relation is not None:
             return f"a {names[0]} {self.relation} a {names[1]}"
@@ -68,7 +68,7 @@ class Scene:
 
 
 def draw_scene(random: np.random.Generator) -> Scene:
-    """Choose a random scene: one digit, two or three equal digits, or two digits of which one is left of or above the other."""
+    """Choose a random scene: one digit, two or three equal digits, or two digits side by side or one above the other."""
     kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
     labels = random.integers(10, size=2 if kind == "relation" else 1)
     colours = random.permutation(list(COLOURS))
@@ -96,8 +96,8 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 
     Args:
         scene: scene to render.
-        digits: images ``[1, 28, 28]`` in 0 .. 1, one for each digit of the scene.
-        random: generator of the digits' positions.
+        digits: images ``[1, 28, 28]`` in 0 .. 1 for the digits of the scene, one for each of its ``count`` digits.
+        random: random generator for the positions of the digits.
 
     Returns:
         Image ``[3, 32, 32]`` float32 in -1 .. 1.
@@ -138,7 +138,7 @@ def _by_label(train: bool) -> list[Tensor]:
 
 
 class SceneSamples:
-    """Sample source of rendered random scenes of digits. The same index always gives the same scene.
+    """Map-style data set of rendered random scenes of digits. The same index always gives the same scene.
 
     Args:
         train: whether the scenes show MNIST's training digits instead of held-out digits.
@@ -149,11 +149,10 @@ class SceneSamples:
         self.shard_sizes: Sequence[int] = [SCENES if train else HELD_OUT_SCENES]
 
     def __len__(self) -> int:
-        """Number of scenes."""
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``image`` ``[3, 32, 32]`` float32 in -1 .. 1, ``caption`` and ``index`` of one scene."""
+        """Return one scene as a dict with ``image`` ``[3, 32, 32]`` float32 in -1 .. 1, ``caption`` and the given ``index``."""
         random = np.random.default_rng([index, self.train])
         scene = draw_scene(random)
         images_by_label = _by_label(self.train)

@@ -1,4 +1,4 @@
-"""Sample source of captioned images in shards and folders."""
+"""Map-style data set of captioned images in shards and folders."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from mhla_tasks.text_to_image.buckets import Size, sort_into_buckets
 
 
 class CaptionedImages:
-    """Sample source of captioned images, each scaled and cropped to the size with the nearest aspect ratio.
+    """Map-style data set of captioned images, each scaled and cropped to the size with the nearest aspect ratio.
 
     Args:
         files: image files and their captions.
         sizes: height and width of each available size, in pixels.
-        batch_size: minimum number of images of each size, if there are several sizes.
+        batch_size: number of images in a batch, which is the minimum for each size; ignored if there is only one size.
+
+    Raises:
+        ValueError: if a size has fewer images than a batch.
 
     Attributes:
         groups: index into ``sizes`` of each image's size, ``[n]`` int64; None if there is only one size.
@@ -33,11 +36,10 @@ class CaptionedImages:
         self.groups = sort_into_buckets(files, sizes, batch_size) if len(sizes) > 1 else None
 
     def __len__(self) -> int:
-        """Number of images."""
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``image`` ``[3, H, W]`` float32 in -1 .. 1, ``caption`` and ``index`` of one sample."""
+        """Return one sample as a dict with ``image`` ``[3, H, W]`` float32 in -1 .. 1, ``caption`` and the given ``index``."""
         text = self.files.caption(index)
         data = self.files.member(index, EXTENSIONS)[1]
         transform = self.transforms[0 if self.groups is None else self.groups[index]]
@@ -53,7 +55,7 @@ def to_size(height: int, width: int) -> v2.Compose:
         width: width in pixels.
 
     Returns:
-        Transform of a PIL image to a tensor ``[3, height, width]`` float32 in -1 .. 1.
+        Transform from a PIL image to a tensor ``[3, height, width]`` float32 in -1 .. 1.
     """
 
     def cover(image: Image.Image) -> Image.Image:

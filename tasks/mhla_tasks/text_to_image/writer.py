@@ -1,4 +1,4 @@
-"""Files that predict writes for text-to-image models: PNG images, a JSON line for each, and an overview picture."""
+"""Callback that writes the images that the predict command draws with a text-to-image model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from mhla_tasks.text_to_image.pictures import draw_captioned
 
 
 class ImageWriter(SampleFolder):
-    """Callback that writes each drawn image to a PNG file as soon as its batch is complete; see :class:`SampleFolder`."""
+    """Callback that writes each drawn image to a PNG file in the folder ``images`` as soon as its batch is complete.
+
+    Beside the folder, ``images.jsonl`` has a line for each image with its prompt, seed, index and drawing time in seconds. The
+    picture ``images.png`` shows the first images.
+
+    Args:
+        folder: path of the folder that receives this output; None for the log folder. Images that already exist there are not
+            drawn again.
+    """
 
     kind = "images"
 

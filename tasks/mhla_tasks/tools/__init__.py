@@ -1,1 +1,1 @@
-"""Command-line tools in addition to Lightning's commands: for data, models, measurements and the machine."""
+"""Command-line tools beyond Lightning's own commands: for data, models, measurements and the machine."""

@@ -1,4 +1,4 @@
-"""Model card (``README.md``) that an export writes next to the weights."""
+"""Writing of the model card (``README.md``) of an exported model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARK = "<!-- lightning export "
 
 
 def is_own(text: str) -> bool:
-    """Return whether a model card is unedited: its text ends in the checksum that :func:`write_card` appends."""
+    """Return whether the text of a model card is unchanged since the card was written, according to the checksum at its end."""
     content, mark, digest = text.rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
 
@@ -37,17 +37,18 @@ def _digest(text: str) -> str:
 def write_card(
     module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
 ) -> None:
-    """Write a model card: type of the model, code that loads it, data, metrics, configuration, versions and license.
+    """Write the model card of an exported model.
 
-    Secrets and the directory parts of local paths are removed from the options. Text from the checkpoint is escaped, so that it
-    is never interpreted as Markdown or HTML.
+    The card states the type of the model, code that loads it, data, metrics, configuration, versions and license. Secrets and
+    the directory parts of local paths are removed from the options that it lists. Text from the checkpoint is escaped, so that
+    it is never interpreted as Markdown or HTML.
 
     Args:
         module: the exported module.
         content: entries of the model's checkpoint, without tensors.
         path: path of the card to write.
         folder: name of the exported folder.
-        loading: Python code that loads the exported folder, with ``FOLDER`` in place of its path.
+        loading: Python code that loads the exported folder, with the placeholder ``FOLDER`` instead of its path.
         license_name: identifier of the model's license; None if it is not known.
     """
     memory = _options(present_options("model", type(module), content.get("hyper_parameters") or {}))
@@ -83,10 +84,10 @@ def write_card(
 
 
 def _options(memory: Any) -> dict[str, Any]:
-    """Return the options of a model or data module in the form of a configuration file.
+    """Convert the hyperparameters of a model or data module to options in the format of a configuration file.
 
     Args:
-        memory: hyperparameters of the model or data module from a checkpoint; None if the checkpoint has none.
+        memory: hyperparameters from a checkpoint; None, which gives an empty dict, if the checkpoint has none.
     """
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")
@@ -129,13 +130,13 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Convert a text to one line, with the characters escaped that Markdown or HTML would interpret."""
+    """Convert a text to one line, and escape the characters that Markdown or HTML would interpret."""
     line = " ".join(harmless(str(text)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
 
 def _code(text: Any) -> str:
-    """Format a text as inline code in Markdown, or escape it if it has a character that would end the code."""
+    """Format a text as inline code in Markdown, or escape it if it contains a character that would end the code."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 

@@ -1,4 +1,4 @@
-"""Comparison of runs: differences between their configurations, metrics, times and numbers of parameters."""
+"""Comparison of training runs by configuration, metrics, time and number of parameters, for ``lightning compare``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Run:
 
     Attributes:
         folder: path of the run's folder, which contains ``run.json`` and usually ``config.yaml``.
-        record: content of ``run.json``, which :class:`lightning_mhla.callbacks.RunReport` writes.
+        record: content of ``run.json``, which the callback :class:`lightning_mhla.callbacks.RunReport` writes.
         options: values of ``config.yaml`` by their dotted keys, such as ``model.attention.kind``; empty if the file is missing.
     """
 
@@ -47,11 +47,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read all training runs in the given folders and their subfolders.
 
     Args:
-        folders: folders of runs, or folders that contain them at any depth. A run that several folders contain is read once.
+        folders: folders of runs, or folders that contain such folders at any depth. A run is read only once, even if several of
+            the folders contain it.
+
+    Returns:
+        The runs, in the order of the given folders.
 
     Raises:
         FileNotFoundError: if a folder does not contain any run.
-        ValueError: if the record of a run cannot be read.
+        ValueError: if the ``run.json`` of a run is invalid.
     """
     runs: dict[Path, Run] = {}
     for folder in folders:
@@ -84,11 +88,11 @@ def _read(path: Path) -> Run:
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten a nested configuration to one dict with dotted keys, such as ``model.attention.kind``.
 
-    In a list of objects with ``class_path``, such as callbacks, the class name is the key of each object.
+    In a list of objects with ``class_path``, such as callbacks, the class name becomes the key of each object.
 
     Args:
         values: nested mappings, lists and plain values.
-        prefix: dotted key with which all keys of the result begin; empty at the top level.
+        prefix: dotted key that precedes all keys of the result; empty at the top level.
     """
     if isinstance(values, Mapping) and values:
         parts = (flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
@@ -110,7 +114,14 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """List the configuration keys whose values differ between runs, except those of loggers and of file locations."""
+    """List the configuration keys whose values differ between runs, except options of loggers and paths of run folders.
+
+    Args:
+        runs: runs to compare. Runs without a configuration are ignored.
+
+    Returns:
+        Dotted keys, such as ``model.attention.kind``.
+    """
     configured = [run for run in runs if run.options]
     keys = list(dict.fromkeys(key for run in configured for key in run.options))
     candidates = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
@@ -119,6 +130,9 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Shorten dotted configuration keys to the fewest last parts that are unique among them.
+
+    Args:
+        keys: dotted keys, such as ``model.optimizer.lr``.
 
     Returns:
         The short name of each key, such as ``lr`` for ``model.optimizer.lr`` if no other key ends in ``lr``.
@@ -135,7 +149,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def common_metrics(runs: Sequence[Run]) -> list[str]:
-    """List the metrics that all runs recorded. Metrics whose final values differ between runs come first.
+    """List the names of the metrics that all runs recorded. Metrics whose final values differ between runs come first.
 
     The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
@@ -145,7 +159,11 @@ def common_metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Return the comparison of runs as a table: a list of column names, and a list of cell texts for each run."""
+    """Return the comparison of runs as a table with one row for each run.
+
+    Returns:
+        A list of column names; and for each run, a list with the text of each cell.
+    """
     names = short_names(differences(runs))
     metrics = common_metrics(runs)
     best = list(dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]))
@@ -164,14 +182,14 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the path of each run's folder, relative to the common parent folder of all runs."""
+    """Return the path of each run's folder, relative to the parent folder that all runs have in common."""
     paths = [str(run.folder) for run in runs]
     common = os.path.commonpath(paths) if len(set(paths)) > 1 else ""
     return [os.path.relpath(path, common) if common else path for path in paths]
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Print the comparison of runs as a table. On a terminal, the table fits its width."""
+    """Print the comparison of runs as a table, which adapts to the width of the terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -191,7 +209,10 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a label for each run: the values of the options that differ between runs, or its folder if none differ."""
+    """Return, for each run, a text that identifies it in a plot.
+
+    The text lists the values of the options that differ between the runs, or is the path of the run's folder if none differ.
+    """
     names = short_names(differences(runs))
     return [
         ", ".join(f"{name}={_text(run.options.get(key))}" for key, name in names.items()) or str(run.folder)
@@ -204,7 +225,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
     Args:
         runs: runs to plot.
-        path: file to write the picture to.
+        path: path of the picture file to write.
 
     Raises:
         ValueError: if the runs have no metric in common.
@@ -231,7 +252,7 @@ def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
     Returns:
         A dict for each run: ``folder``, the path of its folder; ``options``, the values of the configuration keys whose values
-        differ between the runs; and the entries of its ``run.json``.
+        differ between the runs; and all entries of its ``run.json``.
     """
     keys = differences(runs)
     return [

@@ -1,4 +1,4 @@
-"""Export of trained models from checkpoints to folders that other libraries load."""
+"""Export of trained models from checkpoints to folders that other libraries load, for ``lightning export``."""
 
 from __future__ import annotations
 
@@ -49,16 +49,20 @@ def write_export(
 ) -> None:
     """Export the model of a checkpoint, with a model card, to a folder that other programs can load.
 
+    A ``README.md`` that the user has edited is kept, and the new card is written to ``README.new.md``.
+
     Args:
         checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
         folder: folder to write the model to.
         live: whether to export the trained weights instead of their moving average, if the checkpoint has both.
-        options: export options of the model's task, by name, such as ``adapters``.
+        options: values, by name, of the options that only some tasks support: ``tokenizer`` and ``context`` for language
+            models, ``adapters`` for text-to-image and video models.
         license_name: license of the model, for the card; None if it is not known.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint was not trained with this package, or the model's task does not have one of the options.
+        ValueError: if the checkpoint was not trained with this package, or the model's task does not support one of the
+            options.
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
@@ -90,7 +94,7 @@ def remove_private(folder: Path) -> None:
     not changed.
 
     Args:
-        folder: folder that the user may publish. The files in it are changed in place.
+        folder: exported folder, which the user may publish. The files in it are changed in place.
     """
     for path in folder.rglob("*.json"):
         if path.name in VOCABULARIES or path.name.endswith(".index.json"):
@@ -105,7 +109,7 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Return whether to delete a file of an earlier export, because libraries would load it together with the new files.
+    """Return whether a file of an earlier export must be deleted, because libraries would load it together with the new files.
 
     Args:
         names: names of files and folders that exports of the model's task write.
@@ -120,6 +124,9 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
     Args:
         checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
         live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
+
+    Returns:
+        The Lightning module with its weights.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.

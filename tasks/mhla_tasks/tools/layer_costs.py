@@ -1,4 +1,4 @@
-"""Measurement of how much replacing each layer of a linearized model adds to the loss on held-out data."""
+"""Measurement of how much replacing each attention layer of a linearized model adds to its loss, for ``lightning layers``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mhla_tasks.tools.export import load_trained
 def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
     """Measure how much each replaced attention layer adds to the loss, and choose layers that should keep softmax attention.
 
-    A hybrid model keeps softmax attention in the layers whose replacement costs most.
+    The result describes a hybrid model, which keeps softmax attention in the layers whose replacement adds most to the loss.
 
     Args:
-        path: checkpoint or run folder of a LinearizedModel or a TimmClassifier.
+        path: path of a checkpoint or a run folder of a LinearizedModel or a TimmClassifier.
         keep: share of the layers that keep softmax attention in the hybrid model, at least 0 and below 1.
         batches: number of batches of the run's validation data to measure on.
-        accelerator: accelerator of Lightning's Trainer.
+        accelerator: accelerator of Lightning's Trainer, such as ``cpu`` or ``gpu``.
 
     Returns:
-        A dict with these entries; losses are in nats per ``unit``:
+        A dict with these entries; losses are in nats per token or per image, as ``unit`` states:
 
         * ``original``: loss with the original attention in all layers.
         * ``replaced``: loss with the new attention in all replaced layers.
         * ``hybrid``: loss of the hybrid model.
-        * ``alone``: losses with the new attention in a single layer, by layer index.
+        * ``alone``: dict with the loss for each replaced layer, by layer index, if only this layer has the new attention.
         * ``unit``: ``"token"`` or ``"image"``.
         * ``kept``: indices of the layers that keep softmax attention in the hybrid model.
         * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
@@ -94,7 +94,11 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
 
 
 def table(costs: dict[str, Any]) -> str:
-    """Format the result of :func:`measure` as a table for the terminal."""
+    """Format the result of :func:`measure` as a text table for the terminal.
+
+    Args:
+        costs: dict that :func:`measure` returned.
+    """
     losses = LayerCosts(costs["original"], costs["replaced"], costs["alone"])
     lines = [f"nats per {costs['unit']:<10} against the original"]
     rows: Sequence[tuple[str, float]] = [

@@ -11,7 +11,14 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 @passes_on
 def doctor(arguments: Sequence[str]) -> int:
-    """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON."""
+    """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON.
+
+    Args:
+        arguments: command-line arguments after ``lightning doctor``.
+
+    Returns:
+        The exit status: 1 if a check finds a problem that prevents training, otherwise 0.
+    """
     from mhla_tasks.tools.doctor import main
 
     return main(arguments)
@@ -20,7 +27,9 @@ def doctor(arguments: Sequence[str]) -> int:
 def completion(parser: ArgumentParser) -> Run:
     """Print a shell script that completes commands, options and configurations.
 
-    lightning completion bash >> ~/.bashrc
+        lightning completion bash >> ~/.bashrc
+
+    The argument is the name of the shell, bash or zsh.
     """
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
 

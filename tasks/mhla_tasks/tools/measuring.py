@@ -1,4 +1,4 @@
-"""Tools that measure and compare models, samples, runs and the operator."""
+"""Command-line tools that measure and compare models, samples, runs and the MHLA operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ def evaluate(arguments: Sequence[str]) -> int | None:
 
         lightning evaluate --model_args pretrained=runs/stdlib --tasks mmlu,arc_easy
 
-    The options are those of ``lm_eval``. ``mhla-lm-eval`` is the same program.
+    The command accepts the options of ``lm_eval``. ``mhla-lm-eval`` is another name of this command.
+
+    Args:
+        arguments: command-line arguments after ``lightning evaluate``.
+
+    Returns:
+        Always None, which stands for success.
     """
     from mhla_tasks.language.evaluation.script import main
 
@@ -36,8 +42,9 @@ def score(parser: ArgumentParser) -> Run:
         lightning score runs/dit/version_0/samples.npz VIRTUAL_imagenet256_labeled.npz
         lightning score samples/ photos/ --weights weights-inception-2015-12-05-6726825d.pth
 
-    The two arguments, samples and reference, are each a folder of images or an .npz file. The file contains images (arr_0), as
-    the predict command writes them, statistics (mu, sigma, mu_s, sigma_s), or both, in the format of ADM's evaluator.
+    The first argument is the generated images, and the second is the real images (reference). Each is a folder of images or an
+    .npz file in the format of ADM's evaluator. Such a file contains images (arr_0), statistics of features (mu, sigma, mu_s,
+    sigma_s), or both. The predict command writes images in this format.
     """
     parser.add_argument("samples", help="folder of images, or .npz")
     parser.add_argument("reference", help="folder of images, or .npz")
@@ -66,9 +73,9 @@ def arrange(parser: ArgumentParser) -> Run:
 
         lightning arrange runs/sana/predict/images geneval --layout geneval --prompts evaluation_metadata.jsonl
 
-    The images are those that ``predict`` generated for the same list of prompts: four per prompt (per_prompt=4) for GenEval
-    and DPG-Bench, one per prompt for MJHQ-30K. The list is evaluation_metadata.jsonl of GenEval, the folder of prompts of
-    DPG-Bench, or meta_data.json of MJHQ-30K.
+    The ``predict`` command must have generated the images for the same list of prompts. GenEval and DPG-Bench expect four
+    images per prompt (per_prompt=4), and MJHQ-30K expects one. The list of prompts is evaluation_metadata.jsonl for GenEval,
+    the folder of prompts for DPG-Bench, and meta_data.json for MJHQ-30K.
     """
     parser.add_argument("images", type=Path, help="folder of images that predict wrote")
     parser.add_argument("target", type=Path, help="folder to write")
@@ -91,8 +98,9 @@ def compare(parser: ArgumentParser) -> Run:
 
         lightning compare runs/mnist runs/digits/version_3 --picture compared.png
 
-    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes.
-    Metrics are those of the last validation. The best value is that of the metric by which checkpoints were chosen.
+    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes. The
+    table shows the metrics of the last validation. It also shows the best value of the metric that was used to choose
+    checkpoints.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     parser.add_argument("--picture", type=Path, help="file for the curves (default: no picture)")
@@ -118,9 +126,9 @@ def layers(parser: ArgumentParser) -> Run:
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 
-    For each layer, the command measures the loss on held-out samples of the run's data with the new attention in this layer
-    only and softmax attention in all others. The proposed ``layer_kinds`` keep softmax attention in the given share of layers.
-    Run the command after the layer-wise steps of distillation.
+    For each layer, the command measures the loss on validation data with the new attention in this layer only and softmax
+    attention in all others. It then proposes ``layer_kinds`` for a hybrid model, which keeps softmax attention in the layers
+    that add most to the loss. ``--keep`` sets their share. Run the command after the layer-wise steps of distillation.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel or a TimmClassifier")
     parser.add_argument("--keep", type=float, default=0.25, help="share of layers to keep (default: 0.25)")
@@ -143,34 +151,46 @@ def bench(arguments: Sequence[str]) -> int | None:
 
         lightning bench attention --device cpu
 
-    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` the options of one. The command requires a
-    checkout of the repository.
+    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` lists the options of a benchmark. The command
+    requires a checkout of the repository.
+
+    Args:
+        arguments: command-line arguments after ``lightning bench``.
+
+    Returns:
+        None for success; the exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks", arguments)
 
 
 @passes_on
 def paper(arguments: Sequence[str]) -> int | None:
-    """Train and score the models of docs/results.md, one table row at a time; it can be resumed.
+    """Train and score the models of docs/results.md, one table row at a time; the command can be resumed.
 
         lightning paper --only mnist --seeds 0
 
     ``lightning paper --list`` lists the tables and their rows. The command requires a checkout of the repository.
+
+    Args:
+        arguments: command-line arguments after ``lightning paper``.
+
+    Returns:
+        None for success; the exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks.paper", arguments)
 
 
 def _run_of_checkout(program: str, arguments: Sequence[str]) -> int | None:
-    """Run a module of the repository as ``python -m`` does.
+    """Run a module from a checkout of the repository as ``python -m`` does.
 
-    The modules are not part of the installed package. They import this package, so this package must not import them.
+    Such modules are not part of the installed package. They import this package, so this package must not import them.
 
     Args:
         program: dotted name of the module, such as ``benchmarks``.
         arguments: command-line arguments of the module.
 
     Returns:
-        None, or 2 after an error message if the package is not installed from a checkout.
+        None for success; the exit status 2, after an error message, if this package is not installed from a checkout.
     """
     if not (CHECKOUT / "benchmarks/__main__.py").is_file():
         sys.stderr.write(

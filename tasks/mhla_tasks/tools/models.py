@@ -1,4 +1,4 @@
-"""Tools for trained models: export, import, consolidation, generation and chat."""
+"""Command-line tools for trained models: export, import, consolidation, generation, chat and timm's scripts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def export(parser: ArgumentParser) -> Run:
 
         lightning export runs/mnist/version_0/checkpoints/last.ckpt exported
 
-    The task of the model determines how to load the folder: a classifier with ``VisionTransformer.from_pretrained``, a
-    class-to-image model with ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model with
-    ``lightning_mhla.load_swapped`` or, if no layer was replaced, with diffusers' ``from_pretrained``, and a language model with
-    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts a training
-    run from the exported weights. The model card, ``README.md``, states data, configuration, metrics, versions, how to load the
-    model, and the license. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the
-    weights that they adapt.
+    How to load the folder depends on the task of the model. A classifier is loaded with ``VisionTransformer.from_pretrained``,
+    and a class-to-image model (network, scheduler and VAE) with ``DiTPipeline.from_pretrained``. A text-to-image or video model
+    is loaded with ``lightning_mhla.load_swapped`` or, if no layer was replaced, with diffusers' ``from_pretrained``. A language
+    model is loaded with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. The option
+    ``--model.pretrained=FOLDER`` of ``lightning fit`` starts training from the exported weights.
+
+    The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they adapt. The
+    model card, ``README.md``, states data, configuration, metrics, versions, how to load the model, and the license.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint file, or folder of a run")
     parser.add_argument("folder", type=Path, help="folder to write the model to")
@@ -96,9 +97,9 @@ def consolidate(parser: ArgumentParser) -> Run:
 
         lightning consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
 
-    Training resumes from either form. Generation, export and evaluation also read the folder, which requires memory for the
-    complete model. The folder may come from any number of processes. For the folder of a run, its latest complete checkpoint is
-    converted.
+    The source is the folder of a sharded checkpoint, written by any number of processes, or the folder of a run, whose latest
+    complete checkpoint is converted. Training resumes from a sharded checkpoint or from a single file. Generation, export and
+    evaluation also accept both, but require memory for the complete model.
     """
     parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
     parser.add_argument("target", type=Path, help="file to write")
@@ -122,8 +123,8 @@ def generate(parser: ArgumentParser) -> Run:
 
         lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
 
-    The model is a training checkpoint, an exported folder or a name on the hub. Without a prompt, the command reads prompts
-    from the terminal one after the other.
+    The model is a training checkpoint, an exported folder or a name on the Hugging Face Hub. Without a prompt, the command
+    reads prompts from the terminal one after the other.
     """
     parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
     parser.add_argument("prompt", nargs="?", help="text to continue")
@@ -169,10 +170,11 @@ def chat(parser: ArgumentParser) -> Run:
 
         lightning chat exported --system "Answer in one sentence."
 
-    The model is a training checkpoint, the folder of a run, an exported folder or a name on the hub. Messages are formatted
-    by the chat template of its tokenizer; a model without a template continues the text of the message. The model reads each
-    message only once, because it keeps its state. The size of the state is printed after each reply, and is constant for mhla
-    and the other linear kinds. Messages may also come from a file or a pipe, one per line. Only replies go to standard output.
+    The model is a training checkpoint, the folder of a run, an exported folder or a name on the Hugging Face Hub. Messages are
+    formatted with the chat template of its tokenizer; a model without a template continues the text of the message. The model
+    keeps its state between messages, so it reads each message only once. The size of the state is printed after each reply, and
+    is constant for mhla and the other kinds of linear attention. Messages may also come from a file or a pipe, one per line.
+    Only replies go to standard output.
     """
     parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
     parser.add_argument("--system", metavar="TEXT", help="system message, if the chat template supports one")
@@ -212,8 +214,8 @@ def timm_script(arguments: Sequence[str]) -> int | None:
 
         lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
 
-    The options are those of the script. In addition to timm's models, ``--model`` accepts those that ``lightning_mhla.timm``
-    registers: mhla_vlt_t, mhla_deit_t and others.
+    The command accepts the options of the script. In addition to timm's models, ``--model`` accepts the models that
+    ``lightning_mhla.timm`` registers: mhla_vlt_t, mhla_deit_t and others.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")

@@ -1,4 +1,4 @@
-"""Command-line tools that convert data to shards: ``lightning prepare images``, ``text`` and others.
+"""Command-line tools that convert data to shards, such as ``lightning prepare images`` and ``lightning prepare text``.
 
 Longer than other modules: it contains all of these commands, each a function with its options.
 """
@@ -55,7 +55,7 @@ def _captioned_folder(parser: ArgumentParser, samples: str, per_shard: int) -> N
 
     Args:
         parser: parser of the command.
-        samples: plural noun for the files in the help, such as ``images``.
+        samples: plural noun for the files, used in the help text, such as ``images``.
         per_shard: default number of samples in a shard.
     """
     parser.add_argument("source", type=Path, help=f"folder of {samples} and captions")
@@ -72,7 +72,7 @@ def _packing(args: Namespace) -> Packing:
 
 
 def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
-    """Print how many samples the complete shards contain, and how many this process skipped.
+    """Print the number of samples in the completed shards, and the number of samples that this process skipped.
 
     Args:
         paths: paths of all shards, including those that other processes write.
@@ -96,15 +96,16 @@ def _say(text: str) -> None:
 
 
 def images(parser: ArgumentParser) -> Run:
-    """Pack a folder of images, one folder for each class, into WebDataset shards.
+    """Pack a folder of images, with one subfolder for each class, into WebDataset shards.
 
         lightning prepare images photos/train shards --prefix train
 
-    The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Shards
-    of a second prefix in the same folder use the labels of the first, matched by name. Every image is decoded to check it, and
-    copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded, such as truncated ones, are skipped
-    with a warning for each, up to a limit. The command resumes after a stop. It fails if the images or the options have
-    changed since then.
+    The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. If the
+    target folder already has shards with a different prefix, each class gets the number that it has there. Every image is
+    decoded to check it, and copied byte for byte, in a random order that ``--seed`` determines. Images that cannot be decoded,
+    such as truncated ones, are skipped with a warning. The option ``--max_skipped`` limits their number.
+
+    The same command resumes after an interruption. It fails if the images or the options have changed in the meantime.
     """
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")
@@ -134,11 +135,13 @@ def latents(parser: ArgumentParser) -> Run:
         lightning prepare latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image_size 256
         torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE
 
-    The source is a folder with one folder of images for each class, or WebDataset shards with an image such as 17.jpg and its
-    label 17.cls for each sample. Every sample stores the means and standard deviations of the latents of the image and of its
-    mirror image, in float16. Images that cannot be read are skipped with a warning for each, up to a limit. A shard receives
-    its name when it is complete, so the same command resumes after a stop, with any number of processes. Processes of torchrun
-    or srun share the shards, and each uses the GPU of its local rank.
+    The source is a folder with one folder of images for each class, or WebDataset shards. For each sample, such a shard
+    contains an image such as 17.jpg and its label 17.cls. The command stores the means and standard deviations of the latents
+    of each image and of its mirror image, in float16. Images that cannot be read are skipped with a warning. The option
+    ``--max_skipped`` limits their number.
+
+    Processes of torchrun or srun divide the shards among them, and each uses the GPU of its local rank. A shard receives its
+    name when it is complete, so the same command resumes after an interruption, with any number of processes.
     """
     parser.add_argument("source", help="folder of class folders, or shards of images")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -177,8 +180,8 @@ def tokenizer(parser: ArgumentParser) -> Run:
 
         lightning prepare tokenizer tokenizer texts/ more.jsonl --vocab_size 4096
 
-    Sources are those of ``lightning prepare text``. ``--tokenizer`` of that command accepts the written folder, and
-    transformers' AutoTokenizer loads it.
+    The command accepts the same sources as ``lightning prepare text``. The folder that it writes can be given to the option
+    ``--tokenizer`` of that command, and transformers' AutoTokenizer loads it.
     """
     parser.add_argument("target", type=Path, help="folder for the tokenizer")
     parser.add_argument(
@@ -208,12 +211,19 @@ def text(parser: ArgumentParser) -> Run:
         lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
         lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
-    Sources are text files (one document per file), tables (.jsonl, .json, .csv, .tsv, .parquet: one document per row, in the
-    column --column), any of these compressed (.gz, .bz2, .xz, .zst), folders of them, or hub:NAME[:CONFIG[:SPLIT]], which is
-    streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line of output reports what is skipped: rows
-    without a text and, in folders, hidden and binary files, tables without the column, and files in a different encoding. All
-    cores tokenize. A shard receives its name when it is complete, so the same command resumes after a stop. The tokenizer is
-    saved in the folder tokenizer/ below the target.
+    A source is one of these; files may be compressed (.gz, .bz2, .xz, .zst):
+
+    * text file, which is one document;
+    * table (.jsonl, .json, .csv, .tsv, .parquet) with one document per row, in the column that --column names;
+    * folder of text files and tables;
+    * hub:NAME[:CONFIG[:SPLIT]], a data set on the Hugging Face Hub, which is streamed.
+
+    Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. Rows without a text are skipped. In folders, the command also
+    skips hidden and binary files, tables without the column, and files in a different encoding. It prints the number of skipped
+    rows and files.
+
+    All cores tokenize. A shard receives its name when it is complete, so the same command resumes after an interruption. The
+    tokenizer is saved in the folder tokenizer/ below the target.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(
@@ -258,10 +268,11 @@ def captions(parser: ArgumentParser) -> Run:
 
         lightning prepare captions photos/train shards --prefix train
 
-    The source contains images (JPEG, PNG, WebP), each with its caption in NNN.txt or NNN.json in the same folder, at any depth,
-    where NNN is the image's file name without its extension; or a metadata.jsonl with a file_name and a caption on each line.
-    Every image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be
-    decoded or lack a caption are skipped with a warning for each, up to a limit. The command resumes after a stop.
+    The source folder contains images (JPEG, PNG, WebP) at any depth. The caption of an image such as 17.jpg is in 17.txt or
+    17.json in the same folder. Alternatively, the source folder can contain a metadata.jsonl with a file_name and a caption on
+    each line. Every image is decoded to check it, and copied byte for byte, in a random order that ``--seed`` determines.
+    Images that cannot be decoded or lack a caption are skipped with a warning. The option ``--max_skipped`` limits their
+    number. The same command resumes after an interruption.
     """
     _captioned_folder(parser, "images", 1000)
 
@@ -282,10 +293,12 @@ def caption_latents(parser: ArgumentParser) -> Run:
         torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
 
     The source is WebDataset shards or a folder. The caption of an image such as 17.jpg is in 17.txt or 17.json. Images are
-    scaled to cover the size and cropped at the center. SANA's autoencoder encodes the images and its text encoder the captions;
-    both are stored in float16. Images that cannot be read or lack a caption are skipped with a warning for each, up to a limit.
-    A shard receives its name when it is complete, so the same command resumes after a stop, with any number of processes.
-    Processes of torchrun or srun share the shards, and each uses the GPU of its local rank.
+    scaled to cover the given size and cropped at the center. SANA's autoencoder encodes the images, and its text encoder
+    encodes the captions. Latents and embeddings are stored in float16. Images that cannot be read or lack a caption are skipped
+    with a warning. The option ``--max_skipped`` limits their number.
+
+    Processes of torchrun or srun divide the shards among them, and each uses the GPU of its local rank. A shard receives its
+    name when it is complete, so the same command resumes after an interruption, with any number of processes.
     """
     parser.add_argument("source", help="shards of images and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -349,10 +362,10 @@ def clips(parser: ArgumentParser) -> Run:
 
         lightning prepare clips clips/train shards --prefix train
 
-    The source contains MP4 files, each with its caption in NNN.txt or NNN.json in the same folder, at any depth, where NNN is
-    the video's file name without its extension. The files are copied byte for byte, in an order shuffled by the seed. Videos
-    that are truncated, cannot be decoded at their beginning or their end, or lack a caption are skipped with a warning for
-    each, up to a limit. The command resumes after a stop.
+    The source folder contains MP4 files at any depth. The caption of a video such as 17.mp4 is in 17.txt or 17.json in the same
+    folder. The files are copied byte for byte, in a random order that ``--seed`` determines. Videos are skipped with a warning
+    if they are truncated, cannot be decoded at their beginning or their end, or lack a caption. The option ``--max_skipped``
+    limits their number. The same command resumes after an interruption.
     """
     _captioned_folder(parser, "videos", 100)
 
@@ -368,16 +381,18 @@ def clips(parser: ArgumentParser) -> Run:
 
 
 def clip_latents(parser: ArgumentParser) -> Run:
-    """Encode clips and captions into latent shards, for training without VAE and text encoder.
+    """Encode clips and captions into latent shards, for training without the VAE and the text encoder.
 
         lightning prepare clip-latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare clip-latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 
     The source is WebDataset shards or a folder. The caption of a video such as 17.mp4 is in 17.txt or 17.json. Wan's VAE
-    encodes the middle of every video, and UMT5 its caption; both are stored in float16. Videos that cannot be read, are too
-    short or lack a caption are skipped with a warning for each, up to a limit. A shard receives its name when it is complete,
-    so the same command resumes after a stop, with any number of processes. Processes of torchrun or srun share the shards, and
-    each uses the GPU of its local rank.
+    encodes a clip from the middle of every video, and its text encoder UMT5 encodes the caption. Latents and embeddings are
+    stored in float16. Videos that cannot be read, are too short or lack a caption are skipped with a warning. The option
+    ``--max_skipped`` limits their number.
+
+    Processes of torchrun or srun divide the shards among them, and each uses the GPU of its local rank. A shard receives its
+    name when it is complete, so the same command resumes after an interruption, with any number of processes.
     """
     parser.add_argument("source", help="shards of videos and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")

@@ -1,15 +1,15 @@
-"""Sweeps, which train several runs by one command: ``lightning fit ... --sweep KEY=VALUE,VALUE [--sweep KEY=VALUE,VALUE]``.
+"""Sweeps, which train several runs with one command: ``lightning fit ... --sweep KEY=VALUE,VALUE [--sweep KEY=VALUE,VALUE]``.
 
-Every combination of values is a run in its own folder below ``--run_dir`` (default: ``runs/sweep``), named by the values. The
-runs are trained one after the other, or each as a job of SLURM:
+Each combination of values is trained as a run of its own. Its folder lies below ``--run_dir`` (default: ``runs/sweep``) and is
+named after the values. The runs are trained one after the other, or each as a SLURM job:
 
     lightning fit --config configs/classification/mnist.yaml --run_dir runs/kinds \\
       --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
-The output of a run goes to ``output.txt`` in its folder; the sweep prints one line for each run. The same command resumes a
-sweep: it skips finished runs and resumes stopped ones (jobs of SLURM only after they have ended). At the end all runs are
-compared as by ``lightning compare``.
+The output of a run is written to ``output.txt`` in its folder, and the sweep prints one line for each run. The same command
+resumes a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the
+end, all runs are compared as with ``lightning compare``.
 
 Longer than other modules: it runs, submits, resumes and reports a sweep.
 """
@@ -68,8 +68,8 @@ class Sweep:
 
     Attributes:
         line: parsed command line with the options that all runs share.
-        values: values to combine, by option name.
-        folder: folder that contains a folder for each run.
+        values: list of the values of each option that varies, by option name.
+        folder: folder that contains one folder for each run.
         sbatch: arguments with which ``sbatch`` submits each run to SLURM; None to train on this machine.
     """
 
@@ -79,7 +79,7 @@ class Sweep:
     sbatch: list[str] | None
 
     def runs(self) -> list[tuple[Path, CommandLine]]:
-        """Return the folder and the parsed command line of each run, one run for each combination of values."""
+        """Return the folder and the parsed command line of each run, one for each combination of values."""
         combinations = []
         for combination in itertools.product(*self.values.values()):
             options = [
@@ -92,12 +92,14 @@ class Sweep:
 
 @dataclass
 class SweepProgress:
-    """Progress display of a sweep: a line for each ended run and, on a terminal, the current run and the remaining time.
+    """Progress display of a sweep, which prints a line for each run that has ended.
+
+    On a terminal, it also shows the current run and the estimated remaining time.
 
     Attributes:
         count: number of runs in the sweep.
         console: rich console on standard error.
-        seconds: duration in seconds of each run that was trained.
+        seconds: durations in seconds of the runs that were trained.
         done: number of runs that have ended.
     """
 
@@ -108,7 +110,11 @@ class SweepProgress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Context manager that shows a run as the current one, and adds the duration of its block to ``seconds``."""
+        """Context manager that shows a run as the current one, and appends the duration of its ``with`` block to ``seconds``.
+
+        Args:
+            folder: folder of the run.
+        """
         start = time.monotonic()
         text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
         with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):
@@ -116,7 +122,7 @@ class SweepProgress:
         self.seconds.append(time.monotonic() - start)
 
     def left(self) -> str:
-        """Describe the number of remaining runs and their estimated duration; return an empty text without an estimate."""
+        """Describe the number of remaining runs and their estimated duration; return an empty text if there is no estimate."""
         remaining = self.count - self.done
         if not self.seconds or not remaining:
             return ""
@@ -127,7 +133,7 @@ class SweepProgress:
 
         Args:
             folder: folder of the run.
-            what: result of the run as text, such as its duration.
+            what: text that describes the result of the run, such as its duration.
         """
         self.done += 1
         self.say(f"[{self.done}/{self.count}] {folder}: {what}{self.left()}")
@@ -189,7 +195,7 @@ def name_of(chosen: dict[str, str]) -> str:
     hash is appended, so that different values have different names.
 
     Args:
-        chosen: values of the run, by option name, for the options that the sweep varies.
+        chosen: value of each option that the sweep varies, by option name.
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
@@ -204,8 +210,8 @@ def run(arguments: Sequence[str]) -> int:
         arguments: command-line arguments after the name of the program.
 
     Returns:
-        The exit status: 0 if all runs succeeded; 1 if a run failed; or the status of a run that ended the sweep early, because
-        of a usage error or a signal.
+        The exit status: 0 if all runs succeeded, 1 if a run failed, or 2 if the options of the sweep are invalid. If a usage
+        error or a signal ends a run, the sweep stops early and returns the status of that run.
     """
     try:
         line = read_words(arguments, LIGHTNING)
@@ -249,7 +255,8 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
         folder: folder of the run.
         status: exit status of the run.
         seconds: duration in seconds.
-        printed: number of bytes that earlier starts of the run wrote to its output file; they are skipped.
+        printed: number of bytes at the beginning of the output file that earlier starts of the run wrote. They are not searched
+            for errors.
     """
     if status:
         output = (folder / OUTPUT).read_bytes()[printed:].decode(errors="replace") if (folder / OUTPUT).exists() else ""
@@ -264,12 +271,12 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
 
 
 def _state(folder: Path, line: CommandLine, queues: bool) -> str:
-    """Return why a run must not be started now, such as ``finished before``; return an empty text to start it.
+    """Return the reason why a run must not be started now, such as ``finished before``; empty if it can be started.
 
     Args:
         folder: folder of the run.
         line: parsed command line of the run.
-        queues: whether runs are submitted to SLURM, so that a queued job counts as started.
+        queues: whether runs are submitted to SLURM, so that queued and running jobs must not be submitted again.
     """
     if _finished(folder, line):
         return "finished before"
@@ -291,7 +298,7 @@ def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> 
     Args:
         folder: folder of the run.
         arguments: arguments for ``sbatch``: its options, the script and the options of the run.
-        progress: progress report of the sweep.
+        progress: progress display of the sweep.
 
     Returns:
         The exit status of ``sbatch``; 2 if the program is not installed.

@@ -1,4 +1,4 @@
-"""Callback that draws clips during training."""
+"""Callback that draws video clips during training."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from mhla_tasks.video.strips import draw_strips, write_animation
 class ClipPictures(DrawnSamples):
     """Callback that draws a clip for each prompt during training, and shows the clips as pictures.
 
-    The clips are written to ``pictures/`` in the log folder: as rows of frames (``clips-step*.png``), which also go to
-    TensorBoard, and as an animation (``clips-step*.gif``). The weights are those that validation uses: their moving average, if
-    the run keeps one. Each clip starts from the same noise every time.
+    The clips are written to the folder ``pictures`` in the log folder, once as rows of frames (such as
+    ``clips-step0001000.png`` at step 1,000) and once as an animation (``clips-step0001000.gif``). The rows of frames are also
+    logged to TensorBoard. Clips are drawn with the moving average of the weights if training maintains one, otherwise with the
+    current weights. Every evaluation starts from the same noise.
 
     Args:
-        prompts: prompts to draw a clip for.
+        prompts: prompts; one clip is drawn for each.
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
-        at_end: whether to draw with the final weights.
-        frames: number of frames that a row shows.
-        seed: seed of the noise.
+        at_end: whether to draw clips at the end of training.
+        frames: number of frames in a row of the picture.
+        seed: random seed for the noise that sampling starts from.
     """
 
     module_class = VideoDiffusion
@@ -42,7 +43,14 @@ class ClipPictures(DrawnSamples):
         self.frames = frames
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
-        """Write the clips as a picture with a row of frames for each clip, and as an animated GIF."""
+        """Write the clips as a picture with a row of frames for each clip, and as an animated GIF.
+
+        Args:
+            trainer: Lightning trainer that runs the callback.
+            module: module that drew the clips.
+            samples: a clip of F frames for each of the n prompts, ``[n, F, C, H, W]`` uint8 on the CPU.
+            folder: log folder of the training run.
+        """
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_strips(list(zip(self.prompts, samples, strict=True)), self.frames)
         pictures.mkdir(parents=True, exist_ok=True)

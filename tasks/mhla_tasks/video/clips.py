@@ -1,4 +1,4 @@
-"""Reading clips from video files and writing clips to video files, with PyAV."""
+"""Reading clips from MP4 files and writing clips to MP4 files, with PyAV."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ EARLY = 0.25
 def read_clip(
     data: bytes, name: str, frames: int, fps: float | None, position: float, size: tuple[int, int] | None = None
 ) -> Tensor:
-    """Decode a clip of frames from a video file; :mod:`mhla_tasks.video.decode` describes the decoding.
+    """Decode a clip, which is a number of frames at a fixed rate, from an MP4 file.
 
     Args:
         data: contents of the MP4 file.
         name: name of the file, for messages.
         frames: number of frames in the clip.
         fps: number of frames to take per second of video; None to take consecutive frames.
-        position: start of the clip within the video, from 0 (earliest) to 1 (latest). The clip starts at the beginning if the
-            file has fewer frames than its duration and frame rate imply.
+        position: start of the clip within the video, from 0 (earliest) to 1 (latest). If the file has fewer frames than its
+            metadata states, the clip may start at the beginning of the video instead.
         size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
 
     Returns:
@@ -83,7 +83,7 @@ def check_video(data: bytes, name: str) -> None:
 
 
 def _too_short(video: Video, frames: int, fps: float | None, span: float) -> bool:
-    """Return whether a video is too short for a clip, judging by the frame count and duration in the file's metadata.
+    """Return whether a video is too short for a clip, according to the frame count and the duration in its metadata.
 
     Args:
         video: opened video.
@@ -101,8 +101,8 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
 
     Args:
         video: opened video.
-        start: time of the first frame, in seconds from the start of the video. Frames up to about half a frame interval earlier
-            count too, so that a clip at the end of the video is complete.
+        start: time of the first frame, in seconds from the start of the video. The first frame may be up to about half a frame
+            interval earlier, so that a clip at the end of the video is complete.
         count: number of frames.
     """
     start -= 0.5 / video.rate
@@ -119,8 +119,9 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
     """Yield the ``count`` frames that a player shows at ``start`` and every ``step`` seconds after it.
 
     Times are in seconds from the start of the video. A frame is shown until the next one begins, and the last frame for its
-    duration. Timestamps are not exact, because files round them and cameras vary. A frame therefore counts as shown slightly
-    before its timestamp: by a quarter of its duration, of the previous frame's duration or of ``step``, whichever is shortest.
+    duration. Timestamps are not exact, because files round them and the frame rates of cameras vary. A frame therefore counts
+    as shown slightly before its timestamp. The tolerance is a quarter of its duration, of the previous frame's duration or of
+    ``step``, whichever is shortest.
     """
     yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
@@ -138,13 +139,22 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
-    """Convert a frame ``[H, W, 3]`` uint8 to ``[3, H, W]``; scale and center-crop it to ``size`` unless that is None."""
+    """Convert a frame ``[H, W, 3]`` uint8 to ``[3, H, W]``, scaled and center-cropped to ``size`` unless that is None."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     return pixels if size is None else cover(pixels, *size)
 
 
 def cover(image: Tensor, height: int, width: int) -> Tensor:
-    """Scale an image ``[3, H, W]`` uint8 until it just covers ``height x width``, then center-crop it to this size."""
+    """Scale an image until it just covers a given size, then center-crop it to this size.
+
+    Args:
+        image: image ``[3, H, W]`` uint8.
+        height: height of the result, in pixels.
+        width: width of the result, in pixels.
+
+    Returns:
+        Image ``[3, height, width]`` uint8.
+    """
     scale = max(height / image.shape[-2], width / image.shape[-1])
     size = [max(height, round(image.shape[-2] * scale)), max(width, round(image.shape[-1] * scale))]
     if size != list(image.shape[-2:]):
@@ -160,14 +170,16 @@ def to_signed(clip: Tensor) -> Tensor:
 def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
     """Write frames to an H.264 MP4 file atomically. An odd height or width is cropped by one pixel.
 
-    Only with ``crf=0`` do the same frames always give the same file. With other values, x264 (core 165) reads uninitialized
-    memory when it chooses which detail to drop: a pixel may differ by one level out of 255, and by ten in later frames.
+    Only ``crf=0`` guarantees that the same frames always give the same file. With other values, x264 (core 165) reads
+    uninitialized memory when it chooses which detail to drop. A pixel may then differ by one level out of 255, and by ten in
+    later frames.
 
     Args:
         path: path of the MP4 file.
-        clip: frames ``[F, 3 or 1, H, W]`` uint8.
+        clip: frames ``[F, C, H, W]`` uint8 with one or three channels.
         fps: number of frames per second.
-        crf: constant rate factor of x264: 0 loses only color resolution, 15 hardly anything visible, 51 the most.
+        crf: constant rate factor of x264, from 0 to 51. 0 loses only color resolution, 15 loses hardly anything visible, and 51
+            loses the most.
     """
     import av
 

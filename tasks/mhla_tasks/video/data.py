@@ -1,4 +1,4 @@
-"""Data of the video domain: the embedded moving digits, clips in shards, latents in shards; and the prompts to sample."""
+"""Data modules of text-to-video models: rendered moving digits, captioned videos, and latents with caption embeddings."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ class ClipData(CaptionedData):
     """Base class of data modules with captioned video clips. A subclass implements :meth:`clips`.
 
     Args:
-        prompts: prompts for which the predict command draws samples.
-        options: further options of :class:`ResumableDataModule`.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        options: keyword arguments of :class:`ResumableDataModule`, such as ``batch_size`` and ``seed``.
     """
 
     extension = VIDEO
 
     def clips(self, stage: str) -> SampleSource:
-        """Return the sample source of a stage: ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the map-style data set of clips for a stage.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
         raise NotImplementedError
 
     @override
@@ -41,16 +45,19 @@ class ClipData(CaptionedData):
 
 
 class MovingDigits(ClipData):
-    """Handwritten digits of scikit-learn that move over a canvas, with captions such as "a seven moving right".
+    """Data module of clips in which a handwritten digit moves over a canvas, with captions such as "a seven moving right".
+
+    The digits are those of scikit-learn and have 8 x 8 pixels.
 
     Args:
         frames: number of frames in a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for clips this small.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the clips and for the start positions of the digits; null for the seed of
+            seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -76,16 +83,19 @@ class MovingDigits(ClipData):
 
 
 class MovingMnist(MovingDigits):
-    """Handwritten digits of MNIST, 20 x 20 pixels, that move over a canvas, with captions such as "a seven moving right".
+    """Data module of clips in which an MNIST digit moves over a canvas, with captions such as "a seven moving right".
+
+    The digits are scaled to 20 x 20 pixels.
 
     Args:
         frames: number of frames in a clip.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process; 0 is fastest for clips this small.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the clips and for the start positions of the digits; null for the seed of
+            seed_everything.
     """
 
     digits = "mnist"
@@ -104,24 +114,25 @@ class MovingMnist(MovingDigits):
 
 
 class VideoShards(ClipData):
-    """Videos with captions in WebDataset tar shards. The caption of a video such as 17.mp4 is in 17.txt or 17.json.
+    """Data module of videos with captions in WebDataset tar shards.
 
-    Training cuts a clip at a random position from each video in each epoch; validation uses the middle of each video. In
-    training, videos that cannot be read, are too short or lack a caption are skipped, with a warning for each, and counted.
+    The caption of a video such as 17.mp4 is in 17.txt or 17.json. In each epoch, training uses one clip from a random position
+    of each video. Validation uses a clip from the middle of each video. In training, videos that cannot be read, are too short
+    or lack a caption are skipped with a warning.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
-        val: shards for validation, in the same forms.
-        frames: number of frames in a clip; 1 more than a multiple of 4 for Wan's VAE.
+        train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
+        val: validation data, specified in the same ways as train.
+        frames: number of frames in a clip. For Wan's VAE, it must be one more than a multiple of 4.
         height: height in pixels to which frames are scaled and center-cropped.
         width: width in pixels to which frames are scaled and center-cropped.
         fps: number of frames to take per second of video; null to take consecutive frames.
-        caption_key: key of the caption in a JSON file.
-        batch_size: samples per batch, over all processes together.
-        num_workers: worker processes for each training process.
-        prompts: prompts for which the predict command draws samples.
-        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
-        shards: options for reading shards and for storing downloads.
+        caption_key: key of the caption in JSON files.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the videos and for the positions of the clips; null for the seed of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     def __init__(
@@ -152,9 +163,20 @@ class VideoShards(ClipData):
 
 
 class VideoLatentShards(EncodedShards):
-    """Clip latents and embedded captions in shards that ``lightning prepare clip-latents`` wrote.
+    """Data module of clip latents and embedded captions, in shards that ``lightning prepare clip-latents`` wrote.
 
-    The arguments are those of :class:`mhla_tasks.captioned.data.EncodedShards`.
+    Args:
+        train: training shards: a folder, a brace pattern such as DIR/train-{00000..01023}.tar, a glob, a URL, or a list of
+            these.
+        val: validation data, specified in the same ways as train.
+        text_length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut. null for the
+            length that lightning prepare recorded in the manifest.json of the shards.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
+        seed: random seed for the order of the samples, and for choosing one of several captions of a sample; null for the seed
+            of seed_everything.
+        shards: options for reading shards and for caching downloaded ones.
     """
 
     extension = VIDEO

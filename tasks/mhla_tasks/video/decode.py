@@ -1,8 +1,9 @@
-"""Decoding of video files, with the same frames as ffmpeg shows, always through :func:`open_video`.
+"""Decoding of MP4 files to RGB frames that equal those of the ``ffmpeg`` command.
 
-Frames are rotated and mirrored as the display matrix says, with square pixels, in 8-bit RGB. libavfilter converts them with the
-same filters in the same order as the ``ffmpeg`` command. Like that command, it interleaves the fields of interlaced frames,
-drops transparency, and does not map high dynamic range. Damaged frames, which ffmpeg conceals, are errors here.
+:func:`open_video` opens a file. Its frames are rotated and mirrored according to the display matrix of the file, and scaled to
+square pixels in 8-bit RGB. libavfilter converts them with the same filters in the same order as the ``ffmpeg`` command. Like
+that command, it interleaves the fields of interlaced frames, drops transparency, and does not tone-map high dynamic range.
+Damaged frames, whose damage ffmpeg conceals, raise an error here.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ASSUMED_RATE = 25
 
 
 class Video:
-    """Opened video file, which yields its frames and converts them to pixels.
+    """Opened video file, which yields its frames and converts them to RGB pixels.
 
     Args:
         container: PyAV container of the file.
@@ -85,11 +86,12 @@ class Video:
         """Decode and yield frames in display order, to the end of the video.
 
         Args:
-            start: time in seconds after the first frame of the video. Decoding begins at a key frame, so that the first yielded
-                frame begins at or before this time, possibly much earlier.
+            start: time in seconds after the first frame of the video. The first yielded frame begins at or before this time,
+                possibly much earlier, because decoding begins at a key frame.
 
         Yields:
-            For each frame: its time after the first frame of the video in seconds, its duration in seconds, and the PyAV frame.
+            A tuple for each frame: its time in seconds after the first frame of the video, its duration in seconds, and the
+            PyAV frame.
         """
         if start > 0:
             self._seek(int((start + self._origin) / self.stream.time_base))
@@ -103,14 +105,23 @@ class Video:
         yield from self._decoded()
 
     def last_frames(self) -> Iterator[Any]:
-        """Yield the PyAV frames from the last key frame to the end, or from the current position if the duration is unknown."""
+        """Yield the PyAV frames from the last key frame to the end of the video.
+
+        If the duration of the video is unknown, decoding starts at the current position of the file instead.
+        """
         if self.stream.duration:
             self._seek((self.stream.start_time or 0) + self.stream.duration - 1)
         for _, _, frame in self._decoded():
             yield frame
 
     def pixels(self, frame: Any) -> np.ndarray:
-        """Convert a PyAV frame to RGB pixels ``[H, W, 3]`` uint8, rotated and scaled for display as in ffmpeg.
+        """Convert a PyAV frame to RGB pixels, rotated and scaled for display as in ffmpeg.
+
+        Args:
+            frame: decoded PyAV frame of this video.
+
+        Returns:
+            Pixels ``[H, W, 3]`` uint8.
 
         Raises:
             BrokenSampleError: if the frame is damaged, or its orientation or size is not supported.
@@ -124,7 +135,9 @@ class Video:
         return self._graph.pull().to_ndarray(format="rgb24")
 
     def check_complete(self, frame: Any) -> None:
-        """Check that a decoded frame is not damaged. ffmpeg marks damaged frames, but conceals the damage in their pixels.
+        """Check that a decoded PyAV frame is not damaged.
+
+        ffmpeg marks damaged frames, but conceals the damage in their pixels.
 
         Raises:
             BrokenSampleError: if the frame is damaged.
@@ -145,10 +158,10 @@ class Video:
             yield frame.pts * unit - self._origin, duration or 1 / self.rate, frame
 
     def _last(self) -> float | None:
-        """Return the time of the last frame in seconds; None if unknown.
+        """Return the time of the last frame in seconds according to the metadata; None if unknown.
 
-        The duration and the number of frames in the metadata may disagree, because an edit list, which selects the part of an
-        MP4 file to play, shortens only the duration. The earlier of the two resulting times is returned.
+        The duration and the number of frames in the metadata may disagree: an edit list, which selects the part of an MP4 file
+        to play, shortens only the duration. The earlier of the two resulting times is returned.
         """
         ends = [self.count / self.rate] if self.count else []
         if self.stream.duration:
@@ -162,7 +175,7 @@ class Video:
         return () if data is None else tuple(np.frombuffer(bytes(data), np.int32).tolist())
 
     def _build(self, layout: tuple[Any, ...], matrix: tuple[int, ...]) -> Any:
-        """Build the ffmpeg filter graph that converts frames with this pixel layout and display matrix to RGB pixels."""
+        """Build the ffmpeg filter graph that converts frames with a given pixel layout and display matrix to RGB pixels."""
         import av.filter
 
         width, height, format_name, colorspace, color_range = layout
@@ -189,7 +202,7 @@ class Video:
         """Check the width and height of frames, in pixels, before memory is allocated for them.
 
         Raises:
-            BrokenSampleError: if the frames are so large or so narrow that the file must be broken or hostile.
+            BrokenSampleError: if frames are so large or so narrow that the file must be broken or malicious.
         """
         if width * height > LARGEST_FRAME or max(width, height) > NARROWEST * min(width, height):
             raise BrokenSampleError(f"{self.name}: frames of {width} x {height} are too large or too narrow")
@@ -207,7 +220,7 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
         name: name of the file, for messages.
 
     Returns:
-        Names and arguments of the filters, and whether they swap height and width.
+        A list of filters, each as a tuple of its name and its arguments; and whether the filters swap height and width.
 
     Raises:
         BrokenSampleError: if the matrix rotates by an angle that is not a multiple of 90 degrees, or skews.
@@ -236,7 +249,8 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
         name: name of the file, for error messages.
 
     Yields:
-        The opened video. Of several video streams, it uses the one that ffmpeg would choose. Cover pictures are ignored.
+        The opened video. If the file has several video streams, it uses the stream that ffmpeg would choose, and never a cover
+        picture.
 
     Raises:
         BrokenSampleError: if the file cannot be decoded, on opening or later inside the ``with`` block; the message names the
@@ -272,7 +286,7 @@ def check_format(data: bytes, name: str) -> None:
         name: name of the file, for messages.
 
     Raises:
-        BrokenSampleError: if the file is empty or has a different format; the message names the format.
+        BrokenSampleError: if the file is empty or has a different format; the message gives the reason.
     """
     if not data:
         raise BrokenSampleError(f"{name}: the video cannot be decoded (the file is empty)")
@@ -284,10 +298,16 @@ def check_format(data: bytes, name: str) -> None:
 
 
 def missing_bytes(data: bytes) -> int:
-    """Return the number of bytes missing at the end of a truncated MP4 file; 0 if all sections that decoding uses are complete.
+    """Return the number of bytes that are missing at the end of a truncated MP4 file.
 
     An MP4 file is a sequence of sections (boxes), each of which begins with its size. Sections that decoding does not use may
     be truncated.
+
+    Args:
+        data: contents of the file.
+
+    Returns:
+        The number of missing bytes; 0 if all sections that decoding uses are complete.
     """
     # A box begins with a size of 4 bytes and its type; size 1 means that a size of 8 bytes follows (ISO 14496-12).
     position = 0
@@ -305,7 +325,11 @@ def missing_bytes(data: bytes) -> int:
 
 
 def _chosen_stream(container: Any, name: str) -> Any:
-    """Choose the video stream that ffmpeg would: the one with the largest frames, preferring streams marked as default."""
+    """Choose the video stream that ffmpeg would: the one with the largest frames, with a bonus for streams marked as default.
+
+    Raises:
+        BrokenSampleError: if there is no video stream, or no decoder for it.
+    """
     streams = [stream for stream in container.streams.video if not _disposition(stream) & COVER]
     if not streams:
         only = ", only a cover picture" if container.streams.video else ""

@@ -18,12 +18,17 @@ MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
 
 def caption(label: int, move: str) -> str:
-    """Return the caption of a clip with a moving digit, such as ``a seven moving right`` for label 7 and move ``right``."""
+    """Return the caption of a clip with a moving digit, such as ``a seven moving right``.
+
+    Args:
+        label: the digit, from 0 to 9.
+        move: direction in which the digit moves: ``left``, ``right``, ``up`` or ``down``.
+    """
     return f"a {NAMES[label]} moving {move}"
 
 
 def every_caption() -> list[str]:
-    """Return the captions of all clips of moving digits: every digit from zero to nine in every direction."""
+    """Return forty captions: one for each combination of a digit from zero to nine and one of the four directions."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 
@@ -32,11 +37,11 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
     Args:
         digit: image of the digit, ``[1, S, S]`` in 0 .. 1.
-        move: direction in which the digit moves: left, right, up or down.
+        move: direction in which the digit moves: ``left``, ``right``, ``up`` or ``down``.
         frames: number of frames in the clip.
         height: height of the canvas in pixels, at least S.
         width: width of the canvas in pixels, at least S.
-        generator: generator of the start position; None for torch's global generator.
+        generator: random generator for the start position; None for torch's global generator.
 
     Returns:
         Clip ``[1, frames, height, width]`` float32 in -1 .. 1.
@@ -61,14 +66,17 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
 @cache
 def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
-    """Load handwritten digits to show in clips. MNIST's are scaled to 20 x 20 pixels, so that they have room to move.
+    """Load the images and labels of the handwritten digits from which clips are rendered.
+
+    Digits of MNIST are scaled from 28 x 28 to 20 x 20 pixels, so that they have room to move. Digits of scikit-learn keep their
+    8 x 8 pixels.
 
     Args:
         name: data set: ``digits`` (scikit-learn) or ``mnist``.
         train: whether to load the training digits instead of the held-out digits.
 
     Returns:
-        Images ``[n, 1, S, S]`` in 0 .. 1 and labels ``[n]``.
+        Images ``[n, 1, S, S]`` in 0 .. 1, and labels ``[n]``.
     """
     images, labels = LOADERS[name](train)
     if name == "mnist":
@@ -77,11 +85,11 @@ def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
 
 
 class MovingDigitSamples:
-    """Sample source of clips of moving digits: each training digit in every direction, each held-out digit in one.
+    """Map-style data set of clips with a moving digit: each training digit in all directions, or each held-out digit in one.
 
     Args:
-        train: whether to show the training digits, from a new random start position each time a sample is read; false for the
-            held-out digits, whose clips are always the same.
+        train: whether to show the training digits instead of the held-out digits. Training clips get a new random start
+            position each time they are read. Clips of held-out digits are always the same.
         frames: number of frames in a clip.
         height: height of the canvas in pixels, at least that of a digit.
         width: width of the canvas in pixels, at least that of a digit.
@@ -103,11 +111,10 @@ class MovingDigitSamples:
         self.shard_sizes: Sequence[int] = [len(self.labels) * (len(MOVES) if train else 1)]
 
     def __len__(self) -> int:
-        """Number of clips."""
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``video`` ``[1, F, H, W]`` float32 in -1 .. 1, ``caption`` and ``index`` of one clip."""
+        """Return one clip as a dict with ``video`` ``[1, F, H, W]`` float32 in -1 .. 1, ``caption`` and the given ``index``."""
         digit = index // len(MOVES) if self.train else index
         move = list(MOVES)[index % len(MOVES)]
         generator = None if self.train else torch.Generator().manual_seed(index)

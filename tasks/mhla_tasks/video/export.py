@@ -1,4 +1,4 @@
-"""Export of a trained video transformer to a folder, and of its LoRA adapters."""
+"""Export of a trained video transformer to a folder, with the option to export its LoRA adapters separately."""
 
 from mhla_tasks.captioned.export import OPTIONS, loading, write
 

@@ -1,4 +1,4 @@
-"""Sizes of Wan's transformer."""
+"""Options of Wan's transformer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WanTransformerConfig:
-    """Sizes of a ``WanTransformer3DModel``, by diffusers' names; the defaults are those of Wan2.1-T2V-1.3B.
+    """Options of diffusers' ``WanTransformer3DModel``; the defaults are those of Wan2.1-T2V-1.3B.
 
     Args:
-        patch_size: frames, rows and columns of the latent that become one token.
-        num_attention_heads: number of heads in each attention.
-        attention_head_dim: width of a head, even; rows and columns each get a third of it, rounded down to an even number, for
-            their rotary positions, and frames get the rest.
+        patch_size: number of frames, rows and columns of the latent that become one token.
+        num_attention_heads: number of heads in self-attention and in cross-attention.
+        attention_head_dim: width of a head, an even number. For rotary positions, rows and columns each use a third of it,
+            rounded down to an even number, and frames use the rest.
         in_channels: number of channels of the latent; 16 for Wan's VAE.
         out_channels: number of output channels.
         text_dim: width of the embedded caption tokens; 4096 for UMT5-XXL.

@@ -1,4 +1,4 @@
-"""Training, validation and sampling of a Wan transformer whose attention is replaced."""
+"""Lightning module that trains, validates and samples a Wan transformer whose attention is replaced."""
 
 from __future__ import annotations
 
@@ -25,12 +25,29 @@ from mhla_tasks.video.writer import ClipWriter
 class VideoDiffusion(CaptionedDiffusion):
     """Text-to-video model: a Wan transformer with replaced attention, trained on captioned clips or their latents.
 
-    Arguments that are not listed here are those of :class:`mhla_tasks.captioned.module.CaptionedDiffusion`.
-
     Args:
-        layer_kinds: kinds of the layers; the list repeats until all layers have one. [keep, replace, replace] replaces the
-            attention of two layers out of three, [keep] replaces none; null to replace all.
-        vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
+        attention: options of the attention that replaces the transformer's self-attention.
+        transformer: options of the transformer, such as its width and its number of layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. [keep, replace, replace] replaces the attention of two layers out of three, and
+            [keep] of none. null replaces the attention of all layers.
+        flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
+        text: options of the caption encoder.
+        vae: folder or Hugging Face Hub name of Wan's VAE, or of a pipeline that contains it, if the transformer works on
+            latents; null if it works on pixels.
+        train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
+            the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
+        lora: rank and alpha of the low-rank adapters.
+        distillation: options of distillation from the same transformer with its original attention.
+        sampling: sampler options of the predict command and of callbacks.
+        pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
+            or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
+        output: folder for the clips that the predict command draws; clips that exist there are not drawn again. null for the
+            log folder.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        ValueError: if sampling uses guidance but the model is trained without caption dropout.
     """
 
     host, samples, sample_key, text_option = WAN, "clips", "video", "text_dim"

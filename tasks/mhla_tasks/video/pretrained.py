@@ -1,14 +1,14 @@
-"""Pretrained Wan weights from diffusers, from the original Wan, from a run of this suite, or from the paper's authors.
+"""Loading of pretrained Wan weights, including the Wan-MHLA weights that the authors of the MHLA paper published.
 
-The authors' Wan-MHLA uses the names of the original Wan, which diffusers' table converts. The attention of a replaced layer n
-has these additional names:
+The Wan-MHLA weights use the names of the original Wan, which diffusers can convert. The replaced attention of layer n adds
+these parameters, named as published (left) and as in this package (right):
 
     blocks.n.self_attn.g.weight, .bias              blocks.n.attn1.processor.attention.gate.weight, .bias
     blocks.n.self_attn.g_norm.weight                blocks.n.attn1.processor.attention.norm.weight
     blocks.n.self_attn.block_attn.conv.weight       blocks.n.attn1.processor.attention.mixing.weight
         [M, M, 1, 1]                                    [M, M], rows are query blocks
 
-Parts of the new attention that the source does not have start without effect.
+M is the number of attention blocks. Parts of the new attention that the published weights do not contain start without effect.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the weights of the original Wan, or of Wan-MHLA as published by the MHLA authors, to diffusers' names.
 
     Args:
-        state: weights by published name; the module's docstring lists the names.
+        state: weights by published name.
 
     Returns:
-        The weights by diffusers' name.
+        The weights by diffusers' name; those that MHLA adds have the names of this package.
 
     Raises:
         ValueError: if the weights belong to a variant of the authors' attention that this package does not support.
@@ -86,7 +86,8 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
 
     Args:
         path: path of the file that the authors published.
-        block_grid: number of attention blocks along frames, rows and columns. The weights determine only their product.
+        block_grid: number of attention blocks along frames, rows and columns. The weights determine only the product of the
+            three numbers.
 
     Returns:
         A diffusers transformer with replaced attention, in evaluation mode.

@@ -1,4 +1,4 @@
-"""Options for sampling clips."""
+"""Options for drawing video clips with a text-to-video model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ Sampler = Literal["unipc", "euler"]
 
 @dataclass(frozen=True)
 class WanSamplingConfig:
-    """Options for drawing video clips and writing them to files.
+    """Options for drawing video clips and writing them to MP4 files.
 
     Args:
         sampler: unipc (Wan's default) or euler.
-        steps: number of network evaluations per clip (twice as many with guidance).
-        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+        steps: number of sampling steps. Each step evaluates the network once, or twice with guidance.
+        guidance: scale of classifier-free guidance (arXiv 2207.12598), at least 1; 1 to sample without guidance.
         frames: number of frames in a clip.
         height: height of the clips in pixels.
         width: width of the clips in pixels.
-        fps: frames per second of the video files.
-        crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (worst).
-        negative_prompt: prompt that guidance moves away from; empty for the empty caption, as trained with caption_dropout.
+        fps: frames per second of the MP4 files.
+        crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (lowest quality).
+        negative_prompt: prompt from which guidance moves clips away. The default is the empty prompt, as in training with
+            caption_dropout.
     """
 
     sampler: Sampler = "unipc"
@@ -45,5 +46,5 @@ class WanSamplingConfig:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Number of frames, height and width of a clip, the last two in pixels."""
+        """Number of frames, and height and width in pixels, of a clip."""
         return self.frames, self.height, self.width

@@ -1,4 +1,4 @@
-"""Sample sources of captioned clips in shards and folders."""
+"""Map-style data sets of captioned clips that are cut from videos in shards and folders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ VIDEO = "mp4"
 
 
 class CaptionedClips:
-    """Sample source of clips cut from captioned videos.
+    """Map-style data set of clips, one cut from each captioned video.
 
     Args:
         files: video files and their captions.
         frames: number of frames in a clip.
-        height: height in pixels that frames are scaled and cropped to.
-        width: width in pixels that frames are scaled and cropped to.
+        height: height in pixels to which frames are scaled and cropped.
+        width: width in pixels to which frames are scaled and cropped.
         fps: number of frames to take per second of video; None to take consecutive frames.
         anywhere: whether clips are cut at a random position instead of from the middle.
     """
@@ -41,11 +41,10 @@ class CaptionedClips:
         self.fps, self.anywhere = fps, anywhere
 
     def __len__(self) -> int:
-        """Number of videos."""
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``video`` ``[3, F, H, W]`` float32 in -1 .. 1, ``caption`` and ``index`` of one clip."""
+        """Return one clip as a dict with ``video`` ``[3, F, H, W]`` float32 in -1 .. 1, ``caption`` and the given ``index``."""
         text, name = self.files.caption(index), self.files.describe(index)
         position = float(torch.rand(())) if self.anywhere else 0.5
         data = self.files.member(index, (VIDEO,))[1]
@@ -54,15 +53,15 @@ class CaptionedClips:
 
 
 class ShardClips(CaptionedClips):
-    """Sample source of clips cut from the videos in shards.
+    """Map-style data set of clips, one cut from each video in WebDataset shards.
 
     Args:
         reader: reader of the shards.
         frames: number of frames in a clip.
-        height: height in pixels that frames are scaled and cropped to.
-        width: width in pixels that frames are scaled and cropped to.
+        height: height in pixels to which frames are scaled and cropped.
+        width: width in pixels to which frames are scaled and cropped.
         caption_key: key of the caption in JSON files.
-        options: further options of :class:`CaptionedClips`.
+        options: keyword arguments ``fps`` and ``anywhere`` of :class:`CaptionedClips`.
     """
 
     def __init__(
@@ -78,15 +77,15 @@ class ShardClips(CaptionedClips):
 
 
 class ClipFolder(CaptionedClips):
-    """Sample source of clips cut from the ``.mp4`` files in a folder and its subfolders.
+    """Map-style data set of clips, one cut from each ``.mp4`` file in a folder and its subfolders.
 
     Args:
         folder: path of the folder.
         frames: number of frames in a clip.
-        height: height in pixels that frames are scaled and cropped to.
-        width: width in pixels that frames are scaled and cropped to.
+        height: height in pixels to which frames are scaled and cropped.
+        width: width in pixels to which frames are scaled and cropped.
         caption_key: key of the caption in JSON files.
-        options: further options of :class:`CaptionedClips`.
+        options: keyword arguments ``fps`` and ``anywhere`` of :class:`CaptionedClips`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pictures of clips: a figure with a strip of frames for each clip, and an animation of all clips."""
+"""Pictures of clips: a figure with a row of frames for each clip, and an animated GIF of all clips."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAME, LETTER = 0.9, 0.075
 
 
 def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str = "") -> Figure:
-    """Draw a figure with a row for each clip, which shows its caption and evenly spaced frames.
+    """Draw a Matplotlib figure with a row for each clip, which shows its caption and evenly spaced frames.
 
     Args:
         clips: caption and frames ``[F, C, H, W]`` uint8 of each clip, all with the same height and width.
@@ -65,7 +65,7 @@ def write_animation(path: Path, clips: Tensor, fps: float) -> None:
     Args:
         path: path of the GIF file.
         clips: clips ``[B, F, C, H, W]`` uint8 with one or three channels.
-        fps: frames per second, at most 50, the fastest rate that browsers show.
+        fps: frames per second. Values above 50 are reduced to 50, the fastest rate that browsers show.
     """
     count, frames, _, height, width = clips.shape
     scale = max(1, -(-SMALLEST // max(height, width)))

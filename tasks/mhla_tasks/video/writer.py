@@ -1,4 +1,4 @@
-"""Files that predict writes for video models: MP4 clips in VBench's layout, a JSON line for each, and an overview picture."""
+"""Callback that writes the clips that the predict command draws with a text-to-video model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from mhla_tasks.video.strips import draw_strips
 
 
 class ClipWriter(SampleFolder):
-    """Callback that writes each drawn clip to an MP4 file as soon as its batch is complete; see :class:`SampleFolder`."""
+    """Callback that writes each clip drawn from a model to an MP4 file, as soon as all clips of its batch are complete.
+
+    The files are in the folder ``videos``, with the names that VBench expects. Beside the folder, ``videos.jsonl`` has
+    a line for each clip with its prompt, seed, index and drawing time in seconds. The picture ``videos.png`` shows the first
+    clips.
+
+    Args:
+        folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not
+            drawn again.
+    """
 
     kind = "videos"
 

@@ -1,4 +1,4 @@
-"""Evaluation by lm-evaluation-harness, from the command line and during training."""
+"""Evaluation with lm-evaluation-harness, from the command line and during training."""
 
 from mhla_tasks.language.evaluation.callback import LMEval
 

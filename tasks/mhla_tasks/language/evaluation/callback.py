@@ -1,4 +1,4 @@
-"""Callback that runs lm-evaluation-harness during training."""
+"""Callback that evaluates the model with lm-evaluation-harness during training."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 class LMEval(PeriodicEvaluation):
     """Callback that scores the model on tasks of lm-evaluation-harness and logs each metric as ``lm_eval/TASK/METRIC``.
 
-    The evaluation runs on all processes, with the averaged weights if there are any, and shows lm-eval's progress bars. The
-    scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder, where NNNNNNN is the training step. Prompts that
-    are too long are cut, by default in the middle; ``lm_eval/TASK/prompts_cut`` is the fraction of such prompts.
+    The evaluation runs on all processes and shows lm-eval's progress bars. If training keeps a moving average of the weights,
+    the averaged weights are evaluated. The scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder, where
+    NNNNNNN is the training step. Prompts that are too long are cut; ``lm_eval/TASK/prompts_cut`` is the fraction of such
+    prompts.
 
     Args:
         tasks: names of tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
-        at_end: whether to score the final weights.
+        at_end: whether to evaluate the final weights.
         num_fewshot: number of examples in a prompt; null for the default of each task.
         limit: maximum number of documents of each task, for quick trials; null for all.
         batch_size: batch size of each process.
@@ -71,10 +72,10 @@ class LMEval(PeriodicEvaluation):
         self._manager: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check at the start of training that the tasks and their data exist.
+        """Check at the start of training that all tasks and their data exist.
 
         Raises:
-            ValueError: if a task is unknown, or the strategy shards the weights.
+            ValueError: if a task is unknown, or the training strategy shards the weights.
             FileNotFoundError: if the data of a task is missing.
         """
         if shards_weights(trainer):
@@ -86,7 +87,7 @@ class LMEval(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the model on all processes, with averaged weights if there are any; the first process logs the scores."""
+        """Score the model on all processes, with the averaged weights if there are any. The first process logs the scores."""
         from lm_eval import simple_evaluate
 
         from mhla_tasks.language.evaluation.lm import MHLALM
@@ -145,13 +146,13 @@ class LMEval(PeriodicEvaluation):
 
 
 def flat_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Flatten lm-eval's results to one value for each task and metric. Standard errors are omitted.
+    """Flatten lm-eval's results to one value for each task and metric, without standard errors.
 
     Args:
-        results: values by task and then by ``METRIC,FILTER``.
+        results: dict from task name to the metric values of the task, whose keys are ``METRIC,FILTER``.
 
     Returns:
-        Values by ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
+        Values under the keys ``TASK/METRIC``, or ``TASK/METRIC_FILTER`` if a filter was applied.
     """
     flat = {}
     for task, metrics in results.items():

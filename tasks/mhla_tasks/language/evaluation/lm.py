@@ -1,4 +1,4 @@
-"""Model type ``mhla`` of lm-evaluation-harness."""
+"""Adapter through which lm-evaluation-harness evaluates MHLA models; it is registered as model type ``mhla``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ log = logging.getLogger(__name__)
 class MHLALM(HFLM):
     """Model adapter for lm-evaluation-harness that also loads training checkpoints and can cut long prompts in the middle.
 
-    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: the letters of a
-    control token become that token, because the harness writes chat templates into its prompts. A token that the tokenizer
+    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: the spelling of
+    a control token becomes that token, because the harness writes chat templates into its prompts. A token that the tokenizer
     appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the requests.
 
     Args:
-        pretrained: path of a training checkpoint or of an exported folder, name on the Hugging Face Hub, or model object.
-        tokenizer: path of a tokenizer's folder, name of a model on the Hugging Face Hub, or tokenizer object; None for the
-            model's own tokenizer.
+        pretrained: path of a training checkpoint or of an exported folder, name of a model on the Hugging Face Hub, or model
+            object.
+        tokenizer: folder of a tokenizer, name of a model on the Hugging Face Hub, or tokenizer object; None for the model's own
+            tokenizer.
         device: device to load the model to; None for the GPU if there is one. Ignored if ``pretrained`` is a model object.
         dtype: dtype to load the weights in. Ignored if ``pretrained`` is a model object.
-        max_length: maximum number of tokens in prompt and answer together; None for the model's context. Dense mixing is
-            extended to it, in a copy if ``pretrained`` is a model.
+        max_length: maximum number of tokens in prompt and answer together; None for the model's context. A model whose mixing
+            coefficients cover fewer tokens is extended. A model object is copied before that.
         cut: part to remove from prompts that are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
         options: further arguments of lm-eval's class ``HFLM``, such as ``batch_size``.
@@ -86,7 +87,10 @@ class MHLALM(HFLM):
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather a tensor from all processes and concatenate the results along the first dimension; scalars are stacked."""
+        """Gather a tensor from all processes, and concatenate the results along the first dimension.
+
+        Scalars are stacked to a vector. With a single process, the tensor is returned unchanged.
+        """
         if self.world_size <= 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -94,16 +98,24 @@ class MHLALM(HFLM):
         return torch.stack(parts) if tensor.dim() == 0 else torch.cat(parts)
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait until all processes have reached this call."""
         if self.world_size > 1:
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, and count the prompts that were cut to fit the model."""
+        """Score the continuation of each prompt as lm-eval does, and count the prompts that were cut to fit the model.
+
+        Returns:
+            For each request, the log-likelihood of the continuation in nats, and whether greedy decoding would produce it.
+        """
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers as lm-eval does, and count the prompts that were cut to fit the model."""
+        """Generate an answer to each prompt as lm-eval does, and count the prompts that were cut to fit the model.
+
+        Returns:
+            The generated text for each request.
+        """
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
     def tok_encode(
@@ -116,6 +128,11 @@ class MHLALM(HFLM):
         """Encode one text as lm-eval does, but without the special tokens that the tokenizer appends.
 
         Appended tokens, such as an end token, would stand between a context and its continuation.
+
+        Args:
+            string: text to encode.
+            add_special_tokens: whether to add the special tokens in front of the text; None for lm-eval's setting.
+            left_truncate_len: number of tokens to keep at the end of the text; None for all.
         """
         begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
         encode = encode_texts if begin is False else encode_prompts
@@ -129,12 +146,12 @@ class MHLALM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Encode texts as a padded batch, after shortening texts of more than ``left_truncate_len`` tokens.
+        """Encode texts as a padded batch, and shorten texts of more than ``left_truncate_len`` tokens.
 
         The attribute ``cut`` determines whether the middle or the left part of these texts is removed.
 
         Returns:
-            Tokens and mask of non-padding tokens, each ``[B, N]`` int64.
+            Token indices and mask of non-padding tokens, each ``[B, N]`` int64.
         """
         rows = [self.tok_encode(string) for string in strings]
         if truncation:
@@ -174,7 +191,7 @@ class MHLALM(HFLM):
         return answers
 
     def cut_shares(self) -> dict[str, float]:
-        """Return, by task, the fraction of prompts on all processes that were cut to fit the model.
+        """Return the fraction of prompts that were cut to fit the model, by task, over all processes.
 
         This is a collective operation, so call it on every process.
         """
@@ -191,7 +208,10 @@ class MHLALM(HFLM):
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return facts for lm-eval's results file: number of parameters, dtype, and fraction of cut prompts of each task."""
+        """Return the entries about the model for lm-eval's results file.
+
+        They are the number of parameters, the dtype, and the fraction of prompts that this process cut, by task.
+        """
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
@@ -206,7 +226,7 @@ def _device(requested: str | None) -> str:
     """Return the name of the device for the model.
 
     Args:
-        requested: name of a device. None or a name that starts with ``cuda`` selects the GPU of this process, or the CPU if
+        requested: name of a device. None, or a name that starts with ``cuda``, selects the GPU of this process, or the CPU if
             there is no GPU.
     """
     if requested is not None and not requested.startswith("cuda"):
@@ -217,12 +237,12 @@ def _device(requested: str | None) -> str:
 
 
 def cut_left(tokens: list[int], length: int) -> list[int]:
-    """Return the last ``length`` tokens, or all if there are fewer."""
+    """Keep the last ``length`` tokens; a shorter list is returned unchanged."""
     return tokens[max(0, len(tokens) - length) :]
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:
-    """Remove tokens from the middle until ``length`` tokens remain."""
+    """Remove tokens from the middle until ``length`` tokens remain; a shorter list is returned unchanged."""
     if len(tokens) <= length:
         return tokens
     head = length // 2

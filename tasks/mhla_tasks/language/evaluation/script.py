@@ -25,7 +25,7 @@ from mhla_tasks.language.evaluation.tasks import local_data
 
 
 def main() -> None:
-    """Run lm-eval's command line, and print expected errors as messages instead of tracebacks."""
+    """Run the command line of lm-eval, and print a short message instead of a traceback for errors that the user can fix."""
     prepare_streams()
     show_log(sys.stderr)
     with reported():

@@ -1,8 +1,8 @@
-"""Tasks of lm-eval on local copies of their data.
+"""Loading of lm-eval's tasks from local copies of their data sets.
 
 A local copy is a folder with the same contents and the same name as the data set on the hub: ``DATA/cais/mmlu/`` for MMLU and
-``DATA/Xnhyacinth/LongBench/`` for LongBench. It holds the data files and the ``README.md`` whose ``configs:`` block assigns
-the files to subsets and splits.
+``DATA/Xnhyacinth/LongBench/`` for LongBench. It holds the data files and the ``README.md`` whose ``configs:`` block assigns the
+files to subsets and splits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
     Data sets without a copy in the folder are loaded from the Hugging Face Hub.
 
     Args:
-        folder: folder with local copies of data sets, under their names on the hub; None changes nothing.
+        folder: folder with local copies of data sets, under their names on the Hub; None changes nothing.
 
     Raises:
-        FileNotFoundError: if the folder does not exist. Inside the context, if the data of a task is neither in the folder
-            nor available from the hub.
+        FileNotFoundError: if the folder does not exist, or if a task inside the context needs data that is neither in the
+            folder nor available from the Hub.
     """
     if folder is None:
         yield
@@ -68,9 +68,10 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
 
 
 def _cache_of(folder: Path) -> Path:
-    """Return the cache folder for the converted form of a local data set.
+    """Return the folder in which the library ``datasets`` caches its converted copy of a local data set.
 
-    Its name depends on the sizes and times of the files, because ``datasets`` would otherwise reuse an outdated conversion.
+    The name of the folder depends on the sizes and modification times of the files, because ``datasets`` would otherwise
+    reuse an outdated conversion.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
@@ -82,7 +83,7 @@ def check_tasks(names: Sequence[str], available: Sequence[str]) -> None:
     """Check that all requested tasks of lm-evaluation-harness exist.
 
     Args:
-        names: requested tasks: names, or paths of task files.
+        names: names of the requested tasks, or paths of task files.
         available: names of all tasks that the harness has.
 
     Raises:

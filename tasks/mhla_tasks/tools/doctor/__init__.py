@@ -1,11 +1,11 @@
 """Check this machine before a training run depends on it: lightning doctor.
 
-The command checks versions, devices, memory, disk, shared memory and the speed of decoding images. It compares all forms of
-the operator with float64, forward and backward, and runs each twice to check that the results are bit-identical. It compares
-the speed of the operator with softmax attention, and trains twenty steps. On a GPU it also tests the Triton kernels and stores
-the verdicts that backend="auto" uses.
+The command checks versions, devices, memory, disk, shared memory and the speed of decoding images. It runs all algorithms of
+the MHLA operator twice, forward and backward. It compares the results with a float64 reference, and checks that both runs are
+bit-identical. It compares the speed of the operator with softmax attention, and trains a small model for twenty steps. On a GPU
+it also tests the Triton kernels, and stores which of them backend="auto" may use.
 
-The status of a line is ok, note (training works, but could be better) or wrong. The exit status is 1 if a line is wrong.
+The status of each check is ok, note (training works, but could be better) or wrong. The exit status is 1 if a check is wrong.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PARTS: dict[str, Examination] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the requested checks of this machine, and print their findings.
+    """Run the selected checks of this machine, and print their findings.
 
     Args:
-        arguments: arguments after ``lightning doctor``.
+        arguments: command-line arguments after ``lightning doctor``, such as ``--only`` to select groups of checks.
 
     Returns:
         The exit status: 1 if a finding has the status ``wrong``, otherwise 0.

@@ -1,4 +1,4 @@
-"""Checks of versions, devices, memory, disk, shared memory and the speed of decoding images."""
+"""Checks of ``lightning doctor``: versions, devices, memory, disk, shared memory and the speed of decoding images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ PICTURES = 48
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of Python, of the required packages, and of the packages that only some tasks require."""
+    """Check the versions of Python, of the required packages, and of the packages that only some tasks require.
+
+    Yields:
+        A finding for Python, for the required packages, and for each group of optional packages.
+    """
     from packaging.markers import default_environment
     from packaging.requirements import Requirement
 
@@ -59,7 +63,11 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Check the processor, the memory, and the GPUs with their driver, CUDA and NCCL."""
+    """Check the processor, the memory, and the GPUs with their driver, CUDA and NCCL.
+
+    Yields:
+        A finding for the processor, for each GPU, and for the driver.
+    """
     import torch
 
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -96,7 +104,11 @@ def devices() -> Iterator[Finding]:
 
 
 def storage() -> Iterator[Finding]:
-    """Check the free space and speed of the disk that holds the current directory, and of shared memory."""
+    """Check the free space and the write speed of the disk with the current directory, and of shared memory.
+
+    Yields:
+        A finding for the free disk space, for the disk speed, and for shared memory.
+    """
     free = shutil.disk_usage(Path.cwd()).free / GIB
     yield Finding(
         "storage", "room for runs", "ok" if free >= LEAST_DISK_GIB else "wrong", f"{free:.1f} GiB free in {Path.cwd()}",
@@ -137,7 +149,11 @@ def _write_speed(folder: Path) -> float:
 
 
 def pictures() -> Iterator[Finding]:
-    """Measure how fast one core decodes and resizes photographs, as worker processes do in ImageNet training."""
+    """Measure how fast one core decodes and resizes photographs, as data loading workers do in ImageNet training.
+
+    Yields:
+        One finding with the number of images per second.
+    """
     import numpy as np
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Checks of the operator: errors of all forms, bit-identical repetition, and speed compared with softmax attention."""
+"""Checks of ``lightning doctor`` for the MHLA operator: numerical errors, determinism and speed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ The others are measured with a rotary embedding.
 def forms() -> Iterator[Finding]:
     """Compare all implementations of the MHLA operator with a float64 reference, and check that they are deterministic.
 
-    Implementations are the algorithms (forms) in PyTorch and, on a GPU, in Triton. Each is run with all dtypes and head widths,
-    causal and bidirectional.
+    The implementations are the operator's algorithms (forms) in PyTorch and, on a GPU, in Triton. Each is run with several
+    dtypes and head widths, causal and bidirectional.
+
+    Yields:
+        A finding for each combination of implementation, dtype and causality. On a GPU, the findings of :func:`kernels` follow.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
@@ -83,7 +86,14 @@ def forms() -> Iterator[Finding]:
 
 
 def kernels(device: torch.device) -> Iterator[Finding]:
-    """Test the Triton kernels at the shapes of typical models, and store whether ``backend="auto"`` may use each of them."""
+    """Test the Triton kernels at the shapes of typical models, and store whether ``backend="auto"`` may use each of them.
+
+    Args:
+        device: GPU to test the kernels on.
+
+    Yields:
+        A finding for each combination of shape and algorithm.
+    """
     forget_kept(f"cuda:{device.index or 0}")
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
@@ -103,7 +113,11 @@ def kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def speed() -> Iterator[Finding]:
-    """Measure the time of the MHLA operator and of torch's softmax attention, forward and backward, at typical shapes."""
+    """Measure the time of the MHLA operator and of torch's softmax attention, forward and backward, at typical shapes.
+
+    Yields:
+        A finding for each shape, with the times in milliseconds.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, (batch, heads, tokens, block, key, value, causal) in SHAPES[device.type].items():
@@ -128,10 +142,10 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
     """Create random queries, keys, values and mixing coefficients for blocks of 32 tokens.
 
     Args:
-        widths: width of keys and of values.
+        widths: width of keys, and width of values.
         device: device of the tensors.
-        spans: whether to create 300 tokens and exponential mixing coefficients, which the algorithm ``spanning`` requires;
-            false for 83 tokens, which are three blocks, and a dense matrix of mixing coefficients.
+        spans: whether to create 300 tokens and exponential mixing coefficients, which the algorithm ``spanning`` requires. If
+            it is false, there are 83 tokens in three blocks, the last one not full, and a dense matrix of mixing coefficients.
 
     Returns:
         Queries, keys, values, and the mixing coefficients: two tensors if they are exponential, one if they are dense.

@@ -1,4 +1,4 @@
-"""Findings of ``lightning doctor``, one for each checked item, and their output as a table or as JSON."""
+"""Findings of the checks of ``lightning doctor``, and their output as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Finding:
     """Result of one check of ``lightning doctor``.
 
     Attributes:
-        part: name of the group of checks that this check belongs to.
-        name: name of the checked item.
+        part: name of the group of checks that this check belongs to, such as ``versions`` or ``devices``.
+        name: name of the checked item, such as ``python`` or ``GPU 0``.
         status: ``"ok"``; ``"note"`` for a problem that does not prevent training; ``"wrong"`` for a problem that prevents it.
         found: short description of the result.
-        advice: suggested remedy; empty if the status is ok.
+        advice: suggested remedy; empty if there is none.
         values: measured values, with units in their names.
     """
 
@@ -40,7 +40,7 @@ Examination = Callable[[], Iterator[Finding]]
 def examine(part: str, examination: Examination) -> Iterator[Finding]:
     """Run a group of checks, and yield its findings.
 
-    If an exception ends the checks, a finding with the error follows. The last finding states the duration.
+    If an exception ends the checks, a finding with the error follows. The last finding states the duration in seconds.
 
     Args:
         part: name of the group.
@@ -56,7 +56,11 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Convert findings to a dict that JSON can represent, with the entries ``findings`` and ``verdict`` (the worst status)."""
+    """Convert findings to a dict that JSON can represent.
+
+    Returns:
+        A dict with ``verdict``, the worst status among the findings, and ``findings``, a list with a dict for each finding.
+    """
     return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
 
 
@@ -70,13 +74,18 @@ def _without_nan(value: Any) -> Any:
 
 
 def verdict(findings: list[Finding]) -> Status:
-    """Return the worst status among findings: ``wrong``, ``note`` or ``ok``."""
+    """Return the worst status among findings: ``wrong``, ``note`` or, if there are no problems, ``ok``."""
     statuses = {finding.status for finding in findings}
     return "wrong" if "wrong" in statuses else "note" if "note" in statuses else "ok"
 
 
 def print_table(part: str, findings: list[Finding]) -> None:
-    """Print the findings of one group of checks as a table with name, status, result and advice."""
+    """Print the findings of one group of checks as a table with name, status, result and advice.
+
+    Args:
+        part: name of the group, which is the title of the table.
+        findings: findings of the group.
+    """
     from rich import box
     from rich.console import Console
     from rich.markup import escape

@@ -1,4 +1,4 @@
-"""Check of training by twenty steps on handwritten digits in a separate process."""
+"""Check of ``lightning doctor`` that trains a small model on handwritten digits for twenty steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ OPTIONS = (
 
 
 def fit() -> Iterator[Finding]:
-    """Train a small image classifier with ``lightning fit`` in a separate process, and check that its loss falls."""
+    """Train a small image classifier with ``lightning fit`` in a separate process, and check that its loss falls.
+
+    Yields:
+        One finding with the duration and the losses.
+    """
     if find_spec("sklearn") is None:
         advice = "pip install 'lightning-mhla[classification]'"
         yield Finding("training", "fit", "note", "not tried: the digits come with scikit-learn", advice)
