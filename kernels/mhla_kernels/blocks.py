@@ -236,7 +236,8 @@ class BlockPartition(NamedTuple):
         owner: ``[M]`` int64, index of each block's packed sequence, or S for an unused block, where S is the number of
             sequences. None if the row is one sequence.
         sequences: for each non-empty packed sequence, the index of its first block and the index after its last block. None if
-            the row is one sequence, or if reading the bounds would wait for the device.
+            the row is one sequence, or if the boundaries of the sequences are on an accelerator or are traced, and are
+            therefore not read.
     """
 
     tokens: int
@@ -285,21 +286,24 @@ class BlockPartition(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is symbolic, as in a graph that torch traces. If so, token t is in slot t."""
+        """Whether the number of tokens is symbolic, as in a graph that torch traces.
+
+        If so, the tokens are not moved: each token is in the slot with the token's own index, counted over all blocks.
+        """
         return self.slot is None and is_dynamic(self.tokens)
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot holds a token and the tokens keep their order, so that token t is in slot t."""
+        """Whether the tokens fill all slots of all blocks in their original order, so that a reshape forms the blocks."""
         return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
-        """Expand the mixing coefficients of one sequence to all M blocks of the partition.
+        """Expand mixing coefficients that cover the longest sequence to all M blocks of the partition.
 
-        The coefficients are repeated for each packed sequence. They are zero between blocks of different sequences.
+        The n blocks of a packed sequence get the first n rows and columns. Coefficients between different sequences are zero.
 
         Args:
-            mixing: coefficients for the m blocks of the longest sequence, ``[..., m, m]``.
+            mixing: coefficients for m blocks, ``[..., m, m]``, where m is at least the number of blocks in any sequence.
 
         Returns:
             Coefficients, ``[..., M, M]``.

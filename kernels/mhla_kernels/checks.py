@@ -94,8 +94,8 @@ _looked_at: set[torch.device] = set()
 def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out: str) -> None:
     """Check that no feature of the queries and keys is negative, where the values can be read.
 
-    With negative features, the weights of a query may sum to nearly zero, which makes its output meaningless. Negative values
-    up to 1e-5 times the largest feature are accepted as rounding errors.
+    With negative features, the attention weights of a query may sum to nearly zero, which makes its output meaningless.
+    Negative values up to 1e-5 times the largest feature are accepted as rounding errors.
 
     On a CPU, every call is checked. On an accelerator, only the first call is checked, since reading a value waits for the
     device. Calls under ``torch.compile``, ``torch.export``, ``torch.vmap`` and CUDA graph capture are not checked.
@@ -199,10 +199,12 @@ def check_devices(problem: Problem) -> None:
 def check_span(problem: Problem) -> None:
     """Check that an attention call can be computed in chunks of several blocks that are connected by running sums.
 
-    This algorithm is called the spanning form. It needs blocks of equal size, and exponential mixing without a grid.
+    This algorithm is called the spanning form. It needs blocks of equal size that form a sequence, not a 2-D or 3-D grid, and
+    mixing coefficients of the class ``ExponentialMixing``.
 
     Raises:
-        ValueError: if the mixing is of a different kind, the blocks differ in size, or the number of tokens is symbolic.
+        ValueError: if the mixing coefficients are of a different kind, the blocks differ in size, or the number of tokens is
+            symbolic.
     """
     mixing, layout = problem.mixing, problem.layout
     if mixing.span_terms(problem.weighting.causal) is None:

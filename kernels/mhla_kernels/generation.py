@@ -285,11 +285,11 @@ def check_reach(mixing: Mixing, block_size: int, previous_lengths: Sequence[int]
 
 
 class Piece(NamedTuple):
-    """Position in each row at which new tokens are appended to a generation state.
+    """Generation state that is ready for new tokens, and the position in each row at which they are appended.
 
     Attributes:
-        start: generation state that is ready for the new tokens: if the last block of a row was full, it is now one of the
-            finished blocks, and a new block is open.
+        start: the generation state. If the last block of a row was full and the row gets new tokens, that block is now one of
+            the finished blocks, and a new block is open.
         firsts: index of the block that receives the first new token, in each row.
         offsets: number of tokens that this block already holds, in each row.
     """
@@ -330,7 +330,7 @@ def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
     """Compute the summary of each block: ``k^T v``, flattened, followed by the sum of the keys.
 
     Args:
-        k_BHMCK: keys in M blocks of C slots, ``[B, H, M, C, K]``.
+        k_BHMCK: keys in M blocks of C token positions, ``[B, H, M, C, K]``.
         v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
 
     Returns:
@@ -340,7 +340,7 @@ def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """Arrange tokens in M blocks of C slots. In each row, they may begin at a later slot than the first one.
+    """Arrange tokens in M blocks of C slots (token positions). A row's first token may be in any slot of the first block.
 
     Args:
         x: tokens, ``[B, N, H, D]``.
@@ -368,10 +368,10 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
     """Take tokens ``[B, N, H, D]`` out of blocks, the reverse of :func:`in_blocks`.
 
     Args:
-        out: tokens in M blocks of C slots, ``[B, H, M, C, D]``.
+        out: tokens in M blocks of C slots (token positions), ``[B, H, M, C, D]``.
         offsets: slot of the first token in the first block, for each row.
         tokens: number of tokens N.
-        mask: ``[B, N]`` bool, False for tokens that get zeros; None keeps all.
+        mask: ``[B, N]`` bool, False for tokens to replace by zeros; None to keep the values of all tokens.
     """
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
@@ -383,10 +383,10 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """Callable that mixes the summaries of blocks of new tokens that continue a generation state.
+    """Callable that mixes block summaries when new tokens, arranged in blocks, are appended to a generation state.
 
     A summary is a sum over the keys and values of a block. The mixtures also include the finished blocks of the state, and
-    the earlier tokens of the block to which the first new tokens belong.
+    the earlier tokens of the block in which the new tokens begin.
     """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:

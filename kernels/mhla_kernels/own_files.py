@@ -53,8 +53,9 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         flags: flags for ``os.open``; with ``os.O_CREAT``, a missing file is created.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to a user other than this process's user and
-            root. With flags for writing, also if the file has a second hard link, whose name may be outside the cache.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to an untrusted user. Trusted users are the
+            one who runs this process, root, and the owner that the file system shows for new files. With flags for writing,
+            also if the file has a second hard link, whose name may be outside the cache.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
@@ -83,8 +84,8 @@ def read_own(path: Path, most: int) -> bytes:
         most: largest allowed size in bytes.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to a user other than this process's user and
-            root.
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to an untrusted user. Trusted users are the
+            one who runs this process, root, and the owner that the file system shows for new files.
         ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:

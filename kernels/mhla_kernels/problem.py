@@ -21,7 +21,7 @@ class Weighting(NamedTuple):
     Attributes:
         causal: whether token t attends to tokens ``j <= t`` only.
         scale: factor on the outputs; None if each row of weights is divided by its sum + ``eps`` instead.
-        eps: number that is added to the sum of a row.
+        eps: number that is added to the sum of each row of weights before dividing by it.
     """
 
     causal: bool
@@ -30,7 +30,7 @@ class Weighting(NamedTuple):
 
     @property
     def normalize(self) -> bool:
-        """Whether each row of weights is divided by its sum."""
+        """Whether each row of attention weights is divided by its sum."""
         return self.scale is None
 
 

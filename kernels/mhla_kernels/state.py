@@ -43,7 +43,8 @@ class StateKind:
         block_size: tokens in a block.
         key_width: width of the keys in block summaries, K.
         value_width: width of the values, V.
-        near: number of heads and width of the keys in the window of softmax attention; None without such a window.
+        near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
+            there is no softmax attention.
     """
 
     mixing: str
@@ -211,20 +212,21 @@ class BlockState:
             )
 
     def written(self, owned: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the tensors that the next state, after one more token, owns and may later overwrite in place.
+        """Return the names of the tensors that a new state, created for one more token, owns and may later overwrite in place.
 
-        These are all tensors in ``own_names``, but ``finished`` only if the previous state owned it.
+        These are all tensors in ``own_names``, except that ``finished`` is left out unless ``owned`` contains it.
 
         Args:
-            owned: names of the tensors that the previous state owned.
+            owned: names of the tensors that the state before this token owned.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
     def may_write(self, *others: Tensor) -> bool:
         """Return whether results that are computed from this state and from other tensors may be written into existing memory.
 
-        The result is False while torch records a graph, if a backward pass may need the present values, under ``torch.func``
-        (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was made in it.
+        The result is False while torch records a graph, if a backward pass may need the values in this memory, under
+        ``torch.func`` (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was made
+        in it.
         """
         if is_traced():
             return False
@@ -264,7 +266,7 @@ class BlockState:
         return draft.state(self.lengths)
 
     def _finished_at(self, block: int) -> int:
-        """Return how many blocks of a row are finished while its last block has the index ``block``."""
+        """Return the number of finished blocks in a row whose last block has the index ``block``."""
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
@@ -375,7 +377,8 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
         v: values, ``[..., V]``.
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        near: number of heads and width of the keys in the window of softmax attention; None without such a window.
+        near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
+            there is no softmax attention.
     """
     return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
 
@@ -452,7 +455,8 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
     """Create the generation state after the new tokens of an attention call.
 
     Args:
-        start: state before the call, in which every row is ready to receive its first new token.
+        start: state before the call. If the last block of a row is full and the row gets new tokens, ``start`` already has
+            an empty block for them.
         summaries_BHMW: summaries of the M blocks of the call, with W numbers each. The first summary includes the tokens that
             the block held before.
         counts: number of new tokens in each row.

@@ -5,7 +5,7 @@ folder under the device, the versions of the driver, torch and Triton, and a has
 trial runs once. A kernel that fails later is no longer used for the rest of the process. See :func:`may_use`, :func:`guarded`
 and :func:`agree_on_kernels`.
 
-Longer than other modules: a verdict's life, from the trial to its withdrawal, is in one place.
+This module is longer than others because it handles a verdict from the trial to the withdrawal of the kernel.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
     If no earlier result is stored, the kernel is compared with PyTorch now. During the capture of a CUDA graph this is not
     possible, and the result is False. It is also False if this process stopped using the kernel without comparing it, for
-    example because another process had stopped (see :func:`agree_on_kernels`).
+    example because another process had stopped using it (see :func:`agree_on_kernels`).
 
     Args:
         kind: name of the kernel, which is used in file names.
@@ -159,7 +159,7 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
 
 def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Compare a Triton kernel with PyTorch again, and replace the stored result by the new one.
+    """Compare a Triton kernel with PyTorch again, and replace the stored result with the new one.
 
     Args:
         kind: name of the kernel, which is used in file names.
@@ -188,7 +188,7 @@ def withdraw(kind: str, device: str, reason: str) -> None:
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the names of the Triton kernels that this process no longer uses, as a dict with the reasons as values."""
+    """Return a dict from the name of each Triton kernel that this process no longer uses to the reason."""
     return dict(_withdrawn)
 
 
@@ -363,10 +363,10 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored result of comparing a Triton kernel with PyTorch, or None.
+    """Return the stored result of comparing a Triton kernel with PyTorch.
 
-    If no result is stored, the function returns None, unless at least two comparisons crashed their processes. It then returns
-    a result that rejects the kernel.
+    If no result is stored, return None. However, if at least two comparisons crashed their processes, return a result that
+    rejects the kernel.
     """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):

@@ -107,13 +107,13 @@ def mhla_window_attention(
 
 
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
-    """Return zero outputs ``[B, N, H, V]`` for windowed attention without batch rows, tokens, heads or features.
+    """Return the outputs of windowed attention for empty inputs: zeros of shape ``[B, N, H, V]``.
 
-    Windowed attention has softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors
-    gradients of zeros.
+    Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has
+    softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
 
     Args:
-        problem: checked arguments of the call.
+        problem: checked arguments of :func:`mhla_window_attention`, except the features.
         f: features of the queries, ``[B, N, H, K]``.
         g: features of the keys, ``[B, N, H, K]``.
         far: logarithm of a factor on the weights of far tokens; None if it was not given.
@@ -156,9 +156,10 @@ def joined(
     visible_before: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute the outputs of windowed attention for tokens in M blocks of C slots, from near tokens and mixed summaries.
+    """Compute the outputs of windowed attention from near tokens and from mixed summaries of far blocks.
 
-    The near tokens are in the query's block and in the block before it. The far tokens are in all earlier blocks.
+    The near tokens are in the query's block and in the block before it. The far tokens are in all earlier blocks. Each of the M
+    blocks has C slots, each of which holds one token or padding.
 
     Args:
         q: queries, ``[B, H, M, C, Dk]``.

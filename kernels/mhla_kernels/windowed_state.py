@@ -257,7 +257,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
-    """Return the generation state of windowed attention before the first token, for queries with features ``f``."""
+    """Return the generation state of windowed attention before the first token, with sizes that fit the arguments."""
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
@@ -285,7 +285,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
     The window includes the previous block. The result is therefore the mixed summary that the previous block reads.
 
     Args:
-        start: state before the new tokens, in which every row is ready to receive the first of them.
+        start: state before the new tokens, in which the open block of every row has room for the first of them.
         sums: summaries of the M blocks with new tokens, with W numbers each, ``[B, H, M, W]``.
         firsts: index of the first of these blocks in each row.
         mixing: mixing coefficients between blocks.
@@ -317,7 +317,7 @@ def _close(
     """Create the generation state of windowed attention after new tokens.
 
     Args:
-        start: state before the new tokens, in which every row is ready to receive the first of them.
+        start: state before the new tokens, in which the open block of every row has room for the first of them.
         new_blocks: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block
             includes the tokens that it held before.
         sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``.

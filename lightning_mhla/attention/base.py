@@ -202,7 +202,7 @@ class Attention(AttentionKind):
             x: tokens ``[B, N, dim]``. Rows with fewer than N tokens are padded on the right.
             state: state after the previous tokens, as this method returned it; None for the first tokens. It is modified in
                 place.
-            counts: number of tokens in each row, without padding.
+            counts: number of tokens in each row of ``x``, without padding.
             rotary: rotary angles of these tokens; None to continue counting positions from the previous tokens.
             projections: projections to use if the layer has none of its own; None for the layer's own.
 

@@ -30,7 +30,10 @@ class HeadDecay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new initial values for the learned ``rate`` and ``bias`` of each head, but not for the linear map of tokens."""
+        """Draw new initial values for the learned ``rate`` and ``bias`` of each head.
+
+        The learned matrix that maps tokens to step sizes is not changed.
+        """
         rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
         self.rate.copy_(rates.clamp(min=1e-3).log())
         steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()
@@ -40,7 +43,7 @@ class HeadDecay(nn.Module):
         """Compute the step sizes and the log-decays of tokens ``[B, N, dim]``.
 
         Returns:
-            Step sizes and log-decays, both ``[B, N, H]`` float32.
+            Step sizes and log-decays for H heads, both ``[B, N, H]`` float32.
         """
         steps = F.softplus(self.proj(x).float() + self.bias.float())
         return steps, -self.rate.float().exp() * steps
@@ -59,5 +62,5 @@ class HeadScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the scales of all heads to 1."""
+        """Set the skip-connection scales of all heads to 1."""
         nn.init.ones_(self.weight)

@@ -100,10 +100,10 @@ class AttentionKind(nn.Module):
 
     @classmethod
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
-        """Return the options of one layer. The default implementation returns ``options`` unchanged.
+        """Return the attention options of one layer. The default implementation returns ``options`` unchanged.
 
         Args:
-            options: options of this kind in the model's configuration; None for a kind without options.
+            options: options of this kind of attention in the model's configuration; None for a kind without options.
             layer: index of the layer, counted from 0.
         """
         return options

@@ -151,7 +151,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Return how many weighted block summaries are added up to compute the mixtures of all blocks of a sequence.
+        """Return how many weighted block summaries are added to compute the weighted sum of summaries for each block.
 
         Args:
             tokens: number of tokens of the sequence.

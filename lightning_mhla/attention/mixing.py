@@ -417,14 +417,14 @@ class ExponentialCoefficients(MixingCoefficients):
 
 
 def _for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
-    """Convert a parameter of another layer to the number of heads of ``parameter``.
+    """Convert a parameter of another layer to the number of heads of ``parameter``, the corresponding parameter of this layer.
 
     Values shared by all heads are repeated for each head. Values of several heads are averaged if ``parameter`` is shared by
     all heads.
 
     Args:
         values: parameter of the other layer; its first axis is the head axis if each head has its own values.
-        parameter: parameter of this layer.
+        parameter: parameter of this layer; its first axis is the head axis if each head has its own values.
 
     Returns:
         Converted values; None if both have a head axis but different numbers of heads.

@@ -17,7 +17,8 @@ class TokenOrder(LayoutTables):
     Call :meth:`fit` before the first use.
 
     Args:
-        block_ordered: whether inputs and outputs of the layer are in block order instead of raster order.
+        block_ordered: whether inputs and outputs of the layer are in block order (block by block) instead of raster order (row
+            by row).
         buffers: whether the permutations are buffers. If not, they are plain attributes, and copies of the model, such as a
             weight average, may have permutations of different sizes.
     """
@@ -51,7 +52,7 @@ class TokenOrder(LayoutTables):
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return a layout of the same token grid, whose block order is the order into which this class puts tokens."""
+        """Return a layout of the same grid, with blocks chosen so that block order is the order that this class produces."""
         raise NotImplementedError
 
 

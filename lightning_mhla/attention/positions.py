@@ -178,7 +178,7 @@ class GridRotary(LayoutTables):
         self.register_buffer("sin", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the rotary angles of all tokens of a 2-D layout, in block order.
+        """Compute the rotary angles of all tokens of a 2-D layout, one block of tokens after the other.
 
         Args:
             layout: token grid and its partition into blocks.
@@ -195,7 +195,7 @@ class GridRotary(LayoutTables):
         return {"cos": angles.cos, "sin": angles.sin}
 
     def of_tokens(self, x: Tensor, *others: Any) -> Rotary:
-        """Return the rotary angles of all tokens of the layout, in block order.
+        """Return the rotary angles of all tokens of the layout, one block of tokens after the other.
 
         Args:
             x: tokens; the angles are moved to their device.
@@ -212,8 +212,8 @@ def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool
         layout: token grid of the layer.
         width: width of a key.
         base: base of the geometric series of frequencies.
-        projections: whether the layer has its own projections. If not, the module that provides the projections also provides
-            the angles.
+        projections: whether the layer has its own projections to queries, keys and values. If not, the module that provides
+            them also provides the angles.
 
     Raises:
         ValueError: if a layer with its own projections has prefix tokens or a grid with three axes.

@@ -26,9 +26,9 @@ FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting",
 class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """Rank-augmented linear attention (RALA, arXiv 2411.07635).
 
-    This is linear attention with the feature map ``elu(x) + 1``. Each key is scaled by its softmax weight for the mean query
-    (``key_weighting``), and the normalizer is computed before rotary embedding. The normalizer adds 1e-6 to the mean of a
-    query's weights, not to their sum. The RAVLT model combines this layer with the options ``lepe: 5``, ``gate: true``,
+    This is linear attention with the feature map ``elu(x) + 1``. Each key is scaled by its softmax weight for the mean query,
+    and the normalizer is computed before rotary embedding. The normalizer adds 1e-6 to the mean of a query's attention weights,
+    not to their sum. The RAVLT model combines this layer with the options ``lepe: 5``, ``gate: true``,
     ``gate_activation: identity`` and ``rotary: true``. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
@@ -58,9 +58,9 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
 
     The feature map of queries and keys is ``elu(x) + 1``. The output for token t is
     ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``, with means over all tokens j,
-    ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``, where ``rot`` is rotary embedding. As with
-    softmax, the weights of a query become sharper as its magnitude grows. Without rotary embedding, the weights sum to 1. The
-    constructor takes the arguments of :class:`Attention`.
+    ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``, where ``rot`` is rotary embedding and ``Dk``
+    is the width of a key. As with softmax, the attention weights of a query become sharper as its magnitude grows. Without
+    rotary embedding, they sum to 1. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
         ValueError: if the layer is causal.

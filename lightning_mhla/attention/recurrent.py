@@ -60,7 +60,7 @@ class ConvolvedOptions(RecurrentOptions):
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """State of a recurrent layer between two calls during generation.
+    """State of a recurrent layer that is carried from one generation step to the next.
 
     Attributes:
         lengths: number of tokens so far in each row.
@@ -74,7 +74,7 @@ class RecurrentState:
     last: Tensor | None
 
     def select(self, rows: Tensor) -> RecurrentState:
-        """Return the state of the rows with indices ``rows``."""
+        """Return the state of the batch rows with indices ``rows``."""
         index = rows.to(self.memory.device)
         last = None if self.last is None else self.last.index_select(0, index)
         return RecurrentState(
@@ -275,7 +275,7 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize gate, ``lepe``, short convolution and decays, which the weights that the layer starts from do not include.
+        """Initialize the parts that pretrained weights do not include: gate, ``lepe``, short convolution and decays.
 
         Gate, ``lepe`` (a convolution of the values) and short convolution initially leave the output unchanged. The parameters
         of the decays are drawn from a fixed seed, so that they are the same on all machines.

@@ -78,7 +78,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
 
 
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder the tokens ``[B, N, D]`` of each row by token indices ``order``, ``[B, N]``."""
+    """Reorder tokens ``[B, N, D]`` so that position i of row b gets the token ``x[b, order[b, i]]``."""
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 

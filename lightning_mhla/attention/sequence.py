@@ -39,7 +39,7 @@ class SequenceShare:
 
     @property
     def processes(self) -> int:
-        """Number of processes in the group."""
+        """Number of processes over which each sequence is distributed."""
         return dist.get_world_size(self.group)
 
     @property

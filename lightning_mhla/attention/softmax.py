@@ -91,8 +91,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
 
-        Packed sequences are processed one after the other. If ``cu_seqlens`` is a tensor, it is copied to the CPU for this
-        purpose.
+        Packed sequences are processed one after the other. If ``inputs.cu_seqlens``, which holds their boundaries, is a tensor,
+        it is copied to the CPU for this purpose.
         """
         q, k = inputs.turned
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
@@ -176,7 +176,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """Build an attention mask, ``[B, 1, N, N]`` bool, True where a query attends to a key; None without a key mask.
 
-        Hidden queries attend to themselves, so that each row has at least one True entry.
+        Each query attends to its own token even if ``key_mask`` hides it, so that each row has at least one True entry.
         """
         if key_mask is None:
             return None

@@ -204,8 +204,8 @@ def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
     """Adapt the saved state of a ModelCheckpoint to its current folder, and drop best checkpoints that cannot be used.
 
-    Lightning ignores a saved state whose folder differs from the current one. The folder differs if it was a relative path, if
-    the run was moved, or if the logger has a new version number. Best checkpoints listed in ``gone`` are dropped.
+    Lightning ignores a saved state whose folder differs from the current one. The folder can differ if it is a relative
+    path, if the run was moved, or if the logger has a new version number. Best checkpoints listed in ``gone`` are dropped.
     Best checkpoints outside the callback's folder are also dropped, because a ModelCheckpoint deletes files that are no longer
     among its best.
 

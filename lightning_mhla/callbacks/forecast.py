@@ -98,7 +98,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     Args:
         module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
-        processes: number of processes to mention in the description.
+        processes: number of training processes, which the description mentions.
 
     Returns:
         The description, as one line of text.

@@ -65,7 +65,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = state_dict["evaluated"]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
-        """Log metrics under a common prefix to every logger, and to the run's plot of learning curves.
+        """Log metrics under a common prefix to every logger, and add them to the learning curves that a callback plots, if any.
 
         Args:
             trainer: trainer of the run.

@@ -80,7 +80,7 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 class AttentionPictures(Callback):
     """Callback that draws mixing coefficients and attention maps, and logs the rank and entropy of attention matrices.
 
-    The callback uses one sample of the first validation batch, with the same weights as validation. Pictures go to
+    The callback uses one sample of the first validation batch, with the same model weights as validation. Pictures go to
     ``pictures/`` in the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are
     logged to every logger, where ``i`` is the number in the module name of the layer.
 

@@ -22,7 +22,7 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
             points.append((step, value))
 
     def note_logged(self, trainer: Trainer, prefix: str) -> None:
-        """Record the latest values of all metrics that the trainer has logged with a prefix such as ``"val/"``."""
+        """Record the latest values of the trainer's logged metrics whose names begin with a prefix such as ``"val/"``."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith(prefix):
                 self.note(name, trainer.global_step, float(value))

@@ -90,7 +90,7 @@ class Recovery(Checkpoint):
         self._monitored: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers for a fit, and take over the writing of checkpoints from ModelCheckpoints."""
+        """In stage ``fit``, install the signal handlers, and take over the writing of checkpoints from ModelCheckpoints."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
@@ -123,7 +123,10 @@ class Recovery(Checkpoint):
         self.teardown(trainer, pl_module, "fit")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reinstall this callback's signal handlers. Lightning's own would communicate with other processes during a step."""
+        """Reinstall this callback's signal handlers, which Lightning has replaced with its own.
+
+        Lightning's handlers would communicate with other processes in the middle of a step.
+        """
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

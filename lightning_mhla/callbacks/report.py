@@ -30,9 +30,9 @@ class RunReport(Callback):
     """Callback that prints the last validation metrics, the training time and the paths of output files after a run.
 
     After every validation, the callback also writes two files to the folder of the run. ``run.json`` holds the validation
-    metrics by step, the best value of the metric that selects checkpoints, the number of steps, the training time in seconds
-    over all starts of the run, the parameter counts, and the versions of libraries. ``lightning compare`` reads this file.
-    ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
+    metrics by step, the best value of the metric that selects checkpoints, the number of steps, the total training time in
+    seconds (including the time before a resume), the parameter counts, and the versions of libraries. ``lightning compare``
+    reads this file. ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`

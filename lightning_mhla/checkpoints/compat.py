@@ -24,7 +24,7 @@ ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
-    """Log the path, the epoch and the step of a checkpoint, if it was read by :class:`WholeCheckpointIO`."""
+    """Log the path, epoch and step of a checkpoint. Without the path, which :class:`WholeCheckpointIO` adds, log nothing."""
     if READ_FROM in checkpoint:
         position = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
         log.info("using checkpoint %s: %s", checkpoint[READ_FROM], position)

@@ -36,7 +36,7 @@ OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Replace secrets, such as passwords in URLs, by ``***`` in the options that a checkpoint stores, in place."""
+    """Replace secrets, such as passwords in URLs, with ``***`` in the options in ``checkpoint``, which is modified in place."""
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])

@@ -61,7 +61,7 @@ WAIT_AFTER_REQUEUE = 120.0
 
 
 class RunFolder:
-    """Folder of a run, which the first process of the run locks, so that no other run uses the folder.
+    """Folder of a training run. The first process of the run locks it, so that no other run uses it.
 
     Args:
         path: path of the folder; created if it does not exist.
@@ -192,7 +192,7 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Return whether a lock file is empty. It is empty if its process was killed before writing to it."""
+    """Return whether a lock file is empty, as it is if its process was killed before writing to it."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 

@@ -31,8 +31,9 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
         - ``entries``: dict from each stored name to the dtype and size of its tensor and the offsets and sizes of its stored
           parts (``chunks``), or to None if the value is not a tensor.
         - ``paths``: dict from each stored name to the list of keys that lead to its value in nested dicts and lists.
-        - ``places``: list of the stored pieces. Each piece is a list of the name, the offsets in the tensor (None for values
-          that are not tensors), the file, the offset in the file in bytes, and the length in bytes.
+        - ``places``: list with one item for each stored part of a tensor and each value that is not a tensor. An item is a list
+          of the stored name, the offsets of the part in the tensor (None for other values), the file, and the offset in the
+          file and the length of the data, both in bytes.
     """
     entries = {
         name: {

@@ -186,9 +186,9 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """Return the files that each sample is read from, and its captions if they come from ``metadata.jsonl``.
+        """List the inputs of each sample: the files it is read from, and its captions if they come from ``metadata.jsonl``.
 
-        Commands that convert the folder to shards record the result, so that a resumed conversion detects changed inputs.
+        Commands that convert the folder to shards save this list, so that a resumed conversion detects changed inputs.
         """
         result = []
         for index, path in enumerate(self.paths):

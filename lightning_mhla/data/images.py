@@ -104,7 +104,7 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation, blend transparent pixels with the background, and reduce 16-bit gray levels to 8 bits."""
+    """Apply the EXIF orientation, blend transparent pixels with white, and reduce 16-bit gray levels to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
@@ -214,7 +214,7 @@ class LabelledFolder(LabelledImages):
         return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """Return the image file and the class name of each sample, for the record that is kept beside shards made from them."""
+        """Return the image file and the class name of each sample, to be recorded beside shards made from the samples."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]

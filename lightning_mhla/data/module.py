@@ -139,7 +139,7 @@ def process_share(trainer: Trainer | None) -> tuple[int, int]:
 
 
 class ResumableDataModule(LoggedApart, LightningDataModule):
-    """Base class of data modules whose training loader resumes with exactly the next sample.
+    """Base class of data modules whose training loader, after an interruption, continues with exactly the next sample.
 
     Subclasses implement :meth:`source`, which returns the data set of a stage.
 

@@ -125,8 +125,8 @@ def resume_order(
         exists.
 
     Raises:
-        ValueError: if complete shards exist, and they have no record, the options have changed, an origin was added, or an
-            origin of a complete shard was changed or removed.
+        ValueError: if there are complete shards that cannot be kept, because they have no record, the options have changed, an
+            origin was added, or an origin of a complete shard was changed or removed.
     """
     options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)
@@ -192,7 +192,7 @@ OPEN, USED, SKIPPED = "open", "used", "skipped"
 
 
 class _Sample(NamedTuple):
-    """Sample in the record of a set of shards, and the current state of its origin: the files that it is made from.
+    """Sample in the record of a set of shards, and the state of its origin (the files from which the sample is made).
 
     Attributes:
         name: name of the sample's origin.
@@ -237,7 +237,7 @@ def sample_key(number: int) -> str:
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe how the inputs of shards differ from those recorded when the shards were begun; empty if they do not differ.
+    """Describe how the inputs of shards differ from those recorded when writing began; return an empty text if they do not.
 
     Args:
         begun_with: recorded options of the command that writes the shards.

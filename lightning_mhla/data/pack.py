@@ -37,7 +37,7 @@ class Packing:
 def pack_captioned(
     source: Path, extensions: Sequence[str], check: Callable[[bytes, str], object], caption_key: str, packing: Packing
 ) -> tuple[list[Path], int]:
-    """Pack a folder of captioned files into WebDataset shards, without changing the content of the files.
+    """Pack captioned files, such as images, from a folder into WebDataset shards, without changing their content.
 
     Args:
         source: folder of the captioned files.

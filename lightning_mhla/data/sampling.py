@@ -106,14 +106,14 @@ def training_batches(
 
 
 def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat each sample several times in a row for repeated augmentation, without making the epoch longer.
+    """Repeat samples in consecutive positions for repeated augmentation, without making the epoch longer.
 
-    This is the method of "Augment your batch" (arXiv 1901.09335). An epoch of n samples contains ``n / repeats`` different
-    samples, as in the code of DeiT.
+    This is the method of "Augment your batch" (arXiv 1901.09335). The order keeps its length n, so it contains only the first
+    ``n / repeats`` samples, as in the code of DeiT.
 
     Args:
         order: indices of samples in reading order, ``[n]`` int64.
-        repeats: number of times that each sample occurs.
+        repeats: number of times that each of these samples occurs.
 
     Returns:
         Indices of samples in the new order, and the number of earlier occurrences of each sample, both ``[n]`` int64.

@@ -72,7 +72,8 @@ class Preparation:
         prefix: prefix of the shard names.
         options: JSON values that the samples depend on.
         origins: files and other inputs of the samples, in the order in which the samples are written.
-        per_shard: number of samples in a shard if each sample has one origin; None if an origin has many samples.
+        per_shard: number of samples in a shard if each sample has an origin of its own, so that only the origins of complete
+            shards must stay unchanged. None if an origin has many samples; then no origin may change once a shard is complete.
         max_skipped: maximum number of broken samples that this process skips.
         force: whether to delete existing shards with the same prefix first.
         share: rank of this process and number of processes.
@@ -157,7 +158,7 @@ class Preparation:
 
 @contextmanager
 def locked(file: Path, shared: bool) -> Iterator[None]:
-    """Context manager that locks a file. If another process holds the lock, it logs a warning and waits.
+    """Context manager that locks a file. It logs a warning and waits while another process holds the lock.
 
     Commands that write the same shards lock a common file. If the file system does not support locks, nothing is locked.
     The shards remain intact even then, because each process writes to a temporary file of its own.
@@ -206,7 +207,7 @@ def write_shards(
         prefix: prefix of the shard names.
         per_shard: number of samples in a shard. The last shard, and shards with broken items, may contain fewer.
         max_skipped: maximum number of broken items that are left out, with a warning for each.
-        made_with: options that the samples depend on. A later call with different options is an error.
+        made_with: options that the samples depend on; None if there are none. A later call with different options is an error.
         origins: files and other inputs of each item; None if ``repr(item)`` describes an item completely.
         force: whether to delete existing shards with the same prefix first.
 

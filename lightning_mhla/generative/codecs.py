@@ -122,7 +122,7 @@ class LatentCodec(FrozenVAE):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
-        """Return the factor by which latents are multiplied for diffusion, from the configuration of the VAE."""
+        """Return the factor by which latents are multiplied after encoding; the configuration of the VAE contains it."""
         return float(self.model(device).config.scaling_factor)
 
 

@@ -48,7 +48,10 @@ class ImageGenerator(Protocol):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a generated image. If a VAE decodes images, the size may be a placeholder."""
+        """Channels, height and width of a generated image.
+
+        If a VAE decodes the images, the value may instead be a fixed placeholder that does not depend on the VAE.
+        """
 
     def check_drawable(self, sampling: Any = None) -> None:
         """Check that images can be generated with the given sampler options.
@@ -58,7 +61,7 @@ class ImageGenerator(Protocol):
 
         Raises:
             ValueError: if the options are not valid for this model.
-            FileNotFoundError: if the VAE does not exist.
+            FileNotFoundError: if a VAE or a text encoder that the model needs does not exist.
         """
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:

@@ -29,7 +29,7 @@ NAME = re.compile(r"\d{6,}-class-?\d+\.png")
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Convert images with values from -1 to 1 to 8-bit pixels, uint8 from 0 to 255, of the same shape."""
+    """Convert images with values in [-1, 1] into uint8 images of the same shape, with values in [0, 255]."""
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -103,9 +103,9 @@ class SampleWriter(Callback):
         return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"
 
     def _make(self, trainer: Trainer, side: int) -> None:
-        """Create the temporary files for images and labels, unless they exist, before all processes write into them.
+        """Create the temporary files for the images and labels of all processes, unless the files exist already.
 
-        The first process creates the files, and the other processes wait.
+        The first process creates the files, and the other processes wait for it.
 
         Args:
             trainer: trainer that runs the prediction.

@@ -20,8 +20,8 @@ VALIDATION_SEED = 0
 class GenerativeModule(TrainingModule):
     """Base class of LightningModules that train generative models.
 
-    Subclasses implement :meth:`sample_losses`. The validation loss is the mean of these losses, with a fixed timestep and fixed
-    noise for each sample.
+    Subclasses implement :meth:`sample_losses`, which computes a loss for each sample. The validation loss is the mean of these
+    losses, with a fixed timestep and fixed noise for each sample.
 
     Args:
         training: options of the training, such as the optimizer.
@@ -44,11 +44,11 @@ class GenerativeModule(TrainingModule):
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the mean validation loss, with a fixed timestep and fixed noise for each sample."""
+        """Include the losses of a batch in the mean validation loss, with a fixed timestep and fixed noise for each sample."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the mean test loss, with a fixed timestep and fixed noise for each sample."""
+        """Include the losses of a batch in the mean test loss, with a fixed timestep and fixed noise for each sample."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:

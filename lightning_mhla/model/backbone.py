@@ -25,8 +25,9 @@ SHARED_BLOCK = 64
 class Backbone(LayoutTables):
     """Transformer for images, video and text: a stack of transformer blocks over a grid of tokens, and a final norm.
 
-    Before the first transformer block, tokens are reordered so that those of each attention block are contiguous (block order).
-    After the last one, they are brought back into raster order.
+    Attention can divide the tokens into groups, called attention blocks. Before the first transformer block, tokens are
+    reordered so that those of each attention block are contiguous (block order). After the last one, they are brought back into
+    raster order.
 
     Args:
         dim: width of the tokens.

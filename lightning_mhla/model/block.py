@@ -53,7 +53,7 @@ class Block(nn.Module):
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        layout: arrangement of the tokens in a grid and in attention blocks.
+        layout: arrangement of the tokens in a grid, and in the groups that attention works with (attention blocks).
         attention: configuration of the self-attention.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
@@ -144,8 +144,8 @@ class Block(nn.Module):
                 only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
                 sequences.
-            branch_factors: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None
-                to draw it here.
+            branch_factors: stochastic-depth factors from :meth:`draw_kept`, if the caller draws them outside of a compiled or
+                recomputed block; None to draw them here.
 
         Returns:
             Output tokens, ``[B, N, dim]``, in the order of ``x``.

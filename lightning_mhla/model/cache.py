@@ -27,7 +27,10 @@ class GenerationCache:
         self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of token positions in each row so far, padding included, as transformers' ``generate`` requires."""
+        """Return the number of token positions in each row so far, padding included. It is the same for all layers.
+
+        transformers' ``generate`` calls this method.
+        """
         return self.columns
 
     @property

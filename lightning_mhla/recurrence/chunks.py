@@ -27,7 +27,7 @@ def chunk_tokens(width: int) -> int:
 
 
 class ChunkedInputs(NamedTuple):
-    """Checked inputs of a recurrence, divided into chunks, in float32 (float64 for float64 inputs).
+    """Checked inputs of a recurrence, divided into chunks of consecutive tokens, in float32 (float64 for float64 inputs).
 
     Shapes: B rows, H heads, M chunks of C tokens, K and V features of a key and a value, S packed sequences. The last chunk of
     a sequence may have fewer tokens than C. Its unused entries are zero.
@@ -51,7 +51,7 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into M chunks of C tokens like ``q``: ``[B, H, M, C, ...]``."""
+        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the same chunks of tokens as ``q``, ``[B, H, M, C, ...]``."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
@@ -121,7 +121,7 @@ def prepare(
     initial_state: Tensor | None,
     bounds: list[int] | None,
 ) -> ChunkedInputs:
-    """Divide the checked inputs of a recurrence into chunks. No chunk spans two packed sequences.
+    """Divide the checked inputs of a recurrence into chunks of consecutive tokens. No chunk spans two packed sequences.
 
     Args:
         q: queries, ``[B, N, H, K]``.
@@ -153,7 +153,7 @@ def prepare(
 
 
 def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Compute the states of a recurrence over chunks, ``state = decay * state + update``, for each sequence.
+    """Compute the states of a recurrence over chunks of tokens, ``state = decay * state + update``, for each sequence.
 
     Args:
         decay: decay over each of the M chunks, ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.

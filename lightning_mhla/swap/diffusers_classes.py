@@ -138,7 +138,7 @@ class SwappedDiffusersModel(SwappedClass):
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     def _is_public(self) -> bool:
-        """Return whether ``diffusers`` exports the original class, so that this class can be imported by its name."""
+        """Return whether ``diffusers`` exports the parent class, so that this class can be created again from its name."""
         import diffusers
 
         return getattr(diffusers, self.host.__name__, None) is self.host
@@ -175,7 +175,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DiffusersFolders(DiffusersHost):
-    """Implementation of attention replacement for diffusers models that also saves and loads the resulting models."""
+    """Implementation of attention replacement for diffusers models, including saving and loading of the resulting models."""
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Functions and classes shared by the saving of diffusers and transformers models with replaced attention.
+"""Functions and classes for saving and loading diffusers and transformers models with replaced attention.
 
 diffusers' and transformers' own ``save_pretrained`` and ``from_pretrained`` write and read the files, so features such as
 sharding and variants work as usual. The original model classes would ignore the new attention and only warn about unexpected
@@ -55,12 +55,12 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
 
 class SwappedClass:
-    """Base class of mixins that add replaced attention to a model or configuration class of diffusers or transformers.
+    """Base class of mixins for model and configuration classes of diffusers or transformers whose attention is replaced.
 
-    :func:`derive` combines a mixin with such a class, and sets the attributes of the result.
+    :func:`derive` combines a mixin with such a class, and sets the attributes of the resulting class.
 
     Attributes:
-        host: class of diffusers or transformers, such as ``LlamaForCausalLM``.
+        host: original class, such as ``LlamaForCausalLM``.
         mixin: mixin that was combined with ``host``.
     """
 
@@ -130,10 +130,10 @@ def restored(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str) -> None:
-    """Remove weight files of an earlier save that the library would load instead of those just saved.
+    """Remove weight files of an earlier save that diffusers or transformers would load instead of those just saved.
 
-    The library itself removes old shards. It does not remove an index whose shards are gone, an unsharded file next to new
-    shards, or safetensors files next to a new ``.bin`` file.
+    The libraries themselves remove old shards. They do not remove an index whose shards are gone, an unsharded file next to
+    new shards, or safetensors files next to a new ``.bin`` file.
 
     Args:
         folder: folder of the model.
@@ -162,8 +162,8 @@ def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights:
     Args:
         name: name of the model's class, for the error message.
         source: folder or hub name that the model was loaded from, for the error message.
-        info: loading information from the library. ``missing_keys`` lists weights that the files lack, and ``unexpected_keys``
-            lists weights that the model does not have.
+        info: loading information from diffusers or transformers. ``missing_keys`` lists weights that the files lack, and
+            ``unexpected_keys`` lists weights that the model does not have.
         all_weights: True to check all weights; False to check only that no weight of the new attention is missing.
 
     Raises:

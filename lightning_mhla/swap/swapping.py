@@ -101,14 +101,14 @@ def swapped_layers(model: nn.Module) -> dict[int, Attention]:
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Change the number of blocks in a diffusers model with replaced attention, for example for clips of a different size.
+    """Change the number of token blocks in the new attention of a diffusers model, for example for clips of a different size.
 
     The mixing coefficients are resized to the new number of blocks, which is also stored in the model's configuration.
 
     Args:
         model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
             ``mhla``.
-        block_grid: new number of blocks along each axis.
+        block_grid: new number of blocks along each axis of the token grid.
 
     Raises:
         ValueError: if no layer is of kind ``mhla``, or if ``block_grid`` does not have one entry for each axis of the model's

@@ -65,7 +65,7 @@ class _Swapped:
 
 
 class SwappedPlainAttention(_Swapped, PlainAttention):
-    """Variant of timm's ``Attention``, as in ViT, DeiT, DINOv2 and SigLIP, that computes MHLA or another replacement."""
+    """Variant of timm's ``Attention``, as in ViT, DeiT and DINOv2, that computes MHLA or another replacement attention."""
 
 
 class SwappedAttentionRope(_Swapped, AttentionRope):

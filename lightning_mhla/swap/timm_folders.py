@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Implementation of attention replacement for timm models, including saving and loading."""
+    """Methods that replace the attention layers of timm models, record the replacement for saving, and load saved models."""
 
     options = ("cache_dir",)
 

@@ -318,7 +318,7 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the new attention for an attention module of transformers, which keeps its own projections.
+    """Build the new attention for an attention module of transformers. The module keeps its own projections.
 
     Args:
         layer: attention module of transformers.

@@ -151,12 +151,12 @@ class _Rule(NamedTuple):
 
     @property
     def shortest(self) -> int:
-        """Minimum number of characters that the step replaces; 1 for a regular expression."""
+        """Minimum number of characters that this step replaces in a text; 1 for a regular expression or an inserted prefix."""
         return 1 if self.is_regex or not self.pattern else len(self.pattern)
 
     @property
     def growth(self) -> float:
-        """Maximum factor by which the step lengthens a text."""
+        """Maximum factor by which this replacement step lengthens a text."""
         return (len(self.content) + (self.is_regex or not self.pattern)) / self.shortest
 
     def make(self) -> normalizers.Normalizer:

@@ -39,7 +39,7 @@ def in_backward() -> bool:
 
 
 def compilations() -> tuple[int, float]:
-    """Return the number of graphs that torch.compile has compiled in this process, and the total time spent in seconds."""
+    """Return the number of graphs that torch.compile has compiled in this process, and the total compile time in seconds."""
     from torch._dynamo.utils import calculate_time_spent, counters  # takes a second to import, so not at the top
 
     return counters["stats"]["unique_graphs"], float(calculate_time_spent().get("total_wall_time", 0.0))

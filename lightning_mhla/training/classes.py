@@ -35,7 +35,7 @@ class NamesClasses(TrainingModule):
     label_names: list[str] | None = None
 
     def setup(self, stage: str) -> None:
-        """Read the names of the classes from the data module, at the start of a fit."""
+        """Read the names of the classes from the data module at the start of training. Other stages do not change them."""
         super().setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if stage == "fit":

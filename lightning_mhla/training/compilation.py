@@ -62,7 +62,7 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Callback that logs the compile time and the number of compiled graphs, for the first step and for all later steps."""
+    """Callback that logs compile time and number of compiled graphs: once for the first step, once for all later steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the number of compiled graphs and the compile time so far, which are not part of this training."""

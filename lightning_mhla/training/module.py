@@ -316,7 +316,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         check_weights(checkpoint, self.state_dict())
 
     def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
-        """Log changed options, select the weights to resume from, and check the optimizer's state.
+        """Log options that differ from the checkpoint, select the weights to resume from, and check the optimizer's state.
 
         If the checkpoint has a moving average of the weights and this run keeps none, the run resumes from the trained weights.
 
@@ -343,7 +343,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             check_optimizer(saved, self.optimizer_config.kind, len(BETAS[self.optimizer_config.kind]), sizes)
 
     def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
-        """Remove Lightning's tuner callbacks, and use the batch size and learning rate that they found before the resume."""
+        """Remove Lightning's tuner callbacks, and use the batch size and learning rate from the checkpoint instead."""
         data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
         for tuner in [callback for callback in callbacks if isinstance(callback, BatchSizeFinder | LearningRateFinder)]:
             callbacks.remove(tuner)

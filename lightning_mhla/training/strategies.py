@@ -73,7 +73,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint, as a folder of shards or as one file. Every process must call this method."""
+        """Write a checkpoint, as a folder of shards if ``save_distributed_checkpoint`` was set, otherwise as one file.
+
+        Every process must call this method.
+
+        Args:
+            checkpoint: entries of the checkpoint.
+            filepath: path of the folder or file.
+            storage_options: ignored.
+        """
         path = Path(self.broadcast(filepath))  # all processes must write into the same folder
         if not self._save_distributed_checkpoint:
             Strategy.save_checkpoint(self, checkpoint, path)
@@ -89,6 +97,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
         If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are then
         among the returned entries. If they come from a sharded checkpoint, they are sharded like the weights of the module.
+
+        Args:
+            checkpoint_path: path of a checkpoint, or of the folder of a run, whose latest complete checkpoint is then loaded.
+            weights_only: ignored; code in a checkpoint is never run.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None

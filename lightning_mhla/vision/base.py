@@ -40,7 +40,8 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
 class ImageCheck(nn.Module):
     """Layer that checks the size of images and returns the images unchanged.
 
-    The check is a module because torch.fx does not trace into this module, so that traced graphs do not contain the check.
+    The class is registered with timm as a module that torch.fx does not trace into, so that traced graphs do not contain the
+    check itself.
 
     Args:
         check: function of ``(height, width)`` in pixels that raises ValueError for a size that the model does not support.
@@ -71,7 +72,8 @@ class VisionModel(nn.Module):
         num_classes: number of class scores; 0 for a model without a head.
         num_features: number of channels of the last feature map.
         head_hidden_size: number of features that the head takes.
-        feature_info: channels, reduction and module name of each feature map, in timm's format.
+        feature_info: number of channels, reduction (image size divided by map size) and module name of each feature map, in
+            timm's format.
         head: layer that computes class scores from pooled features.
         class_names: names of the classes, in the order of the scores; None if unknown.
         preprocessing: transform that :meth:`predict` applies to an image; None if unknown.
@@ -141,7 +143,7 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the features that :meth:`forward_head` takes, from images ``[B, channels, H, W]``."""
+        """Compute from images ``[B, channels, H, W]`` the features that :meth:`forward_head` takes."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

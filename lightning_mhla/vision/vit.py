@@ -59,7 +59,8 @@ class VisionTransformer(
     """Vision transformer for classification whose head takes the mean of all tokens, without a class token.
 
     ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and
-    ``VisionTransformer.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
+    ``VisionTransformer.from_pretrained(folder)`` loads it. The model also has the methods of timm's models, such as
+    ``forward_features``.
 
     Args:
         image_size: side of the square image, in pixels.

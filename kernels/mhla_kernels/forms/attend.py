@@ -1,4 +1,4 @@
-"""Computation of attention in PyTorch with a named algorithm.
+"""Computation of attention in PyTorch with the algorithm that the caller names.
 
 Tokens are arranged in blocks, attention is computed, and its outputs are put back into the order of the tokens.
 

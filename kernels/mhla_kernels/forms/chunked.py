@@ -89,7 +89,7 @@ def chunked(q_BHMCK: Tensor, k_BHMCK: Tensor, v_BHMCV: Tensor, mixer: Mixer, wei
     """Compute attention from one summary per block, in time linear in the number of tokens (the chunked form).
 
     Args:
-        q_BHMCK: queries in M blocks of C slots, ``[B, H, M, C, K]``.
+        q_BHMCK: queries in M blocks of C token positions, ``[B, H, M, C, K]``.
         k_BHMCK: keys in blocks, ``[B, H, M, C, K]``.
         v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
         mixer: callable that applies the mixing coefficients to the block summaries.

@@ -46,7 +46,7 @@ def limit_memory(bytes_of_a_call: float | None) -> None:
     """Limit the memory that attention with ``form="auto"`` may use in one forward pass, in addition to inputs and outputs.
 
     ``"auto"`` ignores algorithms that need more memory than the limit. If all of them do, it takes the one that needs the
-    least. The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes; without it there is none.
+    least. The environment variable ``MHLA_MEMORY_GB`` sets the initial limit in gigabytes. If it is not set, there is no limit.
 
     Args:
         bytes_of_a_call: limit in bytes; None for no limit.

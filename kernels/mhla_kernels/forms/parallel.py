@@ -3,7 +3,7 @@
 The number of operations grows with N squared. Two large matrix products take most of the time, which makes this form the
 fastest one for up to a few hundred tokens.
 
-Shape letters: B batch, H heads, N slots of tokens, M blocks, K key width, V value width.
+Shape letters: B batch, H heads, N tokens (with the padding of blocks), M blocks, K key width, V value width.
 """
 
 from __future__ import annotations

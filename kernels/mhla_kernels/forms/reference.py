@@ -16,8 +16,9 @@ from mhla_kernels.problem import Weighting
 def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, weighting: Weighting) -> Tensor:
     """Compute the attention weights of all token pairs directly from their definition.
 
-    The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero where
-    masked. Then each row is divided by its sum + eps, or is multiplied by a scale.
+    The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero for
+    tokens of different packed sequences and, with causality, for keys after the query. Then each row is divided by its sum +
+    eps, or is multiplied by a scale, as ``weighting`` says.
 
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.

@@ -58,7 +58,7 @@ def spanning(
     """Compute attention in chunks of several blocks that are connected by running sums (the spanning form).
 
     Args:
-        q_BHMCK: queries in M chunks of C slots, ``[B, H, M, C, K]``.
+        q_BHMCK: queries in M chunks of C slots (one token each, or padding), ``[B, H, M, C, K]``.
         k_BHMCK: keys in chunks, ``[B, H, M, C, K]``.
         v_BHMCV: values in chunks, ``[B, H, M, C, V]``.
         span: mixing coefficients within and between chunks.

@@ -2,7 +2,7 @@
 
 A new kind of coefficients needs only its tensors and a method that returns its matrix.
 
-Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sums.
+Shape letters: B batch, H heads, M blocks, W numbers in a block summary, R running sums.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class BlockShares(Protocol):
 
 
 class Mixing(ABC):
-    """Base class of mixing coefficients ``m[i, j]``, the weight that query block i gives to the summary of block j.
+    """Base class of mixing coefficients: ``m[i, j]`` is the weight that query block i gives to the summary of block j.
+
+    The summary of a block consists of sums over its keys and values.
 
     A subclass is a frozen dataclass. It lists the names of its tensor fields in the class attribute ``learned``, and defines
     :meth:`matrix`. The default versions of all other methods apply this matrix. A subclass overrides the methods that it can
@@ -242,7 +244,7 @@ class Mixing(ABC):
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """Mix the summaries of all finished blocks, as the block that is still receiving tokens reads them.
+        """Add up the summaries of all finished blocks, weighted for the block that is still receiving tokens.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
@@ -255,7 +257,7 @@ class Mixing(ABC):
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Compute the mixed summary that each new block reads, from finished blocks and from earlier new blocks.
+        """Compute for each new block the weighted sum of the summaries of finished blocks and of earlier new blocks.
 
         Args:
             finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.

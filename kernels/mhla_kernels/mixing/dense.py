@@ -18,7 +18,7 @@ class DenseMixing(Mixing):
     The attention functions convert a plain tensor of coefficients to this class.
 
     Args:
-        mixing: matrix ``[M, M]`` for all heads, or ``[H, M, M]``, in floating point.
+        mixing: floating-point matrix ``[M, M]`` for M blocks, which all heads share, or ``[H, M, M]`` for H heads.
     """
 
     learned = ("mixing",)
@@ -51,7 +51,7 @@ class DenseMixing(Mixing):
             raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
     def matrix(self, blocks: int) -> Tensor:
-        """Return the complete matrix of coefficients, ``[M, M]`` or ``[H, M, M]``.
+        """Return the matrix of mixing coefficients, ``[M, M]`` for all heads, or ``[H, M, M]`` for H heads.
 
         ``blocks`` is ignored, because the matrix has a fixed number of blocks M.
         """

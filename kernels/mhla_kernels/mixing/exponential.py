@@ -128,7 +128,10 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the weight of a block's own summary, ``[1]`` or ``[H, 1]``: the sum of the amplitudes, for every block."""
+        """Return the weight of a block's own summary, ``[1]`` or ``[H, 1]``: the sum of the amplitudes.
+
+        The weight is the same for every block, so the arguments are ignored.
+        """
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
@@ -177,12 +180,12 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """Number of running sums that replace all finished blocks during generation: one for each exponential term."""
+        """Number of running sums that replace the summaries of finished blocks during generation: one per exponential term."""
         return self.terms
 
     @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return the running sums ``finished`` unchanged: their number does not depend on the number of blocks."""
+        """Return the running sums ``finished`` unchanged, because new blocks need no more space. Ignore other arguments."""
         return finished
 
     @override
@@ -316,8 +319,8 @@ class ExponentialMixing(Mixing):
             grid: number of blocks along each axis of a 2-D or 3-D grid, with ``prod(grid)`` = M; None for a sequence.
             causal: whether only the lower triangle is fitted.
             any_row_scale: whether every row of the fit may be scaled to match. The scale of a row has no effect if attention is
-                normalized or an RMSNorm follows it. Rows that are normalized to a sum of 1 are not a function of distance
-                alone.
+                normalized or an RMSNorm follows it. Use this option for rows that were normalized to a sum of 1, because they
+                are not a function of distance alone.
             steps: number of optimizer steps.
 
         Returns:
@@ -335,10 +338,10 @@ class ExponentialMixing(Mixing):
 def _check_decay(decay: Tensor) -> None:
     """Check that the decays are finite and not negative.
 
-    On an accelerator, and while torch traces, the device checks the values without waiting, and reports an error later.
+    On an accelerator, or if torch traces the check, invalid decays raise an error later, so that the check need not wait.
 
     Raises:
-        ValueError: if the decays are on a CPU, their values can be read, and one of them is invalid.
+        ValueError: if a decay on a CPU is invalid, except while torch traces.
     """
     message = "the decays of ExponentialMixing must be finite and not negative"
     if decay.is_meta:
@@ -359,13 +362,13 @@ def _check_decay(decay: Tensor) -> None:
 
 
 def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
-    """Add up the running sums of P processes, each decayed over the blocks between that process and this one.
+    """Add up the running sums of P processes, each decayed over the blocks between the sum's process and this one.
 
     Every process must take part in the collective operation of the backward pass. Therefore a process that does not contribute
     gets weight zero, instead of being left out.
 
     Args:
-        sums_BHPRW: R running sums at the boundary of each process, with W numbers each, ``[B, H, P, R, W]``.
+        sums_BHPRW: R running sums over the blocks of each process, with W numbers each, ``[B, H, P, R, W]``.
         decay: decay per block, ``[H or 1, R]``.
         gaps: number of blocks between each process and this one; None for a process that does not contribute.
 

@@ -92,7 +92,9 @@ def fit_exponentials(
 
 
 def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """Compute the factor of each matrix row that minimizes the squared error of ``fitted``, scaled to a mean factor of 1.
+    """Compute for each matrix row the factor on ``fitted`` that minimizes its squared error from ``target``.
+
+    The factors of each head are then divided by their mean.
 
     Args:
         target: target coefficients, ``[H, n]``.

@@ -28,7 +28,8 @@ class Span(NamedTuple):
         matrix: coefficients between the blocks of one chunk, ``[H or 1, G, G]``.
         reading: weights with which the queries of a block read each running sum, ``[H or 1, T, G]``.
         writing: weights with which the keys of a block enter each running sum, ``[H or 1, T, G]``.
-        decay: exponent of the decay of each running sum per chunk, ``[H or 1, T]``.
+        decay: decay rate of each running sum, ``[H or 1, T]``. From one chunk to the next, a sum is multiplied by
+            ``exp(-decay)``.
         later: number of running sums over later chunks, 0 or T / 2. They are the last ones of the T sums. The others are over
             earlier chunks.
     """

@@ -154,7 +154,7 @@ def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
 
 
 def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
-    """Return a tensor without memory in the shape that ``x`` would have for the complete sequence, for argument checks.
+    """Return a meta tensor, for argument checks, with the shape that ``x`` would have for the complete sequence.
 
     ``x`` has the axes ``[B, n, heads, width]``, and ``tokens`` takes the place of n.
     """
@@ -225,7 +225,7 @@ def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.dev
         bounds: index of the first token of each block of the sequence, followed by the number of tokens.
         first: index of the first block of the range.
         last: index after the last block of the range.
-        device: device of the index tables.
+        device: device of the index tensors in the result.
     """
     offsets = tuple(bound - bounds[first] for bound in bounds[first : last + 1])
     size = max((b - a for a, b in pairwise(bounds)), default=1)

@@ -6,7 +6,7 @@ All four results are one computation with its operands exchanged. For each row t
 
 The first term reads a mixed summary; the parallel form does not have it. The second term is a sum over token pairs. In the
 parallel form it covers all pairs, and c is the mixing coefficient of the two blocks. In the causal chunked form it covers the
-pairs inside one block, and c = m[i, i].
+pairs inside one block i, and c = m[i, i].
 
     | mode   | x  | y  | a  | summary            | pairs (causal) |
     | OUT    | q  | k  | v  | S~ = m S           | j <= t         |
@@ -175,7 +175,9 @@ def attend_kernel(
 
     The result for row token t is ``x_t S + sum_j c(t, j) (x_t . y_j) a_j``, with a mixed summary S and mixing coefficients c.
     The tensors ``x``, ``y`` and ``a`` are q, k and v in mode OUT. With dO for the gradient of the outputs, they are dO, v and k
-    in mode DQ, k, q and dO in mode DV, and v, dO and q in mode DK. Grid: ``(B * H * tiles, output parts)``.
+    in mode DQ, k, q and dO in mode DV, and v, dO and q in mode DK. ``row_tokens`` is q in modes OUT and DQ, and k in modes DV
+    and DK. The lookup table ``table`` holds the bounds of blocks and sequences, and ``token_row`` holds the row of each token's
+    block in the matrix ``mixing``. Grid: ``(B * H * tiles, output parts)``.
 
     Chunked form (``SUMMARY``): ``table`` has a column for each block. A block has ``pieces`` pieces of ``piece_size`` tokens,
     and a piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
@@ -190,9 +192,9 @@ def attend_kernel(
     ``[H or 1, TERMS, size]``.
 
     With ``OWN_GRADIENT`` the kernel also writes ``own_gradient``, in two cases. In mode DK of the causal chunked form it is
-    ``[B * H, tiles in total, output parts]`` and gets this tile's part of the gradient of m[i, i]. In modes DQ and DK of the
-    spanning form it is ``[B * H, N, TERMS, output parts, 2]`` and gets each row token's part of the gradient of each term
-    weight: entry 0 through the values, entry 1 (mode DQ with ``NORMALIZE``) through the sum of keys.
+    ``[B * H, tiles in total, output parts]`` and gets this tile's part of the gradient of its block's coefficient for itself.
+    In modes DQ and DK of the spanning form it is ``[B * H, N, TERMS, output parts, 2]`` and gets each row token's part of the
+    gradient of each term weight: entry 0 through the values, entry 1 (mode DQ with ``NORMALIZE``) through the sum of keys.
     """
     tile, part, row = tl.program_id(0) % tiles_of_row, tl.program_id(1), (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -410,8 +412,8 @@ def attend(
     Returns:
         The result and a gradient of coefficients. The result is ``[B, N, H, V]`` for OUT and DV, and ``[B, N, H, K]`` for DQ
         and DK. The gradient is None without ``own_gradient``, and float32 otherwise. For DK of the causal chunked form, it is
-        the gradient of m[i, i] of every block, ``[B * H, blocks]``. For DQ and DK of the spanning form, it is the gradient of
-        the weight with which each token reads or writes each of T running sums, ``[B * H, N, T]``.
+        the gradient of the coefficient of each block for itself, ``[B * H, blocks]``. For DQ and DK of the spanning form, it is
+        the gradient of the weight with which each token reads or writes each of T running sums, ``[B * H, N, T]``.
     """
     x, y, a = operands
     out_like = call.v if mode in (OUT.value, DV.value) else call.q

@@ -181,9 +181,9 @@ class Call:
         """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            A table with a column for each tile, and the number of tiles. The table is ``[7, tiles]`` int32, and describes tiles
-            as ``table`` of :class:`BlockTables` describes blocks: by the first token, the token after the last one, and so on.
-            If sequences are not packed, it is the table of the blocks instead, which the kernels do not read.
+            A table with a column for each tile, ``[7, tiles]`` int32, and the number of tiles. The rows of the table are those
+            of ``table`` in :class:`BlockTables`, with tiles in place of blocks: first token, token after the last one, and so
+            on. If sequences are not packed, the kernels need no such table, and the table of the blocks is returned instead.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)

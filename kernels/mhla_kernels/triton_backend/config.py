@@ -105,8 +105,9 @@ def attend_tiles(
 ) -> AttendTiles:
     """Choose the tile sizes of the kernel that sums over pairs of tokens to compute outputs or the gradients of q, k and v.
 
-    If the kernel reads no block summaries, one slice holds all features if possible. The loop over columns then loads its rows
-    once and prefetches its columns.
+    Rows and columns are those of the matrix of scores, one score for each token pair. If the kernel reads no block summaries,
+    each matrix product sums over all features at once where possible. The loop over columns can then keep the rows loaded and
+    prefetch the columns.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.

@@ -20,7 +20,7 @@ def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute the outputs of the attention operator in PyTorch, with support for autograd, in place of the Triton kernels.
 
     Args:
-        arguments: arguments of the registered operator.
+        arguments: arguments of the operator ``torch.ops.mhla.attention``.
         dtype: dtype of the operands and sums.
 
     Returns:
@@ -45,7 +45,7 @@ def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Argum
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
-        arguments: arguments of the registered operator.
+        arguments: arguments of the operator ``torch.ops.mhla.attention``.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order; None for each one that is not wanted.

@@ -27,12 +27,12 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
         problem: checked arguments of the call. The feature map and the key mask are not applied yet; the kernels do this.
         form: algorithm of attention: ``"parallel"`` (weights of token pairs), ``"chunked"`` (a summary of each block) or
             ``"spanning"`` (running sums across groups of several consecutive blocks).
-        only_if_sound: whether to compare the kernels with PyTorch before their first use, and to fall back to PyTorch if they
-            fail later.
+        only_if_sound: whether to compare the kernels with PyTorch before their first use, and to compute the outputs with
+            PyTorch if the kernels fail later.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of ``v``. None if ``only_if_sound`` is set and the kernels have not been
-        shown to agree with PyTorch.
+        shown to agree with PyTorch; the caller must then use PyTorch.
     """
     q, k, v, weighting, relu = problem.q, problem.k, problem.v, problem.weighting, problem.feature_map == "relu"
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
@@ -91,7 +91,8 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
     """Describe the Triton kernels that an attention call needs, by dtype, sizes and options.
 
-    The block size is not rounded yet. :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
+    ``form`` is the algorithm, and ``mixer`` the kind of the coefficients, ``"dense"`` or ``"exponential"``. The block size is
+    not rounded yet. :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
     """
     layout = problem.layout
     return Kind(

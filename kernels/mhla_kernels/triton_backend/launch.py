@@ -36,8 +36,8 @@ def forward(call: Call) -> Tensor:
 def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> list[Tensor | None]:
     """Run the backward pass of attention with Triton kernels.
 
-    Block summaries are computed again instead of being saved by the forward pass. At most two sets of float32 summaries exist
-    at the same time.
+    The key-value summaries of the blocks are computed again, because the forward pass does not save them. At most two
+    sets of summaries, in float32, exist at the same time.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.

@@ -41,7 +41,8 @@ def mix_kernel(
 
     A block summary is a sum over the tokens of the block, for example of key-value products.
     With ``CAUSAL`` the sum is over ``b < i``. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
-    ``b > i``. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
+    ``b > i``. ``table`` holds the row of each block in ``mixing`` and the range of blocks of its sequence. ``summary`` and
+    ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -103,7 +104,8 @@ def mixing_gradient_kernel(
 ):
     """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
-    The results of packed sequences are added up. With ``CAUSAL`` the result is 0 unless ``b < i``.
+    Blocks are counted from the start of each packed sequence, and the results of all sequences are added up. With ``CAUSAL``
+    the result is 0 unless ``b < i``. ``sequences`` holds the first block and the number of blocks of each sequence.
 
     ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient`` is
     ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid:
@@ -148,7 +150,7 @@ class DenseMixer:
     """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix block summaries by the matrix of coefficients.
+        """Compute weighted sums of block summaries, with the matrix of mixing coefficients as weights.
 
         Args:
             call: arguments of the attention operator, which include the matrix.
@@ -212,11 +214,11 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
-        """Add the gradient of the diagonal coefficients m[i, i] to the gradient of the matrix, in place.
+        """Add the gradient of the diagonal entries m[i, i] of the coefficient matrix m to the gradient of m, in place.
 
         Args:
             call: arguments of the attention operator.
-            gradients: list with the gradient of the matrix, ``[B * H, M, M]``, which is changed in place.
+            gradients: list with the gradient of m, ``[B * H, M, M]``, which is changed in place.
             diagonal_gradient: for each block i, the gradient of m[i, i] that comes from the pairs of tokens within the block,
                 ``[B * H, blocks]`` float32.
         """

@@ -16,14 +16,14 @@ from mhla_kernels.triton_backend.scan import ExponentialMixer
 
 
 class TritonMixer(Protocol):
-    """Interface to the Triton kernels for one kind of mixing coefficients, by which block summaries are added up.
+    """Interface to the Triton kernels for one kind of mixing coefficients, the weights in sums of block summaries.
 
-    A block summary is a sum over the tokens of the block, for example of key-value products. The coefficients, as
-    :meth:`mhla_kernels.mixing.Mixing.fused` returns them, are in ``call.coefficients``.
+    A block summary is a sum over the tokens of the block, for example of key-value products. The methods find the coefficients,
+    as :meth:`mhla_kernels.mixing.Mixing.fused` returns them, in the attribute ``coefficients`` of their argument ``call``.
     """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix block summaries by the coefficients of a call.
+        """Compute weighted sums of block summaries, with the mixing coefficients as weights.
 
         Args:
             call: arguments of the attention operator, which include the coefficients.
@@ -40,8 +40,8 @@ class TritonMixer(Protocol):
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """Return a tensor with the coefficient of each pair of blocks, and its strides along heads, query and key blocks.
 
-        A kernel weights the product of a query in block i and a key in block b by m[i, b]. The parallel form of attention does
-        so for all pairs of blocks, the causal chunked form only for ``b = i``.
+        A kernel weights the product of a query in block i and a key in block b by the coefficient of (i, b). The parallel form
+        of attention does so for all pairs of blocks, the causal chunked form only for ``b = i``.
         """
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
@@ -59,8 +59,8 @@ class TritonMixer(Protocol):
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add gradients of the diagonal coefficients m[i, i] to the gradients of the coefficient tensors, in place.
 
-        Causal attention applies m[i, i] to pairs of tokens in block i. The gradients from these pairs are not part of the
-        result of :meth:`gradients`.
+        Here, m[i, b] is the coefficient of query block i and key block b. Causal attention applies m[i, i] to pairs of tokens
+        in block i. The gradients from these pairs are not part of the result of :meth:`gradients`.
 
         Args:
             call: arguments of the attention operator.

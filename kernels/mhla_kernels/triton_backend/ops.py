@@ -37,7 +37,8 @@ TENSORS = Arguments._fields.index("block_size")
 def attention(*arguments: Any) -> Tensor:
     """Compute attention with the Triton kernels; registered as the operator ``torch.ops.mhla.attention``.
 
-    If the kernels fail and the argument ``guard`` is not empty, PyTorch computes the result.
+    If the kernels fail, PyTorch computes the result. If the field ``guard`` of the arguments is empty, the error is raised
+    instead.
 
     Args:
         arguments: values of the fields of :class:`Arguments`, in order.
@@ -71,7 +72,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute the gradients of attention with the Triton kernels; registered as ``torch.ops.mhla.attention_backward``.
 
-    If the kernels fail and the argument ``guard`` is not empty, PyTorch computes the result.
+    If the kernels fail, PyTorch computes the result. If the field ``guard`` of the arguments is empty, the error is raised
+    instead.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
@@ -138,7 +140,7 @@ def _operations(shapes: Any) -> int:
     """Count the additions and multiplications in the matrix products of a forward pass of attention.
 
     Args:
-        shapes: arguments of the operator, with shapes in place of tensors.
+        shapes: an :class:`Arguments` object with shapes in place of tensors.
     """
     batch, tokens, heads, key_width = shapes.q
     width, causal = shapes.v[-1], shapes.causal

@@ -74,10 +74,11 @@ def _add_block_sums(
 ):
     """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
-    ``pairs`` has one term for each key (row) and query (column). ``total`` is ``[SPAN, SPAN]``, key block by query block. Key
-    blocks are counted from the first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of
-    ``total``, and ``held[s]`` is the query block that slot s currently holds. The new ``total`` is also written to memory at
-    the address ``gradient``, where the layout is ``[size, SPAN]``, query block by key block.
+    ``pairs`` has one term for each key (row) and query (column), and ``token_row`` holds the block index of each token.
+    ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the first one of the tile of keys.
+    Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and ``held[s]`` is the query block that slot s
+    currently holds. The new ``total`` is also written to memory at the address ``gradient``, where the layout is
+    ``[size, SPAN]``, query block by key block.
 
     Returns:
         The new ``total`` and the new ``held``.
@@ -154,9 +155,10 @@ def pair_gradient_kernel(
 
     The part is a sum over the pairs of a key of the tile and a query that attends to it. ``mixing_gradient`` is
     ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
-    counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``, only pairs inside a chunk (a
-    group of several consecutive blocks) count; ``table`` has a column for each chunk, and a chunk has ``tiles`` tiles.
-    Launch grid: ``(B * H * tiles_of_row,)``.
+    counted from the first one of the tile, which has at most ``SPAN`` of them, and ``token_row`` holds the block index of each
+    token. With ``CHUNKS``, only pairs inside a chunk (a group of several consecutive blocks) count; the lookup table ``table``
+    has a column with the bounds of each chunk, and a chunk has ``tiles`` tiles. Launch grid:
+    ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -42,8 +42,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     """Decorate a function as a Triton kernel that is compiled once for all sequence lengths.
 
     Triton does not specialize the kernel on the values of sizes and strides. The stride of the features is an exception: a
-    value of 1 allows wide loads. Callers divide the other strides by their alignment, which they pass as a constant of the
-    kernel.
+    value of 1 allows wide loads. Callers pass every other stride divided by the alignment of the strides, and the alignment as
+    a constant of the kernel.
     """
     lengths = [
         name
@@ -109,8 +109,8 @@ def rectify(x):
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
     """Load some features of some tokens: ``rows`` are the indices of the tokens, and ``columns`` those of the features.
 
-    Tokens that are not ``visible`` and features from index ``width`` on are zero. With ``RELU``, the feature map is applied to
-    all others.
+    Tokens that are not ``visible`` and features from index ``width`` on are zero. With ``RELU``, all others go through ReLU,
+    and a small constant is added.
 
     Returns:
         Features, ``[len(rows), len(columns)]``.

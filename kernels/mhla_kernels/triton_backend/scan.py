@@ -45,8 +45,9 @@ def scan_kernel(
     """Mix block summaries by exponentials of block distance: ``mixed[i]`` is a weighted sum over the earlier blocks.
 
     With ``REVERSE``, the sum is over the later blocks. Only blocks of the same sequence are mixed. ``summary`` and ``mixed``
-    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. Grid:
-    ``(B * H * parts of WIDTH)``.
+    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. ``table`` gives the bounds
+    of each block's sequence. A program mixes ``COLUMNS`` of the ``WIDTH`` entries of the summaries. Grid: ``(B * H * parts)``,
+    with one part for every ``COLUMNS`` entries.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -89,10 +90,11 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute what one part of the ``WIDTH`` summary entries contributes to the gradients of amplitudes and decays.
+    """Compute what ``COLUMNS`` of the ``WIDTH`` summary entries contribute to the gradients of amplitudes and decays.
 
-    ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude_gradient`` and
-    ``decay_gradient`` are ``[B * H, parts, TERMS]`` float32; the caller sums the parts. Grid: ``(B * H * parts of WIDTH)``.
+    The entries are divided into parts of ``COLUMNS`` entries, one for each program. ``gradient`` (of the mixed summaries) and
+    ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude_gradient`` and ``decay_gradient`` are
+    ``[B * H, parts, TERMS]`` float32; the caller sums the parts. Grid: ``(B * H * parts)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -156,9 +158,10 @@ class ExponentialMixer:
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficients m[i, i], one number for each head, ``[1]`` or ``[H]``, and their strides.
+        """Return the coefficients with which blocks weigh their own tokens, ``[1]`` or ``[H]``, and their strides.
 
-        The three strides are along heads, query blocks and key blocks. The last two are 0, because all blocks share the number.
+        The three strides are along heads, query blocks and key blocks. The last two are 0, because all blocks of a head have
+        the same coefficient.
         """
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
@@ -187,9 +190,9 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
-        """Add the gradients of the diagonal coefficients m[i, i] to the gradient of the amplitudes, in place.
+        """Add the gradients of the coefficients with which blocks weigh their own tokens to the gradient of the amplitudes.
 
-        Each coefficient m[i, i] is the sum of the amplitudes.
+        Each of these coefficients, m[i, i] for block i, is the sum of the amplitudes.
 
         Args:
             call: arguments of the attention operator.

@@ -71,8 +71,9 @@ def summaries_kernel(
     With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z. Both are
     ``[B * H, N]`` float32.
 
-    With ``TERMS`` there are ``TERMS`` summaries for each block, ``[B * H, TERMS, blocks, K * V + K]``, and a program for each
-    of them. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
+    If ``TERMS`` is not 0, each block is a chunk of ``size`` smaller blocks and has ``TERMS`` summaries,
+    ``[B * H, TERMS, blocks, K * V + K]``, with a program for each. A token is then also multiplied by the weight of its smaller
+    block in ``term_weight``, ``[H or 1, TERMS, size]``; ``token_row`` gives the index of this block in the chunk.
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
@@ -168,7 +169,8 @@ def summarize(
     """Compute the summary of every block: ``S = sum_j k_j v_j^T``, row by row, then ``z = sum_j k_j``.
 
     A long block is divided into pieces, whose summaries are computed first. In the spanning form of attention, chunks of
-    several blocks take the place of blocks. Each chunk has T summaries, with different weights for its tokens.
+    several blocks take the place of blocks, and T running sums connect the chunks. Each chunk has one summary for each running
+    sum, with its own weights of the tokens.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.

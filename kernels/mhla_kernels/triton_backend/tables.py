@@ -76,7 +76,7 @@ def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.d
     """Make the lookup tables that the Triton kernels read for one attention algorithm.
 
     Args:
-        layout: partition of the tokens into blocks, with ``cu_seqlens`` on the device.
+        layout: partition of the tokens into blocks. Its ``cu_seqlens``, the bounds of packed sequences, are on the device.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         in_chunk: number of blocks in a chunk; used only in the spanning form.
         device: device of the tables.
@@ -100,7 +100,7 @@ def make_tables(layout: TokenLayout, device: torch.device) -> BlockTables:
     """Make the lookup tables for a partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
 
     Args:
-        layout: partition of the tokens into blocks, with ``cu_seqlens`` on the device.
+        layout: partition of the tokens into blocks. Its ``cu_seqlens``, the bounds of packed sequences, are on the device.
         device: device of the tables.
     """
     if layout.block_offsets is not None:
@@ -133,7 +133,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
     """Make the lookup tables of packed sequences on the device, without reading the sequence bounds back to the CPU.
 
     The table has ``N // block_size + S`` columns for S sequences with N tokens in total, an upper bound of the number of
-    blocks. Columns at its end may be unused.
+    blocks. The last columns of the table may be unused.
     """
     block_size = layout.block_size
     counts = (bounds.diff() + block_size - 1) // block_size

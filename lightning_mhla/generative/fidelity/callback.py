@@ -176,10 +176,10 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check that reference statistics without images describe as many features as the feature network computes.
+        """Check that precomputed reference statistics describe as many features per image as the feature network computes.
 
         Args:
-            reference: features or statistics of the reference images.
+            reference: features of the reference images, which are not checked, or precomputed statistics of their features.
             module: module that generates the images. A black image of their size is used to count the features.
         """
         statistics = reference.moments("pooled")

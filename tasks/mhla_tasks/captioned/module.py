@@ -38,7 +38,7 @@ class CaptionedDiffusion(GenerativeModule):
     """Base class of captioned flow matching models: a diffusers transformer whose self-attention is replaced.
 
     A subclass names the classes of the transformer, the autoencoder and the callback that writes samples. It implements the
-    calls of the transformer and the pipeline.
+    call of the transformer and the conversion of the pipeline's inputs and outputs.
 
     Args:
         attention: options of the attention that replaces the transformer's self-attention.

@@ -33,13 +33,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Options of the samples that the predict command draws: prompts, number per prompt, and seed.
+    """Options of the samples that the predict command draws: prompts, number of samples per prompt, and seed.
 
     Args:
         prompts: list of prompts, or path of a file or folder with prompts; null for all captions of a built-in data set. In a
             text file, each line is a prompt, optionally preceded by its name and a tab. The prompt files of GenEval (.jsonl)
             and MJHQ-30K (.json) and the folder of DPG-Bench (.txt files) are also accepted. File names of samples begin with
-            the name of the prompt. A prompt without a name is its own name.
+            the name of the prompt. A prompt without a name is used as its own name.
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
         seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
             noise.

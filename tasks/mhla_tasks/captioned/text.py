@@ -138,7 +138,9 @@ class TransformersText(CaptionEncoder):
     @torch.no_grad()
     @override
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Embed the tokens of a caption, after cleaning its text as diffusers' Wan pipeline (UMT5) or SANA pipeline does.
+        """Embed the tokens of one caption, without padding.
+
+        The text is cleaned first, for UMT5 as in the Wan pipeline of diffusers, otherwise as in its SANA pipeline.
 
         Args:
             caption: caption to encode.

@@ -42,7 +42,7 @@ class TimmClassifier(Classifier):
         attention: options of the attention that replaces the original attention; null to keep the original attention.
         layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
             and "replace" uses attention.kind. null replaces the attention of all layers.
-        train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the replaced attention
+        train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the new attention
             layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
             parameters and low-rank adapters of the projections.
         lora: rank and alpha of the low-rank adapters.

@@ -32,7 +32,7 @@ Train, evaluate and sample models with MHLA attention.
 
 
 def main() -> None:
-    """Run the command or tool in ``sys.argv``, and print its errors."""
+    """Run the command or tool that the command-line arguments name, and print its errors."""
     prepare_streams()
     with reported():
         _run()

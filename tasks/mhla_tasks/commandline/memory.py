@@ -1,4 +1,4 @@
-"""Reading of the model and data module options stored in a checkpoint, which have the lowest priority."""
+"""Reading of model and data module options from a checkpoint. Configuration files and the command line override them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Move:
 
     Attributes:
         old: former name, such as ``data.cache_dir``.
-        new: present name, such as ``data.shards.cache_dir``.
+        new: current name, such as ``data.shards.cache_dir``.
         origin: name of the file, or ``the command line``.
     """
 
@@ -30,7 +30,7 @@ class Move:
 
 
 def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
-    """Replace the former names of renamed options with their present names.
+    """Replace the former names of renamed options with their current names.
 
     Whether an option was renamed depends on the class that it belongs to. This class may be named in the same source, or else
     in the nearest source of lower priority that names one, or else in the nearest source of higher priority.
@@ -39,10 +39,10 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
-        The sources with present names only, and the former names that were replaced.
+        The sources with current names only, and the former names that were replaced.
 
     Raises:
-        UsageError: if the same file, or the command line, sets an option under both its former and its present name.
+        UsageError: if the same file, or the command line, sets an option under both its former and its current name.
     """
     moves: list[Move] = []
     renamed = list(sources)
@@ -65,14 +65,14 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
 
 
 def notice(moves: Sequence[Move]) -> str:
-    """Return a warning that lists former option names with their present names, and the files that use former names."""
+    """Return a warning that lists former option names with their current names, and the files that use former names."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"
 
 
 def present_word(word: str) -> str:
-    """Replace a former option name in a command-line argument such as ``--name=value`` with the present name.
+    """Replace a former option name in a command-line argument such as ``--name=value`` with the current name.
 
     The class that the option belongs to is not checked. Arguments without a former name are returned unchanged.
     """
@@ -96,14 +96,14 @@ def _arguments(source: Source, root: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _former_names(source: Source, root: str) -> dict[str, str]:
-    """Return a mapping from the former names in the options below the key ``root`` to the corresponding present names."""
+    """Return a mapping from the former names in the options below the key ``root`` to the corresponding current names."""
     return {old: new for old, new in MOVED[root].items() if any(old in options for options in _arguments(source, root))}
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:
-    """Yield the present names of renamed options that a source sets below the key ``root``.
+    """Yield the current names under which a source sets renamed options below the key ``root``.
 
-    Present names have the form ``group.name``. If the value of the group is not a mapping, all options in the group count as
+    Current names have the form ``group.name``. If the value of the group is not a mapping, all options in the group count as
     set.
     """
     for arguments in _arguments(source, root):
@@ -145,12 +145,12 @@ def _named_class(source: Source, root: str) -> type | None:
 
 
 def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
-    """Return a copy of a source in which present option names replace former ones.
+    """Return a copy of a source in which current option names replace former ones.
 
     Args:
         source: configuration file or command-line option.
         root: key that contains the options, such as ``data``.
-        names: mapping from former to present names.
+        names: mapping from former to current names.
     """
     if not names:
         return source
@@ -166,12 +166,12 @@ def _renamed(source: Source, root: str, names: Mapping[str, str]) -> Source:
 
 
 def _new_path(path: tuple[str | int, ...], root: str, names: Mapping[str, str]) -> tuple[str | int, ...]:
-    """Replace a former option name in a path of keys with the present name.
+    """Replace a former option name in a path of keys with the current name.
 
     Args:
         path: keys that lead to an option.
         root: key that contains the renamed options, such as ``data``. Paths with a different first key are returned unchanged.
-        names: mapping from former to present names.
+        names: mapping from former to current names.
     """
     at = 2 if path[1:2] == ("init_args",) else 1
     if path[0] != root or len(path) <= at or path[at] not in names:

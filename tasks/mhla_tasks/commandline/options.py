@@ -1,4 +1,4 @@
-"""Changes to the Trainer's options before it is built: output folders, checks of intervals, and unusable callbacks."""
+"""Changes to the Trainer's options before it is built: output folders, interval checks, and removed callbacks."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class SuiteCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check the types of all option values, including overridden ones; or print the help or the configuration if requested.
+        """Check the types of all option values, even those that others override; print help or configuration if requested.
 
         Args:
             parser: parser with all options of the command.

@@ -47,11 +47,11 @@ class Plan:
         sources: configuration files and command-line options, from lowest to highest priority.
         configuration: nested options merged from all sources, in the form that LightningCLI accepts.
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
-        replaced: for each file with overridden values, a configuration that contains these values; it is used only to check the
-            types of the values.
+        replaced: for each configuration file with options that a later source overrides, the merged configuration in which the
+            values of this file are used instead; only for checking the types of these values.
         request: parser argument, such as ``--help``, that prints a text instead of running the command; None to run the
             command.
-        moves: options that were set under their former names. ``sources`` contains their present names.
+        moves: options that were set under their former names. ``sources`` contains their new names.
     """
 
     command: str
@@ -114,9 +114,11 @@ def make_plan(line: CommandLine) -> Plan:
 def _replaced(
     remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each file with overridden values, a configuration that contains these values, to check their types.
+    """Yield configurations with the values that later sources override, so that their types can be checked, too.
 
-    If a later source chooses a different class of model or data module, the options for the overridden class are omitted.
+    There is one for each configuration file with overridden values: the merged configuration in which the values of this file
+    are used instead. If a later source chooses a different class of model or data module, the file's options for the
+    overridden class are omitted.
 
     Args:
         remembered: options stored in a checkpoint, which have the lowest priority.

@@ -46,16 +46,19 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, by parameter name, the classes whose instances each constructor parameter accepts, directly or in a container."""
+    """Return a mapping from the name of each constructor parameter of a class to the classes in the parameter's type hint.
+
+    Classes inside unions and containers are included. Classes of plain values, such as ``int``, are omitted.
+    """
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, by parameter name, the classes whose options a configuration may set inside each constructor parameter.
+    """Return, for each constructor parameter of a class, the classes whose options a configuration may set in the parameter.
 
     A parameter of type ``list[Callback]`` gives ``Callback``. One of type ``dict[str, Callback]`` gives no class, because its
-    keys are arbitrary and not options of a class.
+    keys are arbitrary and not options of a class. The result is a mapping from parameter name to these classes.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 

@@ -160,7 +160,7 @@ def _inline(origin: str, text: str) -> Source:
         text: YAML text of the mapping.
 
     Returns:
-        The options; an error message instead of options if the text is invalid.
+        Source with the options or, if the text is invalid, with an error message in ``problem`` instead.
     """
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:

@@ -123,7 +123,7 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
     Args:
         class_path: import path of the class, such as ``lightning.pytorch.callbacks.Timer``.
-        bases: base classes, of at least one of which the class must be a subclass.
+        bases: base classes. The class must be a subclass of at least one of them.
         typed: whether the command line names the class, which may then be in any installed package.
 
     Returns:

@@ -21,7 +21,7 @@ from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Options of the samples that the predict command draws: classes, number per class, and seed.
+    """Options of the samples that the predict command draws: classes, number of samples per class, and seed.
 
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
@@ -96,7 +96,7 @@ class ClassImages(ResumableDataModule):
             part: split of the data, ``"train"`` or ``"validate"``.
 
         Returns:
-            Map-style data set of images in -1 .. 1.
+            Map-style data set of images with values in -1 .. 1.
 
         Raises:
             ValueError: if the data are latents instead of images.

@@ -374,7 +374,7 @@ class MHLAModel(EmbeddedBackbone):
             input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
             attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
                 covers the columns of earlier calls. None if there is no padding.
-            position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None to count the tokens of each row, without padding.
             past_key_values: generation state to continue from, updated in place; None to start with the first token.
             inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
             use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in

@@ -1,4 +1,4 @@
-"""Training, validation and continuation of prompts for all causal language models, ours and those of transformers.
+"""Training, validation and prompt continuation for causal language models of this package and of transformers.
 
 The module is longer than others because it holds one LightningModule, which handles both plain text and sequences with labeled
 answers.

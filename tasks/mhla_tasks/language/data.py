@@ -260,7 +260,7 @@ class HubText(TextData):
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore from a checkpoint how far each row of the batch has read in the stream of documents.
+        """Restore from a checkpoint the position that each row of the batch has reached in the stream of documents.
 
         The loader may exist already, because some strategies build it before they read the checkpoint.
 
@@ -274,7 +274,7 @@ class HubText(TextData):
             self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far each row of the batch has read in the stream of documents, for a checkpoint; empty before training.
+        """Return the position that each row of the batch has reached in the stream of documents; empty before training.
 
         The rows are those of the global batch, which all processes train on together.
         """
@@ -288,6 +288,8 @@ class HubText(TextData):
 
     def _texts(self, remarks: Remarks) -> Iterator[str]:
         """Yield the text of each document once, in the order of the data set.
+
+        Rows without text and documents that are changed are counted in ``remarks``.
 
         Raises:
             BrokenSampleError: if a row is broken or lacks the column; the message names the file and the row.

@@ -180,7 +180,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
-        """Compute the cross-entropy in nats: a scalar for ``loss_reduction="mean"``, or ``[B, N]`` for ``"none"``.
+        """Compute the cross-entropy of the target tokens in nats: a scalar, or ``[B, N]`` with ``loss_reduction="none"``.
 
         The logits of all tokens are stored at once only if the head has an adapter of the library peft.
         """
@@ -213,13 +213,13 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Select the inputs of a generation step: the tokens that the state has not seen, or all tokens if there is no state.
+        """Select the inputs of a generation step: the tokens after those in the state, or all tokens if there is no state.
 
         Returns:
             Keyword arguments of the forward pass.
 
         Raises:
-            ValueError: if the state has seen all tokens of ``input_ids``.
+            ValueError: if the generation state ``past_key_values`` has seen all tokens of ``input_ids``.
         """
         if past_key_values is not None and next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(

@@ -105,7 +105,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the input files and data sets by which a repeated ``lightning prepare text`` detects changed inputs."""
+    """List the input files and data sets. A repeated ``lightning prepare text`` compares this list to detect changes."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())

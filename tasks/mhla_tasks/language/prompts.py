@@ -47,7 +47,7 @@ class GenerationOptions:
             raise ValueError(f"beams={self.beams} does not sample: set temperature: 0")
 
     def for_generate(self) -> dict[str, Any]:
-        """Return these options as keyword arguments of transformers' ``generate``."""
+        """Return the generation options as keyword arguments of transformers' ``generate``."""
         common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
         if not self.temperature:
             return {**common, "do_sample": False}
@@ -59,7 +59,7 @@ class PromptFile:
     """Data set of the prompts in a file: its lines, or the column ``prompt`` if it is a table. Blank lines are skipped.
 
     Args:
-        path: path of a text file, or of a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table; may be compressed.
+        path: path of a text file or a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` table, which may be compressed.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -108,7 +108,7 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Keep the prompts and continuations of a batch in memory until predict ends."""
+        """Keep the prompts and continuations of a batch in memory until prediction ends."""
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -82,10 +82,10 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Remove the columns after the last answer from ``tokens`` and ``labels``, because they do not affect the loss.
+        """Remove the positions after the batch's last label from ``tokens`` and ``labels``: they do not affect the loss.
 
         Returns:
-            The batch; unchanged if it has no labels.
+            A batch with shorter sequences; ``batch`` itself if it has no ``labels``.
         """
         if isinstance(batch, dict) and "labels" in batch:
             question_columns = (batch["labels"] != IGNORED).any(0).nonzero()

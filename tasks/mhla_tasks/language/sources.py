@@ -25,7 +25,7 @@ class TokenRuns(Protocol):
     run_shards: Sequence[int]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read consecutive tokens of a run, with a mask of the tokens that begin a document.
+        """Read consecutive tokens of a run (a long token sequence), with a mask of the tokens that begin a document.
 
         Args:
             run: index of the run.
@@ -44,19 +44,19 @@ class TokenRuns(Protocol):
         negative if the tokens stand for more bytes than the text has.
 
         Args:
-            run: index of the run.
+            run: index of the run, a long sequence of tokens.
             first: index in the run of the first token of the range.
             stop: index in the run after the last token of the range.
         """
         ...
 
     def describe(self, run: int) -> str:
-        """Return the name and the location of a run as text for messages."""
+        """Return the name and the location of a run, a long sequence of tokens, as text for messages."""
         ...
 
 
 class ArrayRuns:
-    """Implementation of :class:`TokenRuns` for a single run of tokens in memory.
+    """Implementation of :class:`TokenRuns` for a single run, which is a sequence of tokens in memory.
 
     Args:
         tokens: tokens of all documents, ``[n]`` integers.
@@ -77,7 +77,7 @@ class ArrayRuns:
         """Read ``count`` consecutive tokens, with a mask of the tokens that begin a document.
 
         Args:
-            run: ignored, because there is a single run.
+            run: ignored, because there is a single sequence of tokens.
             start: index of the first token to read.
             count: number of tokens to read.
 
@@ -92,7 +92,7 @@ class ArrayRuns:
         The difference is negative if the tokens stand for more bytes than the text has.
 
         Args:
-            run: ignored, because there is a single run.
+            run: ignored, because there is a single sequence of tokens.
             first: index of the first token of the range.
             stop: index after the last token of the range.
         """
@@ -122,14 +122,14 @@ class TokenWindows:
         self.shard_sizes: Sequence[int] = [sum(windows[a:b]) for a, b in pairwise(bounds)]
 
     def __len__(self) -> int:
-        """Return the number of windows."""
+        """Return the number of windows of tokens in the data set."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one window of tokens as a sample.
 
         Args:
-            index: index of the window over all runs.
+            index: index of the window, counted over all token sequences.
 
         Returns:
             A dict:

@@ -27,7 +27,7 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the state has seen any tokens."""
+        """Whether the generation state has seen any tokens."""
         return self.columns > 0
 
     @property
@@ -54,7 +54,7 @@ class StateCache(GenerationCache, Cache):
         return self.columns + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether the state has seen any tokens."""
+        """Return whether the generation state has seen any tokens."""
         return self.is_initialized
 
     def reset(self) -> None:
@@ -63,11 +63,11 @@ class StateCache(GenerationCache, Cache):
         self.columns = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the batch rows at ``indices``, in the order of ``indices``."""
+        """Keep only the generation states of the batch rows at ``indices``, in the order of ``indices``."""
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row ``repeats`` times, with the copies next to each other."""
+        """Repeat the generation state of every batch row ``repeats`` times, with the copies next to each other."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -93,7 +93,7 @@ class StateCache(GenerationCache, Cache):
 
 
 def check_cache(cache: Any) -> None:
-    """Raise ValueError if a cache is not a generation state but, for example, the key-value cache of a different model.
+    """Raise ValueError if a cache is not a generation state, for example if it is a cache of keys and values.
 
     Args:
         cache: value of the argument ``past_key_values``; None is accepted.

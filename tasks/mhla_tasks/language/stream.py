@@ -217,7 +217,7 @@ class StreamLoader:
     """Loader of batches packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
     Args:
-        make: function that takes the positions of all rows of the global batch, and returns the stream of batches that follow.
+        make: function that takes the positions of all rows of the global batch, and returns the batches that start there.
         batch_size: number of rows in the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.

@@ -101,7 +101,7 @@ class TextSums(nn.Module):
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
-        """Compute the metrics of all batches since the last call, and reset the sums.
+        """Compute the metrics of all batches since the previous call of this method, and reset the sums.
 
         Args:
             stage: what the batches were used for, such as ``"val"`` for validation, for the error message.

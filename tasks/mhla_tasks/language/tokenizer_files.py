@@ -115,8 +115,8 @@ def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yield the relative path and the content of each packed file, after checking them.
 
     Raises:
-        ValueError: if a path leads out of the folder, a content is neither text nor base64 data, or there are too many files or
-            characters.
+        ValueError: if a path leads out of the tokenizer's folder, a content is neither text nor base64 data, or there are too
+            many files or characters.
     """
     if len(files) > MOST_FILES:
         raise ValueError(f"the checkpoint's tokenizer has {len(files)} files, more than {MOST_FILES}")

@@ -39,7 +39,7 @@ class CaptionedImageData(CaptionedData):
     extension = IMAGE
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the real images with which metrics such as FID compare drawn images.
+        """Return the real images with which metrics such as FID compare generated images.
 
         Args:
             part: split of the data, ``"train"`` or ``"validate"``.
@@ -179,7 +179,7 @@ class ImageLatentShards(EncodedShards):
         return read_manifest(self.shards).get("instruction", "sana") or None
 
     def real_images(self, part: str) -> SampleSource:
-        """Raise an error, because metrics such as FID cannot compare drawn images with latents.
+        """Raise an error, because metrics such as FID cannot compare generated images with latents.
 
         Raises:
             ValueError: always; the message asks for a folder of images or an ``.npz`` file.

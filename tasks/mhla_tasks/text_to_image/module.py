@@ -41,7 +41,7 @@ class TextToImage(CaptionedDiffusion):
         text: options of the caption encoder.
         vae: folder or Hugging Face Hub name of SANA's autoencoder, or of a pipeline that contains it, if the transformer works
             on latents; null if it works on pixels.
-        train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
+        train: parameters to train: "all"; "attention" for the new attention layers with their projections; "new" for only
             the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
         lora: rank and alpha of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
@@ -151,7 +151,7 @@ class TextToImage(CaptionedDiffusion):
         return self.draw([prompts[index % len(prompts)] for index in indices], indices, seed, sampling)
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the options to record with metrics of drawn images.
+        """Return the options with which images are drawn, to be recorded together with metrics of the images.
 
         Args:
             sampling: sampler options.

@@ -113,7 +113,10 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 
 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Choose the top and left edge of each digit in pixels. Several digits get different quarters of the canvas."""
+    """Choose the top and left edge in pixels of each digit, whose image is ``size`` pixels high and wide.
+
+    Several digits get different quarters of the canvas.
+    """
     if scene.count == 1:
         middle = (SIDE - size) // 2
         down, right = random.integers(-SHIFT, SHIFT + 1, size=2)

@@ -25,7 +25,7 @@ MARK = "<!-- lightning export "
 
 
 def is_own(text: str) -> bool:
-    """Return whether the text of a model card is unchanged since the card was written, according to the checksum at its end."""
+    """Return whether a model card is unchanged since :func:`write_card` wrote it, according to the checksum at its end."""
     content, mark, digest = text.rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
 

@@ -115,7 +115,7 @@ def _data(path: Path) -> LightningDataModule:
     """Create the data module of a run from the class name and the options stored in its checkpoint.
 
     Raises:
-        ValueError: if the checkpoint does not name a data module, or the class of the data module may not be imported.
+        ValueError: if the checkpoint does not name a data module, or importing the class of the data module is not allowed.
     """
     memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
     class_path = str(memory.get("_class_path", ""))

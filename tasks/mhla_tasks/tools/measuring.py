@@ -42,9 +42,9 @@ def score(parser: ArgumentParser) -> Run:
         lightning score runs/dit/version_0/samples.npz VIRTUAL_imagenet256_labeled.npz
         lightning score samples/ photos/ --weights weights-inception-2015-12-05-6726825d.pth
 
-    The first argument is the generated images, and the second is the real images (reference). Each is a folder of images or an
-    .npz file in the format of ADM's evaluator. Such a file contains images (arr_0), statistics of features (mu, sigma, mu_s,
-    sigma_s), or both. The predict command writes images in this format.
+    The first argument names the generated images, and the second names the real images (reference). Each is a folder of images
+    or an .npz file in the format of ADM's evaluator. Such a file contains images (arr_0), statistics of features (mu, sigma,
+    mu_s, sigma_s), or both. The predict command writes images in this format.
     """
     parser.add_argument("samples", help="folder of images, or .npz")
     parser.add_argument("reference", help="folder of images, or .npz")

@@ -215,7 +215,8 @@ def timm_script(arguments: Sequence[str]) -> int | None:
         lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
 
     The command accepts the options of the script. In addition to timm's models, ``--model`` accepts the models that
-    ``lightning_mhla.timm`` registers: mhla_vlt_t, mhla_deit_t and others.
+    ``lightning_mhla.timm`` registers: mhla_vlt_t, mhla_deit_t and others. The exit status is that of the script, or 2 if no
+    script is named.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")

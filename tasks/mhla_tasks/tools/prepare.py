@@ -222,8 +222,8 @@ def text(parser: ArgumentParser) -> Run:
     skips hidden and binary files, tables without the column, and files in a different encoding. It prints the number of skipped
     rows and files.
 
-    All cores tokenize. A shard receives its name when it is complete, so the same command resumes after an interruption. The
-    tokenizer is saved in the folder tokenizer/ below the target.
+    Tokenization uses all CPU cores. A shard receives its name when it is complete, so the same command resumes after an
+    interruption. The tokenizer is saved in the folder tokenizer/ below the target.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(

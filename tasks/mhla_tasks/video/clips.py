@@ -163,7 +163,7 @@ def cover(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def to_signed(clip: Tensor) -> Tensor:
-    """Convert frames ``[F, 3, H, W]`` uint8 to a clip ``[3, F, H, W]`` float32 in -1 .. 1."""
+    """Convert frames ``[F, 3, H, W]`` uint8 to a clip ``[3, F, H, W]`` float32 with values in -1 .. 1."""
     return (clip.float() / 127.5 - 1).transpose(0, 1)
 
 
@@ -202,5 +202,5 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
 
 
 def to_frames(clips: Tensor) -> Tensor:
-    """Convert clips ``[B, C, F, H, W]`` in -1 .. 1 to frames ``[B, F, C, H, W]`` uint8."""
+    """Convert clips ``[B, C, F, H, W]`` with values in -1 .. 1 to frames ``[B, F, C, H, W]`` uint8."""
     return ((clips.float().transpose(1, 2) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -107,7 +107,7 @@ class Video:
     def last_frames(self) -> Iterator[Any]:
         """Yield the PyAV frames from the last key frame to the end of the video.
 
-        If the duration of the video is unknown, decoding starts at the current position of the file instead.
+        If the duration of the video is unknown, decoding starts at the current position in the file instead.
         """
         if self.stream.duration:
             self._seek((self.stream.start_time or 0) + self.stream.duration - 1)

@@ -44,7 +44,7 @@ class CaptionedClips:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one clip as a dict with ``video`` ``[3, F, H, W]`` float32 in -1 .. 1, ``caption`` and the given ``index``."""
+        """Return a clip: a dict with ``video`` ``[3, frames, height, width]`` float32 in -1 .. 1, ``caption`` and ``index``."""
         text, name = self.files.caption(index), self.files.describe(index)
         position = float(torch.rand(())) if self.anywhere else 0.5
         data = self.files.member(index, (VIDEO,))[1]

@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 class MHLALM(HFLM):
     """Model adapter for lm-evaluation-harness that also loads training checkpoints and can cut long prompts in the middle.
 
-    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: the spelling of
-    a control token becomes that token, because the harness writes chat templates into its prompts. A token that the tokenizer
-    appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the requests.
+    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: text
+    that spells a control token is encoded as that token, because the harness writes chat templates into its prompts. A token
+    that the tokenizer appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the
+    requests.
 
     Args:
         pretrained: path of a training checkpoint or of an exported folder, name of a model on the Hugging Face Hub, or model
@@ -38,7 +39,7 @@ class MHLALM(HFLM):
         device: device to load the model to; None for the GPU if there is one. Ignored if ``pretrained`` is a model object.
         dtype: dtype to load the weights in. Ignored if ``pretrained`` is a model object.
         max_length: maximum number of tokens in prompt and answer together; None for the model's context. A model whose mixing
-            coefficients cover fewer tokens is extended. A model object is copied before that.
+            coefficients cover fewer tokens is extended; if it was passed as an object, a copy of it is extended.
         cut: part to remove from prompts that are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
         options: further arguments of lm-eval's class ``HFLM``, such as ``batch_size``.
@@ -149,6 +150,12 @@ class MHLALM(HFLM):
         """Encode texts as a padded batch, and shorten texts of more than ``left_truncate_len`` tokens.
 
         The attribute ``cut`` determines whether the middle or the left part of these texts is removed.
+
+        Args:
+            strings: texts to encode.
+            padding_side: side on which shorter texts are padded, ``"left"`` or ``"right"``.
+            left_truncate_len: maximum number of tokens in a text; None for no maximum.
+            truncation: whether to first shorten texts to the maximum length that the tokenizer sets.
 
         Returns:
             Token indices and mask of non-padding tokens, each ``[B, N]`` int64.

@@ -104,7 +104,7 @@ def devices() -> Iterator[Finding]:
 
 
 def storage() -> Iterator[Finding]:
-    """Check the free space and the write speed of the disk with the current directory, and of shared memory.
+    """Check the free space and the write speed, both of the current directory's disk and of shared memory.
 
     Yields:
         A finding for the free disk space, for the disk speed, and for shared memory.
