@@ -103,10 +103,16 @@ class Operands(NamedTuple):
     gates: dict[str, Tensor]
 
     def hide(self, real: Tensor | None) -> Operands:
-        """Set keys, values and gates to zero where ``real`` is False, so that these tokens leave the state unchanged.
+        """Return a copy with keys, values and gates set to zero where ``real`` is False.
+
+        These tokens leave the state unchanged: a zero key and value add nothing to it, and it does not decay, because decays
+        are given as logarithms.
 
         Args:
             real: ``[B, N]`` bool, False for tokens to hide; None to hide no token.
+
+        Returns:
+            New inputs with the same queries; the inputs themselves if ``real`` is None.
         """
         if real is None:
             return self

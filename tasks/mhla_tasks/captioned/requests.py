@@ -55,7 +55,7 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Map-style data set of the samples that the predict command must draw, in the order of their prompts.
+    """Map-style data set of requests, one for each sample that the predict command generates, in the order of their prompts.
 
     The samples of one prompt are adjacent. A prompt that is listed twice is used once.
 

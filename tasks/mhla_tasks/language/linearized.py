@@ -126,7 +126,15 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Check that the replaced layers can be compared with the original ones, and load the teacher model if there is one."""
+        """Prepare both training stages: check that layers can be matched, and load the teacher model.
+
+        If ``distillation.layer_steps`` is positive, this checks that each replacement layer can be trained to match the
+        original layer. If ``distillation.teacher`` names a model, this loads it as the teacher.
+
+        Raises:
+            ValueError: if the check fails, or the teacher cannot be used.
+            FileNotFoundError: if the teacher does not exist.
+        """
         self.linearization.start(self, read_source)
 
     @override
