@@ -46,11 +46,11 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
     """
     options = yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())["model"]["init_args"]
     rate = options["training"]["optimizer"].get("lr", 1e-3) * LEARNING_RATE
-    words = [f"--model.init_args.training.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
-    words += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={max(1, steps // 2)}"]
-    eager, _ = first_losses(config, steps, folder / "eager", start, words)
+    arguments = [f"--model.init_args.training.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
+    arguments += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={max(1, steps // 2)}"]
+    eager, _ = first_losses(config, steps, folder / "eager", start, arguments)
     compiled, output = first_losses(
-        config, steps, folder / "compiled", start, [*words, "--model.init_args.training.compile=true"]
+        config, steps, folder / "compiled", start, [*arguments, "--model.init_args.training.compile=true"]
     )
     counts = re.findall(r"compiled (\d+) graphs in (\d+) s", " ".join(output.split()))
     return {

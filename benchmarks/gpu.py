@@ -120,8 +120,8 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
     Returns:
         Exit status, duration in seconds, date and command.
     """
-    words = list(part.command) if not part.command[0].startswith("-") else [sys.executable, *part.command]
-    console.print(f"[bold]{name}[/]: {' '.join(words)}", highlight=False, soft_wrap=True)
+    command = list(part.command) if not part.command[0].startswith("-") else [sys.executable, *part.command]
+    console.print(f"[bold]{name}[/]: {' '.join(command)}", highlight=False, soft_wrap=True)
     start = time.perf_counter()
     log = out / f"{name.replace(' ', '-')}.log"
     environment = {**os.environ, **dict(part.environment)}
@@ -129,7 +129,7 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
         stream: Any = subprocess.PIPE if part.keeps else log_file
         try:
             done = subprocess.run(
-                words, stdout=stream, stderr=log_file, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
+                command, stdout=stream, stderr=log_file, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
                 check=False,
             )  # fmt: skip
             status, printed = done.returncode, done.stdout or ""
@@ -148,7 +148,7 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
         "status": status,
         "seconds": round(seconds, 1),
         "date": date.today().isoformat(),
-        "command": [word.replace(str(out), "OUT") for word in words[1:]],
+        "command": [word.replace(str(out), "OUT") for word in command[1:]],
     }
 
 

@@ -83,7 +83,7 @@ def write_config(domain: Domain, folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-class Process(Protocol):
+class RunningProcess(Protocol):
     """Subset of the interface of :class:`subprocess.Popen` that this benchmark uses. The process leads a process group."""
 
     pid: int
@@ -97,7 +97,7 @@ class Process(Protocol):
         ...
 
 
-def start(config: Path, run: Path) -> Process:
+def start(config: Path, run: Path) -> RunningProcess:
     """Start the command that trains, or resumes, a run in the folder ``run``."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "output.txt").open("ab") as output:
@@ -107,7 +107,7 @@ def start(config: Path, run: Path) -> Process:
         )  # fmt: skip
 
 
-def wait_to_kill(process: Process, run: Path, rng: random.Random, spread: float) -> str | None:
+def wait_to_kill(process: RunningProcess, run: Path, rng: random.Random, spread: float) -> str | None:
     """Wait for a random moment during start-up, training or the writing of a checkpoint.
 
     Args:
@@ -137,7 +137,7 @@ def wait_to_kill(process: Process, run: Path, rng: random.Random, spread: float)
     return kind
 
 
-def _logs(table: Path, process: Process) -> bool:
+def _logs(table: Path, process: RunningProcess) -> bool:
     """Return whether the current process of a run has logged a step, and not only an earlier one.
 
     Args:
@@ -157,7 +157,7 @@ def train_killed(
     kills: int,
     rng: random.Random,
     spread: float,
-    start: Callable[[Path, Path], Process] = start,
+    start: Callable[[Path, Path], RunningProcess] = start,
 ) -> list[str]:
     """Train a run to its end while killing its process repeatedly.
 
@@ -227,19 +227,19 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [path]
 
 
-def compare(whole: Path, killed: Path) -> dict[str, Any]:
+def compare(undisturbed: Path, killed: Path) -> dict[str, Any]:
     """Compare an undisturbed run with one that was killed, and count the steps that were repeated.
 
     Args:
-        whole: folder of the undisturbed run.
+        undisturbed: folder of the undisturbed run.
         killed: folder of the killed run.
     """
-    ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
+    ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (undisturbed, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]
     one, two = (end["callbacks"].get("LearningCurves") for end in ends)
     unequal += differences(one, two, "learning curves")
-    once, again = losses(whole), losses(killed)
+    once, again = losses(undisturbed), losses(killed)
     wrong = sorted(set(again) ^ set(once))
     trained = [entry for entry in again if entry[0] == "train/loss"]
     return {

@@ -69,15 +69,15 @@ class Case:
         mixing = [draw(self.heads, 4), draw(self.heads, 4)] if spans else [draw(self.heads, blocks, blocks)]
         return [x.to(self.dtype).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in mixing]
 
-    def run(self, *given: Tensor, form: Any = None, backend: Any = None) -> Tensor:
+    def run(self, *operands: Tensor, form: Any = None, backend: Any = None) -> Tensor:
         """Compute the outputs of the operator for the tensors of :meth:`make`.
 
         Args:
-            given: q, k, v and mixing coefficients.
+            operands: q, k, v and mixing coefficients.
             form: form of the operator; None for that of this case.
             backend: backend of the operator; None for that of this case.
         """
-        q, k, v, *mixing = given
+        q, k, v, *mixing = operands
         coefficients: MixingLike = ExponentialMixing(mixing[0], mixing[1]) if len(mixing) == 2 else mixing[0]
         return mhla_attention(
             q, k, v, coefficients, block_size=self.block, causal=self.causal, form=form or self.form,

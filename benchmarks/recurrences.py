@@ -84,9 +84,9 @@ def definition(name: str, *inputs: Tensor) -> Tensor:
     return torch.stack(outs, 1)
 
 
-def error(got: Tensor, want: Tensor) -> float:
+def error(actual: Tensor, want: Tensor) -> float:
     """Return the largest difference between two tensors, relative to the largest absolute value of ``want``."""
-    return float((got.double() - want).detach().abs().max() / want.detach().abs().max())
+    return float((actual.double() - want).detach().abs().max() / want.detach().abs().max())
 
 
 def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: float) -> dict[str, Any]:

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from mhla_tasks.captioned.host import build_transformer
 from mhla_tasks.text_to_image import TextToImage
-from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.model import SanaTransformerConfig
 from mhla_tasks.text_to_image.pretrained import SANA
 
 from benchmarks.full_size import FullSize, run
 from lightning_mhla import AttentionConfig
 
 SIZES = {
-    "0.6B": TransformerConfig(),
-    "1.6B": TransformerConfig(
+    "0.6B": SanaTransformerConfig(),
+    "1.6B": SanaTransformerConfig(
         num_attention_heads=70,
         num_layers=20,
         num_cross_attention_heads=20,

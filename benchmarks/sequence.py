@@ -24,7 +24,7 @@ from benchmarks.machine import describe
 from lightning_mhla.system.files import write_whole
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """Sizes of an attention layer. ``terms`` is the number of terms of exponential mixing; None for dense mixing."""
 
     name: str
@@ -40,16 +40,16 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape("Wan2.1-1.3B, 81 frames 480x800", 1, 12, 31500, 150, 128, 128, False, False, None),
-    Shape("Wan2.1-1.3B, 105 blocks", 1, 12, 31500, 105, 128, 128, False, False, None),
-    Shape("LM 340M, 32k, blocks of 64, dense", 1, 4, 32768, 512, 128, 256, True, False, None),
-    Shape("LM 340M, 32k, blocks of 256, dense", 1, 4, 32768, 128, 128, 256, True, False, None),
-    Shape("LM 340M, 32k, exponential, 8 terms", 1, 4, 32768, 512, 128, 256, True, False, 8),
+    LayerShape("Wan2.1-1.3B, 81 frames 480x800", 1, 12, 31500, 150, 128, 128, False, False, None),
+    LayerShape("Wan2.1-1.3B, 105 blocks", 1, 12, 31500, 105, 128, 128, False, False, None),
+    LayerShape("LM 340M, 32k, blocks of 64, dense", 1, 4, 32768, 512, 128, 256, True, False, None),
+    LayerShape("LM 340M, 32k, blocks of 256, dense", 1, 4, 32768, 128, 128, 256, True, False, None),
+    LayerShape("LM 340M, 32k, exponential, 8 terms", 1, 4, 32768, 512, 128, 256, True, False, 8),
 ]
 PROCESSES = (2, 4, 8)
 
 
-def ring_bytes(shape: Shape, processes: int) -> tuple[int, int]:
+def ring_bytes(shape: LayerShape, processes: int) -> tuple[int, int]:
     """Count the bytes that a process receives in ring attention, in the forward and in the backward pass.
 
     k and v are bfloat16, their gradients float32.
@@ -59,7 +59,7 @@ def ring_bytes(shape: Shape, processes: int) -> tuple[int, int]:
     return 2 * numbers, 2 * numbers + 4 * numbers
 
 
-def measure(shape: Shape, processes: int) -> dict[str, Any]:
+def measure(shape: LayerShape, processes: int) -> dict[str, Any]:
     """Compute the MiB that each process receives for one attention layer, in MHLA and in ring attention."""
     sizes = (shape.batch, shape.tokens, shape.heads, shape.key_width, shape.value_width, shape.blocks, processes)
     moved = traffic(*sizes, terms=shape.terms, causal=shape.causal, normalize=shape.normalize)

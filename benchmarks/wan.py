@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from mhla_tasks.captioned.host import build_transformer
-from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.model import WanTransformerConfig
 from mhla_tasks.video.pretrained import WAN
 
 from benchmarks.full_size import FullSize, run
@@ -39,7 +39,7 @@ def case(layers: int, latent: tuple[int, ...]) -> FullSize:
         layers: number of blocks of the model.
         latent: shape of the clip's latent, without the batch axis.
     """
-    shape = TransformerConfig()
+    shape = WanTransformerConfig()
     return FullSize(
         VARIANTS,
         layers,
@@ -49,7 +49,7 @@ def case(layers: int, latent: tuple[int, ...]) -> FullSize:
             torch.full((1,), 500.0, device=device),
             torch.zeros(1, TEXT, shape.text_dim, device=device),
         ),
-        lambda model, *given: model(*given).sample,
+        lambda model, *inputs: model(*inputs).sample,
         lambda model: model.blocks[-1].attn1,
     )
 

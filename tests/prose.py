@@ -1,9 +1,10 @@
-"""Reject docstrings, comments and Markdown pages that contain a phrase from a word list.
+"""Reject docstrings, comments and Markdown pages that contain a phrase from a word list, and names that say nothing.
 
     python tests/prose.py [FILE ...]
 
 Without arguments, all Python files and Markdown pages of the repository are read. The program prints a line for each finding,
-and exits with status 1 if there are any. Code in Markdown and between double backticks is not read.
+and exits with status 1 if there are any. Code in Markdown and between double backticks is not read. Local variables and
+parameters are checked in the packages and the benchmarks, not in tests.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ PHRASES = {
 }  # fmt: skip
 """Regular expressions of rejected phrases, whole words in any case, each with a substitute."""
 
+NAMES = {"found", "own", "before", "kept", "known", "given", "each"}
+"""Words with which no local variable or parameter is named, because they do not say what it holds."""
+
+PRODUCT = ("kernels", "lightning_mhla", "tasks", "benchmarks")
+"""Folders in which names are checked."""
+
 QUOTED = re.compile(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+|\"[^\"]*\"")
 """Code, references, addresses and quotations, which may contain any word."""
 
@@ -65,7 +72,7 @@ _REJECTED = [
 
 
 class Finding(NamedTuple):
-    """Rejected phrase with its line number and a substitute."""
+    """Rejected phrase or name with its line number and a substitute."""
 
     line: int
     phrase: str
@@ -109,6 +116,19 @@ def findings(source: str, suffix: str) -> list[Finding]:
     return sorted(result)
 
 
+def vague_names(source: str) -> list[Finding]:
+    """Find the local variables and parameters of a Python file that have one of the rejected names, by line."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    bound: set[tuple[int, str]] = set()
+    for node in (node for function in functions for node in ast.walk(function)):
+        if isinstance(node, ast.arg):
+            bound.add((node.lineno, node.arg))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add((node.lineno, node.id))
+    return [Finding(line, name, "a name that says what it holds") for line, name in sorted(bound) if name in NAMES]
+
+
 def main(names: list[str]) -> int:
     """Print the findings in the named files, by default in all of the repository, and return the exit status."""
     if not names:
@@ -118,7 +138,12 @@ def main(names: list[str]) -> int:
         names = listed.stdout.splitlines()
     count = 0
     for name in names:
-        for line, phrase, advice in findings((ROOT / name).read_text(encoding="utf-8"), Path(name).suffix):
+        path = ROOT / name
+        source = path.read_text(encoding="utf-8")
+        rejected = findings(source, path.suffix)
+        if path.suffix == ".py" and any(path.is_relative_to(ROOT / folder) for folder in PRODUCT):
+            rejected += vague_names(source)
+        for line, phrase, advice in rejected:
             sys.stdout.write(f"{name}:{line}: {phrase!r}: write {advice}\n")
             count += 1
     return int(count > 0)

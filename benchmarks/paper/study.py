@@ -157,11 +157,11 @@ class Study:
 
     def _command(self) -> str:
         name, options = next(iter(self.variants.items()))
-        words = "".join(f" {word}" for word in [*self.options, *options]).replace("{pretrained}", "CHECKPOINT")
+        arguments = "".join(f" {word}" for word in [*self.options, *options]).replace("{pretrained}", "CHECKPOINT")
         origin = "" if self.needs is None else f"; CHECKPOINT is a checkpoint of `{self.needs[0].name}`"
         return (
             f"`lightning paper --only {self.name}` trains and scores these rows. One row (here {name}) is `lightning fit "
-            f"--config {self.config}{words}` with `--seed_everything`{origin}."
+            f"--config {self.config}{arguments}` with `--seed_everything`{origin}."
         )
 
 
@@ -192,8 +192,8 @@ def newest(run: Path) -> Path:
 
 def attention(**options: object) -> list[str]:
     """Return options of the model's attention as arguments of ``lightning fit``."""
-    words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
-    return [f"--model.init_args.attention.{name}={value}" for name, value in words.items()]
+    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return [f"--model.init_args.attention.{name}={value}" for name, value in values.items()]
 
 
 def remembered(checkpoint: Path) -> Row:

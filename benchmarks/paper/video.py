@@ -168,9 +168,9 @@ def with_clips(rows: list[Row], folder: Path) -> str:
         folder: folder of the results page and its pictures.
     """
     draw_strips(rows, folder / "pictures" / "results-video.png")
-    words = "; ".join(SHOWN)
+    captions = "; ".join(SHOWN)
     picture = f"![Clips of {len(SHOWN)} captions, frame by frame, from the first seed](pictures/results-video.png)"
-    return f"{section(rows, folder)}\n\n{picture}\n\nEight frames each of: {words}."
+    return f"{section(rows, folder)}\n\n{picture}\n\nEight frames each of: {captions}."
 
 
 NARROW = tuple(

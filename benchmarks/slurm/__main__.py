@@ -27,16 +27,16 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.slurm.cluster import Cluster
 from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
-from benchmarks.slurm.job import Job
+from benchmarks.slurm.job import SlurmJob
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.files import write_whole
 
 STEPS = 1200
 
-Make = Callable[..., Job]
+Make = Callable[..., SlurmJob]
 
 
-def signals(cluster: Cluster, make: Make) -> Job:
+def signals(cluster: Cluster, make: Make) -> SlurmJob:
     """Train a job and send it 20 signals, alternately USR1 to the batch script, as SLURM does, and TERM to one process."""
     job = make()
     for number in range(1, 21):
@@ -48,7 +48,7 @@ def signals(cluster: Cluster, make: Make) -> Job:
     return job
 
 
-def time_limit(cluster: Cluster, make: Make) -> Job:
+def time_limit(cluster: Cluster, make: Make) -> SlurmJob:
     """Train a job with a time limit of two minutes, which SLURM announces by a signal 30 to 90 s earlier.
 
     The limit is removed when the run has resumed.
@@ -61,7 +61,7 @@ def time_limit(cluster: Cluster, make: Make) -> Job:
     return job
 
 
-def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
+def preempted(cluster: Cluster, make: Make, warned: bool) -> SlurmJob:
     """Preempt both nodes of a training job by a job in a partition of higher priority.
 
     Args:
@@ -78,7 +78,7 @@ def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
     return job
 
 
-def requeued(cluster: Cluster, make: Make) -> Job:
+def requeued(cluster: Cluster, make: Make) -> SlurmJob:
     """Train a job and put it back into the queue by ``scontrol requeue``."""
     job = make()
     job.wait_for_start(1, steps=40)
@@ -86,7 +86,7 @@ def requeued(cluster: Cluster, make: Make) -> Job:
     return job
 
 
-def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
+def killed_rank(cluster: Cluster, make: Make, rank: int) -> SlurmJob:
     """Train a job and kill the process of one rank by SIGKILL."""
     job = make()
     job.wait_for_start(1, steps=40)
@@ -94,7 +94,7 @@ def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
     return job
 
 
-def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
+def dead_node(cluster: Cluster, make: Make, node: int) -> SlurmJob:
     """Train a job, kill a node's slurmd and all processes that it started, and restart the node after a second."""
     job = make()
     job.wait_for_start(1, steps=40)
@@ -104,7 +104,7 @@ def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
     return job
 
 
-def dead_slurmd(cluster: Cluster, make: Make) -> Job:
+def dead_slurmd(cluster: Cluster, make: Make) -> SlurmJob:
     """Train a job, and kill and restart the slurmd of one node while the job runs."""
     job = make()
     job.wait_for_start(1, steps=20)
@@ -114,7 +114,7 @@ def dead_slurmd(cluster: Cluster, make: Make) -> Job:
     return job
 
 
-def dead_controller(cluster: Cluster, make: Make) -> Job:
+def dead_controller(cluster: Cluster, make: Make) -> SlurmJob:
     """Train a job, and kill and restart slurmctld twice: while the job runs, and while it asks to be requeued."""
     job = make()
     job.wait_for_start(1, steps=20)
@@ -128,7 +128,7 @@ def dead_controller(cluster: Cluster, make: Make) -> Job:
     return job
 
 
-def _wait_for_restart(job: Job) -> None:
+def _wait_for_restart(job: SlurmJob) -> None:
     until = time.monotonic() + 120
     while not int(job.cluster.show(job.number).get("Restarts", 0)):
         if time.monotonic() > until:
@@ -136,13 +136,13 @@ def _wait_for_restart(job: Job) -> None:
         time.sleep(0.5)
 
 
-def _wait_for_steps(job: Job, count: int) -> None:
+def _wait_for_steps(job: SlurmJob, count: int) -> None:
     first = job.step()
     while job.step() < first + count:
         time.sleep(0.1)
 
 
-FAULTS: dict[str, tuple[Callable[[Cluster, Make], Job], int]] = {
+FAULTS: dict[str, tuple[Callable[[Cluster, Make], SlurmJob], int]] = {
     "20 signals in a row": (signals, 20),
     "time limit": (time_limit, 1),
     "preempted, with --signal": (lambda cluster, make: preempted(cluster, make, True), 1),
@@ -169,7 +169,7 @@ def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) ->
     """
     happen, times = FAULTS[name]
     begun = time.monotonic()
-    job = happen(cluster, lambda **options: Job(cluster, folder / re.sub(r"\W+", "-", name), STEPS, **options))
+    job = happen(cluster, lambda **options: SlurmJob(cluster, folder / re.sub(r"\W+", "-", name), STEPS, **options))
     fields = job.finish(timeout=300)
     losses = job.curve()
     wrong = [step for step in {*curve, *losses} if curve.get(step) != losses.get(step)]
@@ -205,7 +205,7 @@ def main() -> None:
         try:
             installation = find_or_unpack(default_cache() / "slurm")
             with Cluster(Path(scratch) / "cluster", installation) as cluster:
-                undisturbed = Job(cluster, Path(scratch) / "undisturbed", STEPS)
+                undisturbed = SlurmJob(cluster, Path(scratch) / "undisturbed", STEPS)
                 if undisturbed.finish()["JobState"] != "COMPLETED":
                     raise SystemExit(f"error: the undisturbed job failed:\n{undisturbed.output()[-3000:]}")
                 curve = undisturbed.curve()

@@ -340,13 +340,13 @@ class Cluster:
         )
 
     def _mine(self) -> dict[int, Process]:
-        mine = str(self._configuration)
-        return {pid: p for pid, p in running_processes().items() if p.variables.get("SLURM_CONF") == mine}
+        configuration = str(self._configuration)
+        return {pid: p for pid, p in running_processes().items() if p.variables.get("SLURM_CONF") == configuration}
 
     def _kill_all(self, matches: Callable[[Process], bool]) -> list[int]:
         """Kill the cluster's processes for which ``matches`` is true, with their descendants, and return their ids."""
-        mine = {pid for pid, process in self._mine().items() if matches(process)}
-        victims = with_descendants(mine, running_processes())
+        matching = {pid for pid, process in self._mine().items() if matches(process)}
+        victims = with_descendants(matching, running_processes())
         kill_together(victims)
         return victims
 

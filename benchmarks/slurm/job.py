@@ -74,7 +74,7 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
     return folder / "config.yaml"
 
 
-class Job:
+class SlurmJob:
     """Training run as a job of a SLURM cluster. The constructor submits it.
 
     Args:
@@ -196,5 +196,9 @@ def _losses(path: Path) -> list[tuple[int, str]]:
         rows = list(csv.DictReader(path.read_text().splitlines(keepends=True)))
     except FileNotFoundError:
         return []
-    whole = [row for row in rows if None not in row and None not in row.values()]
-    return [(int(row["step"]), row["train/loss"]) for row in whole if row.get("train/loss") and row["step"].isdigit()]
+    complete_rows = [row for row in rows if None not in row and None not in row.values()]
+    return [
+        (int(row["step"]), row["train/loss"])
+        for row in complete_rows
+        if row.get("train/loss") and row["step"].isdigit()
+    ]

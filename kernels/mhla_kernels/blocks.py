@@ -91,7 +91,7 @@ def is_dynamic(size: int) -> bool:
     # Dynamo shows open sizes as plain integers. All remainders are known only for a plain number. The remainder of an open size
     # is known if the size is known to be a multiple of the divisor (11 blocks of open size), so one divisor is not enough.
     return torch.compiler.is_compiling() and any(
-        not any(surely_equal(size % prime, rest) for rest in range(prime)) for prime in PRIMES
+        not any(surely_equal(size % prime, remainder) for remainder in range(prime)) for prime in PRIMES
     )
 
 

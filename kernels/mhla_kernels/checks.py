@@ -117,9 +117,9 @@ def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out
     for name, x in features.items():
         if not x.numel():
             return
-        seen = x.detach() if key_mask is None else x.detach().masked_fill(~key_mask[..., None, None], 0)
-        low = float(seen.amin())
-        if low < 0 and low < -SMALLEST_SHARE * float(seen.amax()):
+        visible = x.detach() if key_mask is None else x.detach().masked_fill(~key_mask[..., None, None], 0)
+        low = float(visible.amin())
+        if low < 0 and low < -SMALLEST_SHARE * float(visible.amax()):
             raise ValueError(f"{name} holds negative features, {low:.3g} for example: {way_out}")
     if device.type != "cpu":
         _looked_at.add(device)

@@ -86,14 +86,14 @@ def mhla_prefill(
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
     check_form_and_backend(form, backend)
-    before = state.lengths if state is not None else (0,) * batch
+    previous_lengths = state.lengths if state is not None else (0,) * batch
     mask = mask_of_counts(counts, q)
     problem = check_problem(
         q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
         feature_map=feature_map, key_mask=mask,
     )  # fmt: skip
     check_devices(problem)
-    check_reach(mixing, block_size, before, counts)
+    check_reach(mixing, block_size, previous_lengths, counts)
     kind = kind_of(q, v, mixing, block_size)
     if state is not None:
         state.check(kind, batch, q.shape[2], problem.accumulate)
@@ -189,11 +189,11 @@ def mhla_step(
         is_new = donate_state or opened is not state
         owned = opened.owned if is_new else ()
         total = opened.open.add_(summary) if writes and "open" in owned else opened.open + summary
-        own = own_coefficients(mixing, [length // block_size for length in state.lengths])
-        seen = torch.addcmul(opened.mixture, own, total)
+        coefficients = own_coefficients(mixing, [length // block_size for length in state.lengths])
+        mixture = torch.addcmul(opened.mixture, coefficients, total)
         width = q.shape[-1] * v.shape[-1]
-        out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
-        total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
+        out = (q[..., None, :] @ mixture[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
+        total_weight = (q * mixture[..., width:]).sum(-1, keepdim=True)
         out = out / (total_weight + eps) if problem.weighting.scale is None else out * problem.weighting.scale
         lengths = tuple(length + 1 for length in state.lengths)
         after = opened.with_tensors({"open": total}, lengths, opened.written(owned))
@@ -260,22 +260,23 @@ def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
     return torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
 
 
-def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: Sequence[int]) -> None:
+def check_reach(mixing: Mixing, block_size: int, previous_lengths: Sequence[int], counts: Sequence[int]) -> None:
     """Check that the mixing coefficients cover the block of the last token in each row.
 
     Args:
         mixing: mixing coefficients between blocks.
         block_size: tokens in a block.
-        before: number of tokens that the generation state already holds, in each row.
+        previous_lengths: number of tokens that the generation state already holds, in each row.
         counts: number of new tokens in each row.
 
     Raises:
-        ValueError: if a row has more blocks than the coefficients cover, or if ``before`` and ``counts`` differ in length.
+        ValueError: if a row has more blocks than the coefficients cover, or if ``previous_lengths`` and ``counts`` differ in
+            length.
     """
-    if len(before) != len(counts):
-        raise ValueError(f"the state has {len(before)} rows, but q has B={len(counts)}")
+    if len(previous_lengths) != len(counts):
+        raise ValueError(f"the state has {len(previous_lengths)} rows, but q has B={len(counts)}")
     size = mixing.blocks
-    longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
+    longest = max((b + c for b, c in zip(previous_lengths, counts, strict=True) if c), default=0)
     if size is not None and longest > size * block_size:
         raise ValueError(
             f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "

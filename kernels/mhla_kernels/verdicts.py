@@ -270,12 +270,12 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
         return pool.submit(with_stream).result()
 
 
-def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
+def compare(name: str, actual: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
     """Compute the relative error of a result, and a message if the error exceeds a bound.
 
     Args:
         name: name of the result, for the message.
-        got: the computed result.
+        actual: the computed result.
         want: the expected result.
         bound: largest allowed relative error.
 
@@ -283,8 +283,8 @@ def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, 
         The relative error (norm of the difference divided by the norm of ``want``), and a message, which is empty if the error
         is allowed.
     """
-    got, want = got.double(), want.double()
-    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    actual, want = actual.double(), want.double()
+    error = float((actual - want).norm() / want.norm().clamp(min=1e-30))
     # `error <= bound`, not its opposite: NaN must not pass
     return error, "" if error <= bound else f"{name} is off by {error:.2g} of its norm (allowed: {bound:g})"
 

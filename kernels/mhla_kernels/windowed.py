@@ -93,15 +93,15 @@ def mhla_window_attention(
         blocks = problem.layout.partition(q.device)
         weight = blocks.split(heads_last(far, q))
         q, k, v, f, g = (blocks.split(x) for x in (q, k, v, f, g))
-        seen = blocks.split(real[..., None, None])[:, 0, ..., 0] > 0
+        visible = blocks.split(real[..., None, None])[:, 0, ..., 0] > 0
         # first blocks of sequences: the block before them belongs to another sequence, or does not exist
         starts = torch.arange(blocks.blocks, device=q.device) == 0 if blocks.local is None else blocks.local == 0
         mixer = make_mixer(mixing.to(problem.accumulate), blocks)
         sums = torch.cat([g.transpose(-1, -2) @ v, g.sum(-2)[..., None]], -1)
         mixed = _later(mixer(finite_(sums), causal=True)).masked_fill(starts[:, None, None], 0)
-        previous_blocks = [_later(x) for x in (k, v, seen[:, None, ..., None])]
-        seen_before = previous_blocks[2][:, 0, ..., 0] & ~starts[:, None]
-        out = joined(q, k, v, f, weight, previous_blocks[0], previous_blocks[1], mixed, seen, seen_before, scale)
+        previous_blocks = [_later(x) for x in (k, v, visible[:, None, ..., None])]
+        visible_before = previous_blocks[2][:, 0, ..., 0] & ~starts[:, None]
+        out = joined(q, k, v, f, weight, previous_blocks[0], previous_blocks[1], mixed, visible, visible_before, scale)
         out = blocks.merge(out)
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
 
@@ -152,8 +152,8 @@ def joined(
     k_before: Tensor,
     v_before: Tensor,
     mixed: Tensor,
-    seen: Tensor,
-    seen_before: Tensor,
+    visible: Tensor,
+    visible_before: Tensor,
     scale: float,
 ) -> Tensor:
     """Compute the outputs of windowed attention from near tokens and from mixed summaries of far blocks.
@@ -170,18 +170,18 @@ def joined(
         k_before: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v_before: values of the block before each block, ``[B, H, M, C, V]``.
         mixed: mixed summaries of the far blocks, ``[B, H, M, K, V + 1]``. The last column holds sums of weights.
-        seen: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
-        seen_before: the same mask for the block before each block, ``[B, M, C]`` bool.
+        visible: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
+        visible_before: the same mask for the block before each block, ``[B, M, C]`` bool.
         scale: factor on the scores of near tokens.
 
     Returns:
         Outputs, ``[B, H, M, C, V]``.
     """
     slots = q.shape[-2]
-    visible_own = seen[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=q.device).tril()
-    visible = torch.cat([seen_before[:, None, :, None].expand(-1, -1, -1, slots, -1), visible_own], -1)
+    visible_own = visible[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=q.device).tril()
+    visible_keys = torch.cat([visible_before[:, None, :, None].expand(-1, -1, -1, slots, -1), visible_own], -1)
     scores = (q * scale) @ torch.cat([k_before, k], -2).transpose(-1, -2)
-    return combine(scores, visible, torch.cat([v_before, v], -2), f, mixed, far)
+    return combine(scores, visible_keys, torch.cat([v_before, v], -2), f, mixed, far)
 
 
 def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:

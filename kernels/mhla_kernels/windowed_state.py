@@ -144,12 +144,15 @@ def mhla_window_prefill(
             new_blocks = [add_to_first(blocks, opened) for blocks, (_, opened) in zip(new_blocks, stored, strict=True)]
         number, slots = new_blocks[0].shape[2:4]
         ends = on_device([offset + count for offset, count in zip(offsets, counts, strict=True)], q.device)
-        seen = (torch.arange(number * slots, device=q.device) < ends[:, None]).unflatten(1, (number, slots))
+        visible = (torch.arange(number * slots, device=q.device) < ends[:, None]).unflatten(1, (number, slots))
         has_previous = on_device(firsts, q.device) > 0
-        window, seen_before = [x[:, :, None] for x, _ in stored], has_previous[:, None, None].expand(-1, 1, block_size)
+        window, visible_before = (
+            [x[:, :, None] for x, _ in stored],
+            has_previous[:, None, None].expand(-1, 1, block_size),
+        )
         if number > 1:  # a single block may have fewer than block_size slots, and nothing after it reads it
             window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, new_blocks, strict=True)]
-            seen_before = torch.cat([seen_before, seen[:, :-1]], 1)
+            visible_before = torch.cat([visible_before, visible[:, :-1]], 1)
         g_blocks = in_blocks(g, offsets, block_size)
         heads = q.shape[2] // k.shape[2]
         repeated = [repeat(x, heads, 1) for x in (*new_blocks, *window)]
@@ -159,7 +162,7 @@ def mhla_window_prefill(
         q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
         out = joined(
             q_blocks, repeated[0], repeated[1], f_blocks, far_blocks, repeated[2], repeated[3],
-            _with_totals(mixed, f.shape[-1]), seen, seen_before, scale,
+            _with_totals(mixed, f.shape[-1]), visible, visible_before, scale,
         )  # fmt: skip
         after = _close(start, new_blocks, sums, counts, firsts, mixing, writes)
         return take_back(out, offsets, tokens, mask).to(problem.v.dtype), after
@@ -304,7 +307,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
 
 def _close(
     start: MHLAWindowState,
-    own: Sequence[Tensor],
+    new_blocks: Sequence[Tensor],
     sums: Tensor,
     counts: Sequence[int],
     firsts: Sequence[int],
@@ -315,8 +318,8 @@ def _close(
 
     Args:
         start: state before the new tokens, in which the open block of every row has room for the first of them.
-        own: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block includes
-            the tokens that it held before.
+        new_blocks: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block
+            includes the tokens that it held before.
         sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``.
         counts: number of new tokens in each row.
         firsts: index of the first of these blocks in each row.
@@ -329,7 +332,7 @@ def _close(
     draft = Draft(start, mixing, max(max(block for _, block in blocks) - 1, 0), writes)
     for (first, block), rows in groups_of_rows(blocks, [count > 0 for count in counts], sums.device):
         done = block - first
-        for name, x in zip(("keys", "values"), own, strict=True):
+        for name, x in zip(("keys", "values"), new_blocks, strict=True):
             by_slot = F.pad(x[rows], (0, 0, 0, size - x.shape[-2])).transpose(1, 2).transpose(2, 3)
             previous = start.tensors[name][rows][:, :size] if done == 0 else by_slot[:, done - 1]
             draft.put(name, rows, torch.cat([previous, by_slot[:, done]], 1))

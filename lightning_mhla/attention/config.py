@@ -229,7 +229,7 @@ def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, de
         return [config] * depth
     if not kinds or depth % len(kinds):
         raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
-    given = config.options if config.options != replace(config, options=None).options else None
-    if given and config.kind not in kinds:
-        raise ValueError(f"options={given} are those of kind {config.kind!r}, which layer_kinds does not list")
+    custom_options = config.options if config.options != replace(config, options=None).options else None
+    if custom_options and config.kind not in kinds:
+        raise ValueError(f"options={custom_options} are those of kind {config.kind!r}, which layer_kinds does not list")
     return [config.with_kind(kind) for kind in kinds] * (depth // len(kinds))

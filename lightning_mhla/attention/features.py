@@ -98,7 +98,7 @@ def apply_features(
         Queries, keys, and the feature map that the caller still has to apply to them. It is ``"relu"`` if the attention kernel
         can apply the map ``relu`` itself at no extra cost, otherwise ``"identity"``.
     """
-    rest: Literal["identity", "relu"] = "identity"
+    remaining_map: Literal["identity", "relu"] = "identity"
     if features == "elu":
         q, k = elu_plus_one(q), elu_plus_one(k)
     elif features == "softplus":
@@ -108,12 +108,12 @@ def apply_features(
     elif features == "relu" and key_weighting:
         q, k = F.relu(q) + FEATURE_MAP_FLOOR, F.relu(k) + FEATURE_MAP_FLOOR
     elif features == "relu":
-        rest = "relu"
+        remaining_map = "relu"
     if key_weighting:
         k = weighted_keys(q, k, key_mask)
     if rotary is None:
-        return q, k, rest
-    return rotary.turn(q, rest), rotary.turn(k, rest), "identity"
+        return q, k, remaining_map
+    return rotary.turn(q, remaining_map), rotary.turn(k, remaining_map), "identity"
 
 
 def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:

@@ -73,9 +73,9 @@ class GatedConvolution(Attention, kind="gated_conv"):
         self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
     ) -> tuple[Tensor, RecurrentState]:
         last = None if state is None else state.last
-        before = (0,) * len(counts) if state is None else state.lengths
+        previous_lengths = (0,) * len(counts) if state is None else state.lengths
         after = RecurrentState(
-            tuple(a + b for a, b in zip(before, counts, strict=True)),
+            tuple(a + b for a, b in zip(previous_lengths, counts, strict=True)),
             inputs.v.new_empty(len(counts), 0),
             self.conv.carry(inputs.v.flatten(2), last, counts),
         )
@@ -89,9 +89,9 @@ class GatedConvolution(Attention, kind="gated_conv"):
         """
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
-        each = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first
-        seen = torch.where((back >= 0) & (back < taps), each[:, back.clamp(0, taps - 1)], 0)
-        return seen.expand(len(inputs.x), -1, -1, -1)
+        head_weights = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first
+        matrix = torch.where((back >= 0) & (back < taps), head_weights[:, back.clamp(0, taps - 1)], 0)
+        return matrix.expand(len(inputs.x), -1, -1, -1)
 
     @override
     def operator_flops(self, tokens: int) -> float:

@@ -78,8 +78,8 @@ class MHLA(SummaryAttention, kind="mhla"):
             block_ordered=block_ordered,
             projections=projections,
         )
-        wanted = config.block_grid and tuple(config.block_grid)
-        if wanted not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
+        requested_grid = config.block_grid and tuple(config.block_grid)
+        if requested_grid not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
             raise ValueError(
                 f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
             )

@@ -191,8 +191,8 @@ class DenseCoefficients(MixingCoefficients):
         _check_init(init)
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
         self._start = start.clamp(LOWER, UPPER)
-        own = self._start.to(torch.get_default_device(), copy=True)
-        self.weight = nn.Parameter(own if heads is None else own.repeat(heads, 1, 1), requires_grad=trainable)
+        initial = self._start.to(torch.get_default_device(), copy=True)
+        self.weight = nn.Parameter(initial if heads is None else initial.repeat(heads, 1, 1), requires_grad=trainable)
         self.grid, self.prefix_tokens, self.causal = layout.block_grid, layout.prefix_tokens, causal
         self.cut = layout.block_size is not None
 
@@ -218,10 +218,10 @@ class DenseCoefficients(MixingCoefficients):
         assert block_grid is not None
         if not self.cut:
             return self._resized(block_grid)
-        (blocks,), (known,) = block_grid, self.grid
-        if blocks > known:
+        (blocks,), (covered,) = block_grid, self.grid
+        if blocks > covered:
             raise ValueError(
-                f"{blocks} blocks are more than the {known} that dense coefficients were made for; mixing: exponential takes "
+                f"{blocks} blocks are more than the {covered} that dense coefficients were made for; mixing: exponential takes "
                 "any number"
             )
         return bounded(self.weight)[..., :blocks, :blocks]
@@ -384,20 +384,20 @@ class ExponentialCoefficients(MixingCoefficients):
         Returns:
             Values in the shape of this layer's parameter; None if they cannot be converted.
         """
-        own, high = (self.amplitude, UPPER) if name == "amplitude" else (self.decay, LARGEST_DECAY)
+        parameter, high = (self.amplitude, UPPER) if name == "amplitude" else (self.decay, LARGEST_DECAY)
         values = bounded(values, high=high)
-        axes = own.dim() - self.amplitude.dim()
-        if values.shape[values.dim() - 1 - axes] != own.shape[own.dim() - 1 - axes]:
+        axes = parameter.dim() - self.amplitude.dim()
+        if values.shape[values.dim() - 1 - axes] != parameter.shape[parameter.dim() - 1 - axes]:
             return None
         if name == "decay" and self.grid is not None and block_grid is not None and len(block_grid) == len(self.grid):
             values = values * values.new_tensor([a / b for a, b in zip(block_grid, self.grid, strict=True)])
-        fitted = _for_heads(values, own)
-        return fitted if fitted is not None and fitted.shape == own.shape else None
+        fitted = _for_heads(values, parameter)
+        return fitted if fitted is not None and fitted.shape == parameter.shape else None
 
     def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
         """Rescale the decays per block to a different block grid, keeping the decay over the full length of each axis."""
-        old = (self.blocks,) if self.grid is None else self.grid
-        scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
+        grid = (self.blocks,) if self.grid is None else self.grid
+        scale = self.decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
         return bounded(self.decay, high=LARGEST_DECAY) * (scale[0] if self.grid is None else scale)
 
     @override
@@ -416,21 +416,21 @@ class ExponentialCoefficients(MixingCoefficients):
         self.blocks = blocks
 
 
-def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
-    """Convert a parameter of another layer to the number of heads of ``own``, the corresponding parameter of this layer.
+def _for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
+    """Convert a parameter of another layer to the number of heads of ``parameter``, the corresponding parameter of this layer.
 
-    Values shared by all heads are repeated for each head. Values of several heads are averaged if ``own`` is shared by all
-    heads.
+    Values shared by all heads are repeated for each head. Values of several heads are averaged if ``parameter`` is shared by
+    all heads.
 
     Args:
         values: parameter of the other layer; its first axis is the head axis if each head has its own values.
-        own: parameter of this layer; its first axis is the head axis if each head has its own values.
+        parameter: parameter of this layer; its first axis is the head axis if each head has its own values.
 
     Returns:
         Converted values; None if both have a head axis but different numbers of heads.
     """
-    if values.dim() < own.dim():
-        return values.expand(own.shape[0], *values.shape).clone()
-    if values.dim() > own.dim():
+    if values.dim() < parameter.dim():
+        return values.expand(parameter.shape[0], *values.shape).clone()
+    if values.dim() > parameter.dim():
         return values.mean(0)
-    return values if values.dim() < 3 or len(values) == len(own) else None
+    return values if values.dim() < 3 or len(values) == len(parameter) else None

@@ -27,8 +27,8 @@ def build_norm(config: AttentionConfig, width: int) -> nn.RMSNorm | None:
     Returns:
         The norm; None if the configuration turns it off.
     """
-    wanted = not config.normalize if config.output_norm is None else config.output_norm
-    return nn.RMSNorm(width, OUTPUT_NORM_EPS) if wanted else None
+    has_norm = not config.normalize if config.output_norm is None else config.output_norm
+    return nn.RMSNorm(width, OUTPUT_NORM_EPS) if has_norm else None
 
 
 def merge_heads(out: Tensor, inputs: AttentionInputs, lepe: LocalPositionalEncoding | None) -> Tensor:

@@ -139,7 +139,7 @@ class SequenceRotary:
     def of_tokens(
         self,
         x: Tensor,
-        given: Rotary | None,
+        rotary: Rotary | None,
         order: Tensor | None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
@@ -148,14 +148,14 @@ class SequenceRotary:
 
         Args:
             x: tokens ``[B, N, dim]``, in the order in which attention processes them.
-            given: angles from the caller, in the order of the layer's input; None to compute them from positions counted from
+            rotary: angles from the caller, in the order of the layer's input; None to compute them from positions counted from
                 0.
             order: ``[N]``, index in the layer's input of each token of ``x``; None if the orders are equal.
             cu_seqlens: index of the first token of each packed sequence, followed by N; None for one sequence in each row.
             share: part of each sequence that this process holds; None for complete sequences.
         """
-        if given is not None:
-            return given if order is None else given.select(order)
+        if rotary is not None:
+            return rotary if order is None else rotary.select(order)
         start = 0 if share is None else share.start
         return self.angles(start + sequence_positions(x, cu_seqlens))
 

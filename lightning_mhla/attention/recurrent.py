@@ -103,10 +103,16 @@ class Operands(NamedTuple):
     gates: dict[str, Tensor]
 
     def hide(self, real: Tensor | None) -> Operands:
-        """Set keys, values and gates to zero where ``real`` is False, so that these tokens leave the state unchanged.
+        """Return a copy with keys, values and gates set to zero where ``real`` is False.
+
+        These tokens leave the state unchanged: a zero key and value add nothing to it, and it does not decay, because decays
+        are given as logarithms.
 
         Args:
             real: ``[B, N]`` bool, False for tokens to hide; None to hide no token.
+
+        Returns:
+            New inputs with the same queries; the inputs themselves if ``real`` is None.
         """
         if real is None:
             return self
@@ -243,8 +249,8 @@ class RecurrentAttention(Attention):
         out, memory = self.recur(operands, initial_state=memory, backend=self.options.backend)
         if self.conv is not None:
             last = self.conv.carry(self._joined(inputs), last, counts)
-        before = (0,) * batch if state is None else state.lengths
-        lengths = tuple(a + b for a, b in zip(before, counts, strict=True))
+        previous_lengths = (0,) * batch if state is None else state.lengths
+        lengths = tuple(a + b for a, b in zip(previous_lengths, counts, strict=True))
         return self.skip(out, operands), RecurrentState(lengths, memory, last)
 
     def _joined(self, inputs: AttentionInputs) -> Tensor:
@@ -302,9 +308,9 @@ class RecurrentAttention(Attention):
         """
         directions = 2 if not self.causal and self.options.direction == "both" else 1
         chunk = chunk_tokens(max(self.key_width, self.value_width))
-        each = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
+        multiply_adds = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
         convolved = 0 if self.conv is None else self.conv.weight.numel() / self.heads
-        return 2.0 * directions * self.heads * tokens * (each + convolved)
+        return 2.0 * directions * self.heads * tokens * (multiply_adds + convolved)
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:

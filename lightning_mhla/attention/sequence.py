@@ -70,9 +70,9 @@ class SequenceShare:
         """
         return (self.end - self.start) * self.processes / self.tokens
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, sequences: Tensor) -> Tensor:
         """Return the tokens of this process from a batch of complete sequences ``[B, N, ...]``."""
-        return whole[:, self.start : self.end]
+        return sequences[:, self.start : self.end]
 
     def agree(self, *batch: Tensor) -> None:
         """Overwrite tensors, in place, with those of the first process of the group.

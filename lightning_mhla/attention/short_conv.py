@@ -49,10 +49,10 @@ class ShortConvolution(nn.Module):
         x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
         out = x[:, self.taps - 1 :] * weight[-1]
         for back in range(1, self.taps):
-            seen = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
+            shifted = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
             if positions is not None:
-                seen = seen * (positions >= back)[:, None]
-            out = torch.addcmul(out, seen, weight[-1 - back])
+                shifted = shifted * (positions >= back)[:, None]
+            out = torch.addcmul(out, shifted, weight[-1 - back])
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:

@@ -58,7 +58,7 @@ class KeyValueState:
             values: new values, ``[B, N, Hkv, Dv]``.
             counts: number of new tokens in each row; the rest of the row is padding, which is not stored.
         """
-        after = tuple(before + count for before, count in zip(self.lengths, counts, strict=True))
+        after = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
         if max(after) > room:
             more = max(max(after), 2 * room if room else 0) - room
@@ -68,8 +68,8 @@ class KeyValueState:
             added = slice(self.lengths[0], after[0])
             self.keys[:, added], self.values[:, added] = keys[:, : counts[0]], values[:, : counts[0]]
         else:
-            for row, (before, count) in enumerate(zip(self.lengths, counts, strict=True)):
-                added = slice(before, before + count)
+            for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
+                added = slice(length, length + count)
                 self.keys[row, added], self.values[row, added] = keys[row, :count], values[row, :count]
         return KeyValueState(after, self.keys, self.values)
 
@@ -129,13 +129,13 @@ class SoftmaxAttention(Attention, kind="softmax"):
             state = KeyValueState(
                 (0,) * batch, k.new_empty(batch, 0, *k.shape[2:]), v.new_empty(batch, 0, *v.shape[2:])
             )
-        before, state = state.lengths, state.append(k, v, counts)
+        previous_lengths, state = state.lengths, state.append(k, v, counts)
         longest = max(state.lengths)
         keys, values = state.keys[:, :longest], state.values[:, :longest]
-        if len(set(state.lengths)) == 1 and (tokens == 1 or not any(before)):
+        if len(set(state.lengths)) == 1 and (tokens == 1 or not any(previous_lengths)):
             return self._scaled(q, keys, values, is_causal=tokens > 1), state
         position = torch.arange(longest, device=q.device)
-        last = torch.tensor(before, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
+        last = torch.tensor(previous_lengths, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
         visible = position <= last[..., None]
         return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
 
@@ -181,6 +181,6 @@ class SoftmaxAttention(Attention, kind="softmax"):
         if key_mask is None:
             return None
         tokens = q.shape[1]
-        own = torch.eye(tokens, dtype=torch.bool, device=q.device)
-        visible = key_mask[:, None, None, :] | own
+        diagonal = torch.eye(tokens, dtype=torch.bool, device=q.device)
+        visible = key_mask[:, None, None, :] | diagonal
         return visible.tril() if self.causal else visible

@@ -83,8 +83,8 @@ class SummaryAttention(Attention):
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")
-        for each in (options, plain):
-            each |= {"normalize": False, "scale": 1.0, "key_mask": inputs.key_mask, "eps": eps}
+        for call_options in (options, plain):
+            call_options |= {"normalize": False, "scale": 1.0, "key_mask": inputs.key_mask, "eps": eps}
         out = mhla_attention(q, k, inputs.v, mixing, **options)
         wide = torch.promote_types(inputs.q.dtype, torch.float32)
         ones = inputs.v.new_ones(*inputs.v.shape[:3], 1, dtype=wide)

@@ -91,8 +91,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
             f, largest, g = self.features(q, every)
             far = far + largest
         else:
-            f, g, rest = apply_features(q, every, self.config.feature_map)
-            if rest == "relu":
+            f, g, remaining_map = apply_features(q, every, self.config.feature_map)
+            if remaining_map == "relu":
                 f, g = F.relu(f), F.relu(g)
         return {"q": q, "k": k, "v": inputs.v, "q_features": f, "k_features": g, "far": far}
 

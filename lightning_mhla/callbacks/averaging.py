@@ -89,11 +89,11 @@ class ExponentialMovingAverage(Callback):
         live = checkpoint["state_dict"]
         # A sharded checkpoint holds DTensors; a full one was gathered already, so the average has to be gathered too.
         shards = any(is_shard(value) for value in live.values())
-        whole = {name: value if shards else _whole(value) for name, value in self._average.items()}
+        averages = {name: value if shards else _whole(value) for name, value in self._average.items()}
         # state_dict lists a shared parameter under each of its names, the average only under the first.
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         shared = {name: names[id(p)] for name, p in pl_module.named_parameters(remove_duplicate=False)}
-        checkpoint["state_dict"] = {name: whole.get(shared.get(name, name), value) for name, value in live.items()}
+        checkpoint["state_dict"] = {name: averages.get(shared.get(name, name), value) for name, value in live.items()}
         checkpoint[LIVE] = live
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._steps)}
 

@@ -82,12 +82,14 @@ def duration(seconds: float) -> str:
     Args:
         seconds: duration in seconds.
     """
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, leftover = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours} h"
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {leftover:02d} s" if minutes else f"{leftover} s"
+    )
 
 
 def _processes(record: Mapping[str, Any]) -> str:

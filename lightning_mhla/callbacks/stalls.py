@@ -94,14 +94,14 @@ class StallWatch(Callback):
 
     def _watch(self) -> None:
         patience, warned_for = self.seconds, -1.0
-        seen: dict[int, tuple[str, float]] = {}
+        latest_messages: dict[int, tuple[str, float]] = {}
         while not self._over.wait(self.interval):
             moved = self._moved
             stalled_seconds = time.monotonic() - moved
             if moved != warned_for:
                 patience = self.seconds
             try:
-                states = self._exchange(seen)
+                states = self._exchange(latest_messages)
             except RuntimeError:  # the first process, which serves the store, has ended
                 return
             if stalled_seconds < patience:
@@ -118,12 +118,12 @@ class StallWatch(Callback):
             if behind == self._rank and not evaluates:
                 log.warning("stack of process %d:\n%s", self._rank, self._stack())
 
-    def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
+    def _exchange(self, latest_messages: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
         """Publish the progress of this process in the key-value store, and read the progress of all processes.
 
         Args:
-            seen: latest JSON message of each process and the local time in seconds at which it was first read, by rank; updated
-                in place.
+            latest_messages: latest JSON message of each process and the local time in seconds at which it was first read, by
+                rank; updated in place.
 
         Returns:
             Progress of each process by rank: the decoded message, and under ``silent`` the seconds since it last changed.
@@ -148,9 +148,9 @@ class StallWatch(Callback):
                 else '{"at": [-1, 0], "evaluates": false, "host": "?", "waits": false}'
             )
             # Clocks of machines differ, so silence is measured here, from when the text with its changing beat last changed.
-            if seen.get(rank, ("", 0.0))[0] != text:
-                seen[rank] = (text, now)
-            states[rank] = {**json.loads(text), "silent": now - seen[rank][1]}
+            if latest_messages.get(rank, ("", 0.0))[0] != text:
+                latest_messages[rank] = (text, now)
+            states[rank] = {**json.loads(text), "silent": now - latest_messages[rank][1]}
         return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:

@@ -15,13 +15,13 @@ BEST, NEWEST = "best", "last"
 """Keywords that name a checkpoint of a run."""
 
 
-def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> str | None:
+def choose_checkpoint(run: Path | None, requested: str | None, training: bool) -> str | None:
     """Choose the checkpoint that a command loads.
 
     Args:
         run: path of the run folder; None if the command does not name one.
-        asked: path of a checkpoint; ``"best"`` for the run's checkpoint with the best monitored value; ``"last"`` or None for
-            the run's latest checkpoint.
+        requested: path of a checkpoint; ``"best"`` for the run's checkpoint with the best monitored value; ``"last"`` or None
+            for the run's latest checkpoint.
         training: whether the command trains in the run folder. Other commands only read from it.
 
     Returns:
@@ -29,35 +29,39 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
         loaded, the path of the run folder is returned.
 
     Raises:
-        FileNotFoundError: if ``asked`` is ``"best"``, and the run has no best checkpoint.
-        ValueError: if ``asked`` is ``"best"``, and ``run`` is None. Also if ``training`` is True, the run already has
-            checkpoints, and ``asked`` is a different checkpoint outside its folder: loading it would discard the progress of
-            the run.
+        FileNotFoundError: if ``requested`` is ``"best"``, and the run has no best checkpoint.
+        ValueError: if ``requested`` is ``"best"``, and ``run`` is None. Also if ``training`` is True, the run already has
+            checkpoints, and ``requested`` is a different checkpoint outside its folder: loading it would discard the progress
+            of the run.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
-    if asked == BEST:
+    if requested == BEST:
         if run is None:
             raise ValueError("--ckpt_path=best needs a run: add --run_dir=FOLDER, or give a path")
-        asked = str(best_checkpoint(run))
-    elif run is not None and asked is not None and (asked == NEWEST or Path(asked).resolve() == run.resolve()):
-        asked = None
-    if asked is None:
+        requested = str(best_checkpoint(run))
+    elif (
+        run is not None
+        and requested is not None
+        and (requested == NEWEST or Path(requested).resolve() == run.resolve())
+    ):
+        requested = None
+    if requested is None:
         return str(run) if checkpoints or (run is not None and not training) else None
     if not training or run is None or not checkpoints:
-        return asked
+        return requested
     # The run has checkpoints, and a start from a different one would lose their progress. A repeated command (a requeued job,
     # for example) names the checkpoint that the run started from, and is to resume.
-    path, inside = Path(asked), lies_in(Path(asked), run)
+    path, inside = Path(requested), lies_in(Path(requested), run)
     saved = _recovery_state(checkpoints)
     if saved.get("started_from") == name_of_start(path, run) and not (inside and saved.get("finished")):
-        log.info("%s started from %s already, and continues from its latest checkpoint", run, asked)
+        log.info("%s started from %s already, and continues from its latest checkpoint", run, requested)
         return str(run)
     if path.exists() and not inside:
         raise ValueError(
-            f"--ckpt_path={asked}: {run} has checkpoints of its own, which did not start from there; choose another "
+            f"--ckpt_path={requested}: {run} has checkpoints of its own, which did not start from there; choose another "
             "--run_dir, or leave --ckpt_path out to continue the run"
         )
-    return asked
+    return requested
 
 
 def best_checkpoint(run: Path) -> Path:

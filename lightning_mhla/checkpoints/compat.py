@@ -114,10 +114,10 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):
-        then, now = ("with", "without") if _has_adapters(saved) else ("without", "with")
+        saved_kind, current_kind = ("with", "without") if _has_adapters(saved) else ("without", "with")
         raise ValueError(
-            f"the checkpoint was trained {then} LoRA adapters, this run is {now}; set --model.train and lora as they were, or "
-            "leave out --config to take the options that the checkpoint remembers"
+            f"the checkpoint was trained {saved_kind} LoRA adapters, this run is {current_kind}; set --model.train and lora "
+            "as they were, or leave out --config to take the options that the checkpoint remembers"
         )
     different = [
         f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"

@@ -115,8 +115,8 @@ class Report:
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        words = {"taken": "taken", "resized": "resized", "initialized": "newly initialized", "left": "left"}
-        return "; ".join(f"{len(names)} {words[key]}{_some(names, key)}" for key, names in vars(self).items())
+        labels = {"taken": "taken", "resized": "resized", "initialized": "newly initialized", "left": "left"}
+        return "; ".join(f"{len(names)} {labels[key]}{_some(names, key)}" for key, names in vars(self).items())
 
 
 def _some(names: Sequence[str], key: str) -> str:

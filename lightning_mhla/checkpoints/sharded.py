@@ -65,9 +65,9 @@ def load_rest(path: Path) -> dict[str, Any]:
         ValueError: if the entries cannot be read without running code.
     """
     try:
-        rest = torch.load(path / REST, weights_only=True, map_location="cpu")
+        entries = torch.load(path / REST, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, OSError, *BROKEN) as error:
         raise ValueError(f"{path / REST} cannot be read safely ({reason(error)})") from error
-    if not isinstance(rest, dict):
-        raise ValueError(f"{path / REST} holds {type(rest).__name__}, not a checkpoint's entries")
-    return rest
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path / REST} holds {type(entries).__name__}, not a checkpoint's entries")
+    return entries

@@ -37,7 +37,7 @@ from lightning_mhla.system.files import beside, exchange, flush, remove, write_w
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
-def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, Any]) -> None:
     """Write a sharded checkpoint atomically.
 
     Every process must call this function with its own shards of the tensors.
@@ -45,7 +45,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     Args:
         path: path of the folder. An existing checkpoint is replaced once the new one is complete.
         tensors: nested dicts of DTensors, tensors and plain values.
-        rest: other entries of the checkpoint, with plain values that are the same on every process.
+        other_entries: other entries of the checkpoint, with plain values that are the same on every process.
 
     Raises:
         OSError: on every process, if any process cannot write its part. An existing checkpoint stays unchanged.
@@ -62,7 +62,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     try:
         metadata = save(tensors, storage_writer=FileSystemWriter(aside))
         if rank == 0:
-            torch.save(rest, aside / REST)
+            torch.save(other_entries, aside / REST)
             (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
         own_files = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
         own_files += sorted(aside.glob(f"__{rank}_*"))

@@ -73,14 +73,14 @@ class FetchAhead:
     def _run(self) -> None:
         while not self._stop.is_set():
             with self._changed:
-                wanted = self._wanted
+                wanted_paths = self._wanted
             fetched = False
-            for path in wanted if self.cache.ahead is self else []:
+            for path in wanted_paths if self.cache.ahead is self else []:
                 if self._stop.is_set():
                     return
                 if not path.exists():
                     try:
-                        fetched = self.cache.fetch_ahead(path, set(wanted), self._stop)
+                        fetched = self.cache.fetch_ahead(path, set(wanted_paths), self._stop)
                     except DownloadStoppedError:
                         return
                     except (OSError, ValueError) as error:
@@ -93,7 +93,7 @@ class FetchAhead:
             if not fetched:
                 # the timeout is for changes that notify nobody: room in the cache, and which pass read last
                 with self._changed:
-                    if self._wanted is wanted and not self._stop.is_set():
+                    if self._wanted is wanted_paths and not self._stop.is_set():
                         self._changed.wait(1.0)
 
     def __enter__(self) -> FetchAhead:

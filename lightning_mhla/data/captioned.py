@@ -47,12 +47,12 @@ class CaptionedFiles:
         """Return a short description of a sample's location, for log and error messages."""
         raise NotImplementedError
 
-    def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
+    def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
         """Read one file of a sample, chosen by its extension.
 
         Args:
             index: index of the sample.
-            wanted: extensions to look for, without the dot, in order of preference.
+            extensions: extensions to look for, without the dot, in order of preference.
 
         Returns:
             Extension and content of the file.
@@ -62,12 +62,12 @@ class CaptionedFiles:
         """
         raise NotImplementedError
 
-    def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
+    def head(self, index: int, extensions: Sequence[str], count: int) -> bytes:
         """Read the first bytes of a sample's file, for example to decode only the header of an image.
 
         Args:
             index: index of the sample.
-            wanted: extensions to look for, without the dot, in order of preference.
+            extensions: extensions to look for, without the dot, in order of preference.
             count: maximum number of bytes to read.
         """
         raise NotImplementedError
@@ -103,13 +103,13 @@ class ShardFiles(CaptionedFiles):
         return self.reader.describe(index)
 
     @override
-    def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        extension = self.reader.extension(index, wanted)
+    def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
+        extension = self.reader.extension(index, extensions)
         return extension, self.reader.read(index, extension)
 
     @override
-    def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        return self.reader.read(index, self.reader.extension(index, wanted), count=count)
+    def head(self, index: int, extensions: Sequence[str], count: int) -> bytes:
+        return self.reader.read(index, self.reader.extension(index, extensions), count=count)
 
     @override
     def captions(self, index: int) -> list[str]:
@@ -156,23 +156,23 @@ class FolderFiles(CaptionedFiles):
         return shown(self.paths[index])
 
     @override
-    def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
+    def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
         path = self.paths[index]
         extension = path.suffix.lower().lstrip(".")
-        if extension in wanted:
+        if extension in extensions:
             return extension, read_sample(path)
-        beside = self._beside(index, wanted)
+        beside = self._beside(index, extensions)
         if beside is None:
-            raise BrokenSampleError(f"{shown(path)} has no .{' or .'.join(wanted)} beside it")
+            raise BrokenSampleError(f"{shown(path)} has no .{' or .'.join(extensions)} beside it")
         return beside.suffix.lstrip("."), read_sample(beside)
 
-    def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """Find the first existing file with the sample's name and one of the ``wanted`` extensions; None if there is none."""
-        paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
+    def _beside(self, index: int, extensions: Sequence[str]) -> Path | None:
+        """Find the first existing file with the sample's name and one of the ``extensions``; None if there is none."""
+        paths = (self.paths[index].with_suffix(f".{name}") for name in extensions)
         return next((path for path in paths if path.is_file()), None)
 
     @override
-    def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
+    def head(self, index: int, extensions: Sequence[str], count: int) -> bytes:
         with self.paths[index].open("rb") as stream:
             return stream.read(count)
 

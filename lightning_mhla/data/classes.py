@@ -90,14 +90,14 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
     return lists[files[0]] if files else None
 
 
-def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list[int]:
+def match_classes(part_names: Sequence[str], all_names: Sequence[str], where: str) -> list[int]:
     """Map the labels of part of a data set to those of the complete data set, by class name.
 
     A warning names the classes that the part lacks.
 
     Args:
-        own: class names of the part, such as a validation set, in the order of its labels.
-        wanted: class names of the complete data set, in the order of its labels.
+        part_names: class names of the part, such as a validation set, in the order of its labels.
+        all_names: class names of the complete data set, in the order of its labels.
         where: location of the part, for messages.
 
     Returns:
@@ -106,17 +106,17 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
     Raises:
         ValueError: if the part has a class that the complete data set does not have.
     """
-    numbers = {name: number for number, name in enumerate(wanted)}
-    unknown = [name for name in own if name not in numbers]
+    numbers = {name: number for number, name in enumerate(all_names)}
+    unknown = [name for name in part_names if name not in numbers]
     if unknown:
         raise ValueError(
-            f"{where} has classes that the training data does not have: {_some(unknown)}; it has {_some(wanted)}"
+            f"{where} has classes that the training data does not have: {_some(unknown)}; it has {_some(all_names)}"
         )
-    present = set(own)
-    missing = [name for name in wanted if name not in present]
+    present = set(part_names)
+    missing = [name for name in all_names if name not in present]
     if missing:
         log.warning("%s has no images of the classes %s", where, _some(missing))
-    return [numbers[name] for name in own]
+    return [numbers[name] for name in part_names]
 
 
 def _some(names: Sequence[str]) -> str:

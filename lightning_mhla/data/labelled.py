@@ -131,14 +131,14 @@ class LabelledShards:
             return None  # the data module raises the error when it opens the data
 
 
-def contradiction(where: object, names: Sequence[str], said: str) -> str:
+def contradiction(where: object, names: Sequence[str], option: str) -> str:
     """Compose the error message for an option that contradicts the number of classes in the data.
 
     Args:
         where: location of the data.
         names: names of the classes in the data.
-        said: option and its value as the user gave them, such as ``num_classes=10``.
+        option: option and its value as the user gave them, such as ``num_classes=10``.
     """
     examples = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
     finding = f"{where} holds {len(names)} classes ({examples})"
-    return f"{finding}, but {said} is given; leave it out: the number follows from the data"
+    return f"{finding}, but {option} is given; leave it out: the number follows from the data"

@@ -214,19 +214,19 @@ class ShardReader:
         location = self._urls.get(self.shards[shard], self.shards[shard])
         return f"{location}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
-    def extension(self, index: int, wanted: Sequence[str]) -> str:
-        """Return the first extension in ``wanted`` for which a sample has a file.
+    def extension(self, index: int, extensions: Sequence[str]) -> str:
+        """Return the first extension in ``extensions`` for which a sample has a file.
 
         Raises:
             BrokenSampleError: if the sample has no file with any of these extensions.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
-        for name in wanted:
+        for name in extensions:
             if name in table.extensions and table.offsets[row, table.extensions.index(name)] >= 0:
                 return name
         has = [name for name, at in zip(table.extensions, table.offsets[row], strict=True) if at >= 0]
-        raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
+        raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(extensions)}, only {has}")
 
     def sort_members(self, pattern: str) -> tuple[list[str], np.ndarray]:
         """Find, for each sample, the extension of its file that matches a regular expression.

@@ -98,5 +98,5 @@ class VelocityHost(LinearizedHost):
         return self.velocity(network, *inputs).float()
 
     @override
-    def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        return (predicted - wanted).square().mean()
+    def distance(self, predicted: Tensor, expected: Tensor) -> Tensor:
+        return (predicted - expected).square().mean()

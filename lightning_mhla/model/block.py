@@ -129,7 +129,7 @@ class Block(nn.Module):
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
-        kept: tuple[Tensor, ...] | None = None,
+        branch_factors: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Apply attention, cross-attention and the MLP to a batch of tokens.
 
@@ -144,24 +144,24 @@ class Block(nn.Module):
                 only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
                 sequences.
-            kept: stochastic-depth factors from :meth:`draw_kept`, if the caller draws them outside of a compiled or recomputed
-                block; None to draw them here.
+            branch_factors: stochastic-depth factors from :meth:`draw_kept`, if the caller draws them outside of a compiled or
+                recomputed block; None to draw them here.
 
         Returns:
             Output tokens, ``[B, N, dim]``, in the order of ``x``.
         """
-        if kept is None:
-            kept = self.draw_kept(x)
+        if branch_factors is None:
+            branch_factors = self.draw_kept(x)
         options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         if self.modulation is None:
-            x = x + _keep(kept, 0, self.attn(self.norm1(x), key_mask, **options))
-            x = self._look_at(x, context, context_mask, kept)
-            return x + _keep(kept, -1, self.mlp(self.norm2(x)))
+            x = x + _keep(branch_factors, 0, self.attn(self.norm1(x), key_mask, **options))
+            x = self._look_at(x, context, context_mask, branch_factors)
+            return x + _keep(branch_factors, -1, self.mlp(self.norm2(x)))
         assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
-        x = x + _keep(kept, 0, gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
-        x = self._look_at(x, context, context_mask, kept)
-        return x + _keep(kept, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+        x = x + _keep(branch_factors, 0, gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
+        x = self._look_at(x, context, context_mask, branch_factors)
+        return x + _keep(branch_factors, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
         """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch, otherwise above 1.
@@ -196,11 +196,11 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x)), state
 
     def _look_at(
-        self, x: Tensor, context: Tensor | None, context_mask: Tensor | None, kept: tuple[Tensor, ...] | None
+        self, x: Tensor, context: Tensor | None, context_mask: Tensor | None, branch_factors: tuple[Tensor, ...] | None
     ) -> Tensor:
         if self.cross is None or self.norm_context is None:
             return x
         assert context is not None, "a block with context_dim needs a context"
         hidden = None if context_mask is None else ~context_mask  # torch's mask is True for tokens to ignore
         out, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
-        return x + _keep(kept, 1, out)
+        return x + _keep(branch_factors, 1, out)

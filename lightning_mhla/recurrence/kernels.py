@@ -52,13 +52,22 @@ def state_space_dual(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the state-space dual of Mamba-2 with fla-core's GPU kernel, without checking the arguments.
+    """Compute the state-space dual of Mamba-2 with fla-core's GPU kernel.
 
-    The arguments are the same as in :func:`lightning_mhla.recurrence.state_space_dual`, except that ``initial_state`` is called
-    ``state``, and ``cu_seqlens`` is called ``bounds`` and must be a list.
+    This is :func:`lightning_mhla.recurrence.state_space_dual` without its checks of the arguments.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
+        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
+        state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
+        bounds: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
+            sequence in each row.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]``, and the final state.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
     """
     from fla.ops.simple_gla import chunk_simple_gla
 
@@ -77,13 +86,22 @@ def gated_linear_attention(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention with fla-core's GPU kernel, without checking the arguments.
+    """Compute gated linear attention with fla-core's GPU kernel.
 
-    The arguments are the same as in :func:`lightning_mhla.recurrence.gated_linear_attention`, except that ``initial_state`` is
-    called ``state``, and ``cu_seqlens`` is called ``bounds`` and must be a list.
+    This is :func:`lightning_mhla.recurrence.gated_linear_attention` without its checks of the arguments.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        log_decay: logarithm of the decay of each key feature at each token, ``[B, N, H, Dk]``, at most 0.
+        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
+        state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
+        bounds: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
+            sequence in each row.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]``, and the final state.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
     """
     from fla.ops.gla import chunk_gla
 
@@ -101,13 +119,23 @@ def gated_delta_rule(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule with fla-core's GPU kernel, without checking the arguments.
+    """Compute the gated delta rule with fla-core's GPU kernel.
 
-    The arguments are the same as in :func:`lightning_mhla.recurrence.gated_delta_rule`, except that ``initial_state`` is called
-    ``state``, and ``cu_seqlens`` is called ``bounds`` and must be a list.
+    This is :func:`lightning_mhla.recurrence.gated_delta_rule` without its checks of the arguments.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys of length 1, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        beta: fraction of the old value that is replaced, ``[B, N, H]``, from 0 to 2.
+        log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
+        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
+        state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
+        bounds: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
+            sequence in each row.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]``, and the final state.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

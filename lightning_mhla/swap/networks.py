@@ -111,8 +111,8 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
         required: values that options must have, by name; used if the description does not set them.
 
     Raises:
-        ValueError: if transformers has no such class, the class has no such option, or an option has a different value than
-            the required one.
+        ValueError: if transformers has no such class, the class has no such option or rejects its value, or an option has a
+            different value than the required one.
     """
     import transformers
 
@@ -130,7 +130,10 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
     names = known_options(kind)
     if wrong := sorted(set(options) - names):
         raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(names))}")
-    return kind(**{**(network.get("extra") or {}), **options})
+    try:
+        return kind(**{**(network.get("extra") or {}), **options})
+    except ValueError as error:
+        raise ValueError(f"network: {name} does not accept its options ({str(error).splitlines()[0]})") from error
 
 
 def known_options(kind: type[PreTrainedConfig]) -> set[str]:

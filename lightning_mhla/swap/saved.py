@@ -143,13 +143,13 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
     """
     path, marked = Path(folder), f".{variant}" if variant else ""
     for kind in ("safetensors", "bin"):
-        whole, index = path / f"{stem}{marked}.{kind}", path / f"{stem}.{kind}.index{marked}.json"
+        single_file, index = path / f"{stem}{marked}.{kind}", path / f"{stem}.{kind}.index{marked}.json"
         listed = {Path(name).name for name in read_json(index)["weight_map"].values()} if index.is_file() else set()
         shards = {name for name in listed if re.fullmatch(rf"{re.escape(stem)}.*-\d{{5}}-of-\d{{5}}.*\.{kind}", name)}
         if kind != suffix and suffix == "bin":  # safetensors are read before .bin
-            stale = [whole, index, *(path / shard for shard in shards)]
+            stale = [single_file, index, *(path / shard for shard in shards)]
         elif shards and all((path / shard).is_file() for shard in shards):  # a complete sharded save is the newest one
-            stale = [whole]
+            stale = [single_file]
         else:
             stale = [index]
         for file in stale:

@@ -39,7 +39,7 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 
 
 def real_of_decoder(
-    attention_mask: Any, x: Tensor, cache: Any, given: tuple[Any] | None, position_ids: Tensor | None
+    attention_mask: Any, x: Tensor, cache: Any, given_mask: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
     """Return which tokens of a decoder's input are not padding.
 
@@ -56,8 +56,8 @@ def real_of_decoder(
         x: inputs of the attention module, ``[B, N, C]``.
         cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
-        given: one-item tuple that holds the ``attention_mask`` that the model was called with, or None if it was called without
-            one. None in place of the tuple if the argument is not known.
+        given_mask: one-item tuple that holds the ``attention_mask`` that the model was called with, or None if it was called
+            without one. None in place of the tuple if the argument is not known.
         position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
     Returns:
@@ -68,9 +68,9 @@ def real_of_decoder(
             or adds biases to attention scores.
         RuntimeError: from a compiled graph, when it runs with packed documents or with such a mask.
     """
-    if given is not None and isinstance(given[0], Tensor) and given[0].dim() == 2:
-        return key_mask(given[0], x, cache)
-    if given is not None and given[0] is None and torch.compiler.is_compiling():
+    if given_mask is not None and isinstance(given_mask[0], Tensor) and given_mask[0].dim() == 2:
+        return key_mask(given_mask[0], x, cache)
+    if given_mask is not None and given_mask[0] is None and torch.compiler.is_compiling():
         if attention_mask is None or cache is not None:
             return None
         if position_ids is not None:

@@ -31,14 +31,14 @@ def process_ranks() -> tuple[int, int, int]:
     return rank, world, local
 
 
-def process_device(asked: str | None) -> torch.device:
+def process_device(name: str | None) -> torch.device:
     """Return the requested device or, by default, the GPU of this process.
 
     Args:
-        asked: name of the requested device, such as ``cuda:0``. None for the GPU with the local rank of this process, or for
+        name: name of the requested device, such as ``cuda:0``. None for the GPU with the local rank of this process, or for
             the CPU if there is no GPU.
     """
-    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", process_ranks()[2] % torch.cuda.device_count())
     return device
@@ -58,17 +58,17 @@ class Agreement:
             # NCCL would enqueue the vote behind the kernels of the step, and reading it would wait for all of them.
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
-    def any(self, *said: bool) -> tuple[bool, ...]:
+    def any(self, *answers: bool) -> tuple[bool, ...]:
         """Return, for each of several yes-or-no questions, whether any process answers yes.
 
         Every process must call this method with the same number of answers.
 
         Args:
-            said: this process's answer to each question.
+            answers: this process's answer to each question.
         """
         if not self.shared:
-            return said
-        votes = torch.tensor(said, dtype=torch.int32)
+            return answers
+        votes = torch.tensor(answers, dtype=torch.int32)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
         return tuple(bool(vote) for vote in votes)
 

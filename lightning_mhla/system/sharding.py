@@ -37,7 +37,11 @@ def _is(package: str, name: str, value: object) -> bool:
 
 
 def shard(
-    network: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, gathered: torch.dtype, kept: Iterable[nn.Module]
+    network: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    gathered: torch.dtype,
+    float32_parts: Iterable[nn.Module],
 ) -> None:
     """Shard the parameters of a network over processes with FSDP2, layer by layer, in place.
 
@@ -46,15 +50,15 @@ def shard(
         layers: layers of the network. Their parameters are gathered one layer at a time.
         mesh: one-dimensional mesh of the processes.
         gathered: dtype in which weights are gathered and used; gradients are reduced in float32.
-        kept: parts of the network that stay in float32. Their parameters remain gathered after the forward pass, because they
-            are used again. This argument has no effect if ``gathered`` is float32.
+        float32_parts: parts of the network that stay in float32. Their parameters remain gathered after the forward pass,
+            because they are used again. This argument has no effect if ``gathered`` is float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if gathered != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for part in kept:
+        for part in float32_parts:
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

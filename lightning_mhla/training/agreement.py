@@ -62,13 +62,13 @@ def check_agreement(model: Any, data: Any) -> None:
     if data is None:
         return
     for name in shared_options(model.hparams):
-        ours, theirs = _value(model, name), _value(data, name)
-        if ours is None or theirs is None or agrees(name, ours, theirs):
+        model_value, data_value = _value(model, name), _value(data, name)
+        if model_value is None or data_value is None or agrees(name, model_value, data_value):
             continue
         if name in data.hparams:
-            raise ValueError(disagreement(name, ours, theirs))
+            raise ValueError(disagreement(name, model_value, data_value))
         raise ValueError(
-            f"model.{name}={ours} does not fit the data, which has {name}={theirs}; give --model.{name}={theirs}"
+            f"model.{name}={model_value} does not fit the data, which has {name}={data_value}; give --model.{name}={data_value}"
         )
 
 
@@ -77,5 +77,5 @@ def _value(module: Any, name: str) -> Any:
 
     The attribute is used if the hyperparameter is None or missing. The result is None if neither is known.
     """
-    given = module.hparams.get(name)
-    return vars(module).get(name) if given is None else given
+    option = module.hparams.get(name)
+    return vars(module).get(name) if option is None else option

@@ -22,14 +22,16 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
     Raises:
         ValueError: if the batch is not a dict or lacks a key.
     """
-    given = batch if isinstance(batch, dict) else {}
-    found = [next((name for name in key.split("|") if name in given), None) for key in keys]
-    if None in found or not isinstance(batch, dict):
-        wanted = ", ".join(key.replace("|", " or ") for key in keys)
-        has = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__} without keys"
+    entries = batch if isinstance(batch, dict) else {}
+    present_keys = [next((name for name in key.split("|") if name in entries), None) for key in keys]
+    if None in present_keys or not isinstance(batch, dict):
+        expected = ", ".join(key.replace("|", " or ") for key in keys)
+        has = f"has only {', '.join(map(str, entries))}" if entries else f"is a {type(batch).__name__} without keys"
         raise ValueError(
-            f"a {part} batch must be a dict with {wanted}; this one {has}. docs/guides/data.md shows data modules of your own"
+            f"a {part} batch must be a dict with {expected}; this one {has}. docs/guides/data.md shows data modules of your own"
         )
     if keys and part != "training" and "valid" not in batch:
         devices = [value.device for value in batch.values() if isinstance(value, Tensor)]
-        batch["valid"] = torch.ones(len(batch[found[0]]), dtype=torch.bool, device=devices[0] if devices else None)
+        batch["valid"] = torch.ones(
+            len(batch[present_keys[0]]), dtype=torch.bool, device=devices[0] if devices else None
+        )

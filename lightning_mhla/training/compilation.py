@@ -43,18 +43,22 @@ class CompileOptions:
 
 def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None:
     """Compile the forward pass of each layer that is not compiled yet. Names in ``state_dict`` do not change."""
-    given: dict[str, Any] = {"dynamic": options.dynamic, "fullgraph": options.fullgraph, "backend": options.backend}
+    compile_arguments: dict[str, Any] = {
+        "dynamic": options.dynamic,
+        "fullgraph": options.fullgraph,
+        "backend": options.backend,
+    }
     if options.mode is not None:
-        given["mode"] = options.mode
+        compile_arguments["mode"] = options.mode
     elif options.backend == "inductor":
-        given["options"] = {"fallback_random": True, **(options.options or {})}
+        compile_arguments["options"] = {"fallback_random": True, **(options.options or {})}
     elif options.options is not None:
-        given["options"] = options.options
+        compile_arguments["options"] = options.options
     layers = list(layers)
     raise_recompile_limit(8 * len(layers))  # layers may differ, in the kind of their attention say
     for layer in layers:
         if not is_compiled(layer):
-            layer.compile(**given)
+            layer.compile(**compile_arguments)
 
 
 class CompileReport(Callback):
@@ -70,11 +74,11 @@ class CompileReport(Callback):
         if self._first is None:
             self._first = compilations()
             if trainer.is_global_zero:
-                graphs, seconds = (now - start for now, start in zip(self._first, self._start, strict=True))
+                graphs, seconds = (current - start for current, start in zip(self._first, self._start, strict=True))
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the number of graphs compiled after the first step, such as for batches of a new size, and the compile time."""
         if self._first is not None and trainer.is_global_zero:
-            graphs, seconds = (now - first for now, first in zip(compilations(), self._first, strict=True))
+            graphs, seconds = (current - first for current, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

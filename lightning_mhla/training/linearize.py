@@ -145,12 +145,12 @@ class LinearizedHost(ABC):
         """
 
     @abstractmethod
-    def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+    def distance(self, predicted: Tensor, expected: Tensor) -> Tensor:
         """Return the distance between the predictions of a model and those of its teacher, a scalar.
 
         Args:
             predicted: result of :meth:`predict` for the model.
-            wanted: result of :meth:`predict` for the teacher.
+            expected: result of :meth:`predict` for the teacher.
         """
 
 
@@ -197,14 +197,14 @@ class ScoringHost(LinearizedHost):
         return self.scores(network, *inputs)
 
     @override
-    def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+    def distance(self, predicted: Tensor, expected: Tensor) -> Tensor:
         """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over all axes but the last.
 
         Args:
             predicted: scores of the model, ``[B, ..., classes]``.
-            wanted: scores of the teacher, with the same shape.
+            expected: scores of the teacher, with the same shape.
         """
-        learned, target = (scores.float().log_softmax(-1).flatten(0, -2) for scores in (predicted, wanted))
+        learned, target = (scores.float().log_softmax(-1).flatten(0, -2) for scores in (predicted, expected))
         return F.kl_div(learned, target, reduction="batchmean", log_target=True)
 
 
@@ -292,8 +292,8 @@ class Linearization:
         if self._teacher is None:
             return module.log_loss(plain, size)
         with torch.no_grad():
-            wanted = self.host.predict(self._teacher, *inputs)
-        distance = self.host.distance(predicted, wanted)
+            expected = self.host.predict(self._teacher, *inputs)
+        distance = self.host.distance(predicted, expected)
         module.log(self.host.loss_name, plain.detach(), batch_size=size)
         module.log(self.host.distance_name, distance.detach(), batch_size=size)
         return module.log_loss(self.options.weighted(plain, distance), size)

@@ -25,7 +25,9 @@ def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
         memory: hyperparameters of the checkpoint, by current or former names.
     """
     options = {name for name in present_options("model", kind, memory) if not name.startswith("_")}
-    parameters = {name: each for name, each in inspect.signature(kind.__init__).parameters.items() if name != "self"}
+    parameters = {
+        name: parameter for name, parameter in inspect.signature(kind.__init__).parameters.items() if name != "self"
+    }
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     return bool(options) and options <= set(parameters) and needed <= options
 

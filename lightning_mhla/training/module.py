@@ -152,7 +152,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             return []
         decay = self.ema_decay
         average = [] if decay is None else [ExponentialMovingAverage(partial(self.average_decay, decay))]
-        given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        callback_types = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
         compiled = [CompileReport()] if self.training_options.compile else []
         return [
@@ -160,7 +160,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             KernelAgreement(),
             *compiled,
             *average,
-            *(guard() for guard in guards if guard not in given),
+            *(guard() for guard in guards if guard not in callback_types),
             *self._recovery(),
         ]
 
@@ -171,10 +171,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         then adds it at the end, so that it runs after all others and saves the state that they reach at the same step.
         """
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
-        own: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
-        for callback in own:
+        recovery_callbacks: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
+        for callback in recovery_callbacks:
             callbacks.remove(callback)
-        return own if own or not self.trainer.checkpoint_callbacks else [Recovery()]
+        return recovery_callbacks if recovery_callbacks or not self.trainer.checkpoint_callbacks else [Recovery()]
 
     def prediction_callbacks(self) -> list[Callback]:
         """Return callbacks that write predictions to files; none in this base class."""
@@ -198,8 +198,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             mesh = flatten_mesh(self.device_mesh["data_parallel", SEQUENCE], "all")
         gathered = getattr(self.trainer.strategy, "gather_dtype", "float32")
         # mixing coefficients stay in float32 even if other weights are gathered in bfloat16
-        kept = [each for each in self.network.modules() if isinstance(each, MixingCoefficients)]
-        shard(self.network, self.layers(), mesh, getattr(torch, gathered), kept)
+        float32_modules = [module for module in self.network.modules() if isinstance(module, MixingCoefficients)]
+        shard(self.network, self.layers(), mesh, getattr(torch, gathered), float32_modules)
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -262,8 +262,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         optimizers: Any = self.optimizers(use_pl_optimizer=False)
         if self._builds_optimizer and isinstance(schedules, LambdaLR):
             # Lightning's tuners may have changed learning rate and batch size since the optimizer was built
-            asked = asked_options(self.network, self.optimizer_config, *self._lengths(), self._layer_names())
-            changes = take_over(optimizers, schedules, asked, self.trainer.global_step)
+            options = asked_options(self.network, self.optimizer_config, *self._lengths(), self._layer_names())
+            changes = take_over(optimizers, schedules, options, self.trainer.global_step)
             for change in changes if self.trainer.global_step else ():
                 log.info("resumed with a changed optimizer: %s", change)
 
@@ -291,8 +291,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         # parameters outside the blocks are counted with the input, unless their names mark them as part of the output
         root = names[0].split(".")[0]
         after = (root, *self.output_names)
-        before = [name for name, _ in self.network.named_parameters() if not name.startswith(after)]
-        return [before, *[[name] for name in names]]
+        input_names = [name for name, _ in self.network.named_parameters() if not name.startswith(after)]
+        return [input_names, *[[name] for name in names]]
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Log the number of distinct broken samples that this process's data loader has skipped, if any."""

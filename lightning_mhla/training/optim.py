@@ -60,10 +60,10 @@ class OptimizerConfig:
     kind: Literal["adamw", "came"] = "adamw"
 
     def __post_init__(self) -> None:
-        wanted = BETAS[self.kind]
-        if self.betas is not None and len(self.betas) != len(wanted):
+        defaults = BETAS[self.kind]
+        if self.betas is not None and len(self.betas) != len(defaults):
             raise ValueError(
-                f"optimizer.betas={list(self.betas)}: {self.kind} takes {len(wanted)}, such as {list(wanted)}"
+                f"optimizer.betas={list(self.betas)}: {self.kind} takes {len(defaults)}, such as {list(defaults)}"
             )
         if self.warmup_epochs and self.warmup_steps:
             raise ValueError(f"give warmup_epochs={self.warmup_epochs} or warmup_steps={self.warmup_steps}, not both")
@@ -143,11 +143,11 @@ class Schedule:
         share = min(1.0, (step - self.start) / max(1.0, self.steps - self.start))
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
-    def follow(self, asked: Schedule, step: int) -> list[str]:
+    def follow(self, new_schedule: Schedule, step: int) -> list[str]:
         """Adopt the options of a different schedule after ``step`` steps, without a jump in the learning rate.
 
         Args:
-            asked: schedule whose options are adopted.
+            new_schedule: schedule whose options are adopted.
             step: number of optimizer steps done.
 
         Returns:
@@ -157,31 +157,31 @@ class Schedule:
             ValueError: if the rest of the run would train at a learning rate of zero.
         """
         names = ("kind", "steps", "warmup", "floor")
-        changed = {name: (getattr(self, name), getattr(asked, name)) for name in names}
+        changed = {name: (getattr(self, name), getattr(new_schedule, name)) for name in names}
         changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
         if not changed:
             return []
-        now = self(step)
-        for name, (_, wanted) in changed.items():
-            setattr(self, name, wanted)
+        factor = self(step)
+        for name, (_, value) in changed.items():
+            setattr(self, name, value)
         if step < self.warmup:
             self.start, self.top = self.warmup, 1.0
         else:
-            self.start, self.top = step, max(now, self.floor)
+            self.start, self.top = step, max(factor, self.floor)
         if self.kind == "cosine" and self.top == 0 and self.steps > step:
             raise ValueError(
                 f"the run ended at a learning rate of 0, and {self.steps - step:.0f} more steps would train nothing: give a "
                 "floor (--model.training.optimizer.min_lr), or start a new run from its weights (--model.pretrained)"
             )
-        words = {"kind": "schedule", "steps": "end of the schedule", "warmup": "warm-up steps", "floor": "min_lr / lr"}
-        return [f"{words[name]} {_number(old)} -> {_number(new)}" for name, (old, new) in changed.items()]
+        labels = {"kind": "schedule", "steps": "end of the schedule", "warmup": "warm-up steps", "floor": "min_lr / lr"}
+        return [f"{labels[name]} {_number(old)} -> {_number(new)}" for name, (old, new) in changed.items()]
 
 
 def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, int | float) else str(value)
 
 
-def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int) -> list[str]:
+def take_over(optimizer: Optimizer, schedule: LambdaLR, options: Asked, step: int) -> list[str]:
     """Apply the current options to an optimizer and a schedule that were restored from a checkpoint, in place.
 
     If no option changed, the learning rates stay bit-identical.
@@ -189,7 +189,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
     Args:
         optimizer: optimizer with the options and learning rates of the checkpoint.
         schedule: schedule of the checkpoint.
-        asked: optimizer options of the current configuration.
+        options: optimizer options of the current configuration.
         step: number of optimizer steps done.
 
     Returns:
@@ -199,12 +199,12 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
         ValueError: if the rest of the run would train at a learning rate of zero.
     """
     factor: Any = schedule.lr_lambdas[0]  # one object serves all groups
-    changed = factor.follow(asked.schedule, step)
-    for index, (group, wanted) in enumerate(zip(optimizer.param_groups, asked.groups, strict=True)):
-        for name, value in wanted.items():
-            before = group[name]
-            if tuple(before) != tuple(value) if name == "betas" else before != value:
-                changed.append(f"{name} of {group['name']} {before} -> {value}")
+    changed = factor.follow(options.schedule, step)
+    for index, (group, group_options) in enumerate(zip(optimizer.param_groups, options.groups, strict=True)):
+        for name, value in group_options.items():
+            previous_value = group[name]
+            if tuple(previous_value) != tuple(value) if name == "betas" else previous_value != value:
+                changed.append(f"{name} of {group['name']} {previous_value} -> {value}")
                 group[name] = value
         schedule.base_lrs[index] = group["initial_lr"]
         if changed:

@@ -60,11 +60,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
-        each, processes = self.sequence_parallel_size, self.world_size
-        if each < 1 or processes % each:
-            raise ValueError(f"sequence_parallel_size={each} does not divide the {processes} processes")
+        group_size, processes = self.sequence_parallel_size, self.world_size
+        if group_size < 1 or processes % group_size:
+            raise ValueError(f"sequence_parallel_size={group_size} does not divide the {processes} processes")
         names = ("data_parallel", SEQUENCE)
-        self._device_mesh = init_device_mesh(self.root_device.type, (processes // each, each), mesh_dim_names=names)
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, (processes // group_size, group_size), mesh_dim_names=names
+        )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -112,10 +114,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 )
             return {**content, READ_FROM: str(path)}
         names = saved_names(path)
-        own: dict[str, Any] = get_model_state_dict(self.model)
+        model_weights: dict[str, Any] = get_model_state_dict(self.model)
         # the reader fills tensors in place, so both sets of weights need storage that is not the model's
         weights = {
-            name: {key: value.clone() for key, value in own.items()} for name in ("state_dict", LIVE) if name in names
+            name: {key: value.clone() for key, value in model_weights.items()}
+            for name in ("state_dict", LIVE)
+            if name in names
         }
         load_tensors(path, weights)
         set_model_state_dict(self.model, weights.pop("state_dict"), options=StateDictOptions(strict=self._strict))

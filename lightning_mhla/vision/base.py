@@ -160,12 +160,12 @@ class VisionModel(nn.Module):
         """Compute class scores ``[B, num_classes]`` of images ``[B, channels, H, W]``."""
         return self.forward_head(self.forward_features(images))
 
-    def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
+    def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
         """Compute the features of images and some of the intermediate feature maps.
 
         Args:
             images: images, ``[B, channels, H, W]``.
-            taken: indices of the requested feature maps, counted from 0.
+            map_indices: indices of the requested feature maps, counted from 0.
             stop_early: whether to skip layers after the last requested map.
             norm: whether to apply the model's final norm to the maps, if the model has one.
 
@@ -203,8 +203,8 @@ class VisionModel(nn.Module):
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r} is not NCHW or NLC")
-        taken = taken_indices(indices, len(self.feature_info))
-        features, maps = self.maps(x, taken, stop_early, norm)
+        map_indices = taken_indices(indices, len(self.feature_info))
+        features, maps = self.maps(x, map_indices, stop_early, norm)
         if output_fmt == "NLC":
             maps = [feature_map.flatten(2).transpose(1, 2) for feature_map in maps]
         return maps if intermediates_only else (features, maps)

@@ -167,14 +167,14 @@ class VisionTransformer(
         return x if pre_logits else self.head(x)
 
     @override
-    def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
+    def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
         """Compute the final tokens, and the feature maps after some of the transformer blocks.
 
         The maps leave out the tokens that ``pad_to`` adds.
 
         Args:
             images: images, ``[B, channels, image_size, image_size]``.
-            taken: indices of the blocks whose maps are returned, counted from 0.
+            map_indices: indices of the blocks whose maps are returned, counted from 0.
             stop_early: has no effect here, since all blocks run.
             norm: whether to apply the final norm to the maps.
 
@@ -182,13 +182,13 @@ class VisionTransformer(
             The final tokens, ``[B, N, dim]``, and the maps, ``[B, dim, H, W]`` each, for H rows and W columns of tokens.
         """
         outputs: dict[int, Tensor] = {}
-        hooks = [self.layers[index].register_forward_hook(partial(_keep, outputs, index)) for index in taken]
+        hooks = [self.layers[index].register_forward_hook(partial(_keep, outputs, index)) for index in map_indices]
         try:
             features = self.forward_features(images)
         finally:
             for hook in hooks:
                 hook.remove()
-        maps = [self.backbone.norm(outputs[index]) if norm else outputs[index] for index in taken]
+        maps = [self.backbone.norm(outputs[index]) if norm else outputs[index] for index in map_indices]
         if self.backbone.inverse is not None:  # inside the backbone tokens are in block order
             maps = [tokens.index_select(1, self.backbone.inverse) for tokens in maps]
         edge = self.border // self.patch_size
@@ -209,13 +209,13 @@ class VisionTransformer(
         Returns:
             Indices of the requested blocks, counted from 0.
         """
-        taken = taken_indices(indices, len(self.layers))
-        self.backbone.blocks = self.backbone.blocks[: max(taken) + 1]
+        block_indices = taken_indices(indices, len(self.layers))
+        self.backbone.blocks = self.backbone.blocks[: max(block_indices) + 1]
         if prune_norm:
             self.backbone.norm = nn.Identity()
         if prune_head:
             self.reset_classifier(0, "")
-        return taken
+        return block_indices
 
     @override
     def set_pool(self, kind: str) -> None:

@@ -119,15 +119,15 @@ class Stage(nn.Module):
     In all stages but the first, a convolution before the blocks halves height and width.
 
     Args:
-        before: number of channels of the input; None for the first stage, which has no convolution.
+        in_dim: number of channels of the input; None for the first stage, which has no convolution.
         dim: number of channels in the blocks.
         blocks: blocks of the stage, in order.
     """
 
-    def __init__(self, before: int | None, dim: int, blocks: Sequence[VLTBlock]) -> None:
+    def __init__(self, in_dim: int | None, dim: int, blocks: Sequence[VLTBlock]) -> None:
         super().__init__()
         self.downsample = (
-            nn.Identity() if before is None else nn.Sequential(nn.Conv2d(before, dim, 3, 2, 1), nn.BatchNorm2d(dim))
+            nn.Identity() if in_dim is None else nn.Sequential(nn.Conv2d(in_dim, dim, 3, 2, 1), nn.BatchNorm2d(dim))
         )
         self.blocks = nn.ModuleList(blocks)
         self.checkpointing = False
@@ -250,12 +250,12 @@ class VLT(
         return x if pre_logits else self.head(x)
 
     @override
-    def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
+    def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
         """Compute the final features, and the feature maps after some of the stages.
 
         Args:
             images: images, ``[B, channels, H, W]``.
-            taken: indices of the stages whose maps are returned, counted from 0.
+            map_indices: indices of the stages whose maps are returned, counted from 0.
             stop_early: whether to skip the stages after the last requested one. The returned features are then the map of that
                 stage.
             norm: has no effect here, since no norm follows a stage.
@@ -265,10 +265,10 @@ class VLT(
         """
         x, maps = self.stem(images), []
         for index, stage in enumerate(self.stages):
-            if stop_early and index > max(taken):
+            if stop_early and index > max(map_indices):
                 break
             x = stage(x)
-            if index in taken:
+            if index in map_indices:
                 maps.append(x)
         return x, maps
 
@@ -286,13 +286,13 @@ class VLT(
         Returns:
             Indices of the requested stages, counted from 0.
         """
-        taken = taken_indices(indices, len(self.stages))
-        self.stages = self.stages[: max(taken) + 1]
+        stage_indices = taken_indices(indices, len(self.stages))
+        self.stages = self.stages[: max(stage_indices) + 1]
         if prune_head:
-            self.num_features = self.head_hidden_size = self.feature_info[max(taken)]["num_chs"]
+            self.num_features = self.head_hidden_size = self.feature_info[max(stage_indices)]["num_chs"]
             self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()
             self.reset_classifier(0, "")
-        return taken
+        return stage_indices
 
     @override
     def set_pool(self, kind: str) -> None:

@@ -12,7 +12,7 @@ from processes import run_cli
 
 from benchmarks.slurm.cluster import Cluster
 from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
-from benchmarks.slurm.job import ROOT, TEMPLATE, Job, curve, write_config
+from benchmarks.slurm.job import ROOT, TEMPLATE, SlurmJob, curve, write_config
 from lightning_mhla.data.tables import default_cache
 
 pytestmark = pytest.mark.long  # the first use fetches SLURM
@@ -48,7 +48,7 @@ def test_a_signal_and_a_killed_rank_lose_nothing(cluster: Cluster, tmp_path: Pat
         f"--run_dir={tmp_path / 'undisturbed/run'}",
     )
     undisturbed = curve(tmp_path / "undisturbed/run")
-    job = Job(cluster, tmp_path / "disturbed", STEPS)
+    job = SlurmJob(cluster, tmp_path / "disturbed", STEPS)
     job.wait_for_start(1, steps=30)
     cluster.signal(job.number, "USR1")
     job.wait_for_start(2, steps=30)

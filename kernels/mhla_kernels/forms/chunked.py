@@ -140,16 +140,16 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
     tile = divide_up(slots, tiles)  # tiles of equal size need less padding than full tiles and a rest
     pad = (0, 0, 0, tiles * tile - slots)
     q, k, v = (F.pad(x, pad).unflatten(3, (tiles, tile)) for x in (q, k, v))
-    own = mixer.own[..., None, None, None]
+    own_coefficients = mixer.own[..., None, None, None]
 
     summary = k.transpose(-1, -2) @ v  # by tile; its sum over the tiles is the summary of the block
-    mixed = mixer(finite_(summary.sum(3)), causal=True)[:, :, :, None] + own * _sums_before(summary)
-    scores = (q * own @ k.transpose(-1, -2)).tril()
+    mixed = mixer(finite_(summary.sum(3)), causal=True)[:, :, :, None] + own_coefficients * _sums_before(summary)
+    scores = (q * own_coefficients @ k.transpose(-1, -2)).tril()
     out = (q @ mixed + scores @ v).flatten(3, 4)[..., :slots, :]
     if not normalize:
         return out, None
     total = k.sum(-2)
-    mixed = mixer(finite_(total.sum(3)), causal=True)[:, :, :, None] + own[..., 0] * _sums_before(total)
+    mixed = mixer(finite_(total.sum(3)), causal=True)[:, :, :, None] + own_coefficients[..., 0] * _sums_before(total)
     normalizer = (q @ mixed[..., None]).squeeze(-1) + scores.sum(-1)
     return out, normalizer.flatten(3, 4)[..., :slots]
 

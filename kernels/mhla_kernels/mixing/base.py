@@ -67,7 +67,7 @@ class Mixing(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        register(cls, cls.learned, _context, lambda tensors, rest: cls(**tensors, **dict(rest)), list, _from_json)
+        register(cls, cls.learned, _context, lambda tensors, context: cls(**tensors, **dict(context)), list, _from_json)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

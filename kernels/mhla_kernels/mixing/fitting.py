@@ -18,20 +18,29 @@ def fit_exponentials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit a sum of R exponentials of block distance to dense mixing coefficients, by least squares.
 
+    The fitted coefficient of blocks i and j, at positions x_i and x_j along each axis a of the grid, is
+
+        fitted[i, j] = c_i * sum_r amplitude[r] * exp(-sum_a decay[r, a] * |x_i[a] - x_j[a]|)
+
+    Amplitudes are nonnegative, and decays are positive rates per block. The row factors c_i are 1, or are fitted if
+    ``any_row_scale`` is true. A sequence has one axis.
+
     Args:
         mixing: dense coefficients of M blocks, ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
         terms: number of exponentials R.
         grid: number of blocks along each axis of a 2-D or 3-D grid; None for a sequence.
-        causal: whether only the lower triangle is fitted.
-        any_row_scale: whether each row of the fit may be multiplied by a factor to match the row of ``mixing``.
+        causal: whether to fit only the lower triangle, including the diagonal; requires a sequence.
+        any_row_scale: whether to fit the row factors c_i, which are not returned.
         steps: number of optimizer steps.
 
     Returns:
-        Amplitudes ``[R]``, decays ``[R]`` (``[R, A]`` over a grid of A axes) and the explained variance, a scalar. If
-        ``mixing`` has an axis of heads, each result has heads as axis 0. All are float32.
+        Amplitudes ``[R]``, decays ``[R]`` (``[R, A]`` over a grid of A axes), and the fraction of the variance of the
+        coefficients that the fit explains, a scalar. If ``mixing`` has an axis of heads, each result has heads as axis 0. All
+        are float32.
 
     Raises:
-        ValueError: if a shape is wrong, a number is not finite, or options do not fit together.
+        ValueError: if ``mixing`` has a wrong shape or a number that is not finite, ``terms`` is less than 1, ``grid`` does not
+            have M blocks, or ``grid`` is set although ``causal`` is true.
     """
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")

@@ -107,7 +107,7 @@ def attend_kernel(
     x,
     y,
     a,
-    own,
+    row_tokens,
     out,
     key_mask,
     inverse_normalizer,
@@ -131,10 +131,10 @@ def attend_kernel(
     a_stride_n,
     a_stride_h,
     a_stride_d,
-    own_stride_b,
-    own_stride_n,
-    own_stride_h,
-    own_stride_d,
+    row_tokens_stride_b,
+    row_tokens_stride_n,
+    row_tokens_stride_h,
+    row_tokens_stride_d,
     out_stride_b,
     out_stride_n,
     out_stride_h,
@@ -175,9 +175,9 @@ def attend_kernel(
 
     The result for row token t is ``x_t S + sum_j c(t, j) (x_t . y_j) a_j``, with a mixed summary S and mixing coefficients c.
     The tensors ``x``, ``y`` and ``a`` are q, k and v in mode OUT. With dO for the gradient of the outputs, they are dO, v and k
-    in mode DQ, k, q and dO in mode DV, and v, dO and q in mode DK. ``own`` is q in modes OUT and DQ, and k in modes DV and DK.
-    The lookup table ``table`` holds the bounds of blocks and sequences, and ``token_row`` holds the row of each token's block
-    in the matrix ``mixing``. Grid: ``(B * H * tiles, output parts)``.
+    in mode DQ, k, q and dO in mode DV, and v, dO and q in mode DK. ``row_tokens`` is q in modes OUT and DQ, and k in modes DV
+    and DK. The lookup table ``table`` holds the bounds of blocks and sequences, and ``token_row`` holds the row of each token's
+    block in the matrix ``mixing``. Grid: ``(B * H * tiles, output parts)``.
 
     Chunked form (``SUMMARY``): ``table`` has a column for each block. A block has ``pieces`` pieces of ``piece_size`` tokens,
     and a piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
@@ -232,12 +232,12 @@ def attend_kernel(
     x_stride_n *= ALIGNED
     y_stride_n *= ALIGNED
     a_stride_n *= ALIGNED
-    own_stride_n *= ALIGNED
+    row_tokens_stride_n *= ALIGNED
     out_stride_n *= ALIGNED
     x += (batch * x_stride_b + head * x_stride_h) * ALIGNED
     y += (batch * y_stride_b + head * y_stride_h) * ALIGNED
     a += (batch * a_stride_b + head * a_stride_h) * ALIGNED
-    own += (batch * own_stride_b + head * own_stride_h) * ALIGNED
+    row_tokens += (batch * row_tokens_stride_b + head * row_tokens_stride_h) * ALIGNED
     out += (batch * out_stride_b + head * out_stride_h) * ALIGNED
     mixing += head * mixing_stride_h
     key_mask += batch * tokens
@@ -294,8 +294,8 @@ def attend_kernel(
                     offset = row_block[:, None] * mixing_stride_j + blocks[None, :] * mixing_stride_i
                 else:
                     offset = row_block[:, None] * mixing_stride_i + blocks[None, :] * mixing_stride_j
-                known = tl.broadcast_to((blocks < size)[None, :], [ROWS, SPAN])
-                by_block = tl.load(mixing + offset, mask=known, other=0.0)
+                in_range = tl.broadcast_to((blocks < size)[None, :], [ROWS, SPAN])
+                by_block = tl.load(mixing + offset, mask=in_range, other=0.0)
                 spread = (slots[:, None] == in_tile[None, :]).to(tl.float32).to(INPUT)
                 coefficient = multiply(by_block, spread, tl.zeros([ROWS, COLUMNS], tl.float32), INPUT)
                 scores *= coefficient
@@ -327,11 +327,13 @@ def attend_kernel(
             )  # fmt: skip
             if OWN_GRADIENT:
                 part_of = own_gradient + (((row * tokens + rows) * TERMS + term) * tl.num_programs(1) + part) * 2
-                mine = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU)
-                mine = mine.to(tl.float32)
-                tl.store(part_of, tl.sum(mine * values, 1), mask=rows < high)
+                row_features = load_tokens(
+                    row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, RELU
+                )
+                row_features = row_features.to(tl.float32)
+                tl.store(part_of, tl.sum(row_features * values, 1), mask=rows < high)
                 if NORMALIZE and MODE == DQ:
-                    tl.store(part_of + 1, tl.sum(mine * z, 1), mask=rows < high)
+                    tl.store(part_of + 1, tl.sum(row_features * z, 1), mask=rows < high)
             total += weight[:, None] * values
             normalizer += weight * sums
             keys += weight[:, None] * z
@@ -341,7 +343,9 @@ def attend_kernel(
             own_coefficient = tl.load(mixing + block_row * (mixing_stride_i + mixing_stride_j))
             # `total` does not contain the coefficient yet, so k . total is the tile's part of the coefficient's gradient.
             if OWN_GRADIENT:
-                k = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU)
+                k = load_tokens(
+                    row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, RELU
+                )
                 tl.store(own_gradient + part, tl.sum(tl.sum(k.to(tl.float32) * total, 1), 0))
             total *= own_coefficient
             normalizer *= own_coefficient
@@ -356,14 +360,18 @@ def attend_kernel(
         total = total / (normalizer + eps)[:, None]
     # These sums run over all features of q, so a program of mode DQ holds the full output width (see config.attend_tiles).
     if NORMALIZE and MODE == DQ:
-        q = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU).to(tl.float32)
+        q = load_tokens(
+            row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, RELU
+        ).to(tl.float32)
         inverse = 1.0 / (tl.sum(q * keys, 1) + eps)
         gradient = -tl.sum(q * total, 1) * inverse * inverse
         total = total * inverse[:, None] + keys * gradient[:, None]
         tl.store(inverse_normalizer + rows, inverse, mask=rows < high)
         tl.store(normalizer_gradient + rows, gradient, mask=rows < high)
     if OUT_RELU:
-        raw = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, False)
+        raw = load_tokens(
+            row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, False
+        )
         total = tl.where(raw.to(tl.float32) > 0, total, 0.0)
     if HAS_MASK:  # hidden tokens give zeros as queries and pass no gradient, whatever they hold
         total = tl.where(visible[:, None], total, 0.0)
@@ -376,7 +384,7 @@ def attend(
     call: Call,
     mode: int,
     operands: tuple[Tensor, Tensor, Tensor],
-    own: Tensor,
+    row_tokens: Tensor,
     mixed: Tensor | None,
     running: Tensor | None,
     weights: tuple[Tensor, Tensor] | None,
@@ -393,7 +401,7 @@ def attend(
             gradient.
         operands: tensors x, y and a of the formula: (q, k, v) for OUT, (dO, v, k) for DQ, (k, q, dO) for DV and (v, dO, q) for
             DK, where dO is the gradient of the outputs.
-        own: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.
+        row_tokens: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.
         mixed: mixed block summaries, float32; None in the parallel form.
         running: for each piece of a block, the summary of the pieces before it (after it for DV and DK); None if blocks are not
             divided into pieces.
@@ -411,11 +419,11 @@ def attend(
     out_like = call.v if mode in (OUT.value, DV.value) else call.q
     out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
     chunked = mixed is not None
-    whole = mode == DQ.value and call.normalize  # the gradient of the normalizer sums over all features of q
+    full_width = mode == DQ.value and call.normalize  # the gradient of the normalizer sums over all features of q
     terms = call.terms if chunked else 0
     pairwise = not chunked or terms > 0
     short = terms > 0 and (mode in (DQ.value, DK.value) or call.chip not in (config.HOPPER, 100))
-    tiles = config.attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, pairwise, call.chip, short, chunked)
+    tiles = config.attend_tiles(x.dtype, x.shape[-1], out.shape[-1], full_width, pairwise, call.chip, short, chunked)
     parts = triton.cdiv(out.shape[-1], tiles.outputs)
     (pieces, piece_size), in_piece, span = call.pieces, 1, 1
     if chunked:
@@ -430,17 +438,17 @@ def attend(
         shape = (call.tables.tokens, terms, parts, 2) if terms else (count, parts)
         gradient = x.new_zeros(call.rows, *shape, dtype=torch.float32)
     inverse, normalizer_gradient = weights or (x, x)  # x stands in for any tensor that the kernel does not read
-    aligned = alignment(x, y, a, own, out)
+    aligned = alignment(x, y, a, row_tokens, out)
     if call.pairs is None:
         call.pairs = MIXERS[call.arguments.mixer].pairs(call)
     coefficients, *coefficient_strides = call.pairs
     term_weight = call.coefficients[1 if mode in (OUT.value, DQ.value) else 2] if terms else x
     attend_kernel[(call.rows * count, parts)](
-        x, y, a, own, out, call.mask_bytes, inverse, normalizer_gradient,
+        x, y, a, row_tokens, out, call.mask_bytes, inverse, normalizer_gradient,
         x if mixed is None else mixed, x if running is None else running, coefficients,
         x if gradient is None else gradient, term_weight, table,
         table if call.token_row is None else call.token_row,
-        *strides(aligned, x, y, a, own, out), *coefficient_strides,
+        *strides(aligned, x, y, a, row_tokens, out), *coefficient_strides,
         call.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
         call.coefficients[0].shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0,
         call.eps, MODE=mode, SUMMARY=chunked, TERMS=terms, PACKED=call.tables.packed,

@@ -97,7 +97,7 @@ def attend_tiles(
     dtype: torch.dtype,
     x_width: int,
     out_width: int,
-    whole: bool,
+    full_width: bool,
     parallel: bool,
     chip: int,
     short: bool = False,
@@ -113,7 +113,7 @@ def attend_tiles(
         dtype: dtype of the operands, float32 or bfloat16.
         x_width: number of features that the scores sum over.
         out_width: number of features of the result.
-        whole: whether one program must compute all output features, as it must for the gradient of q with a normalizer.
+        full_width: whether one program must compute all output features, as it must for the gradient of q with a normalizer.
         parallel: whether token pairs are weighted by a matrix of coefficients between blocks.
         chip: compute capability of the GPU times ten.
         short: whether to use fewer rows, for kernels that need more registers per row.
@@ -121,18 +121,18 @@ def attend_tiles(
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
-        outputs = out_width if whole else min(out_width, 128)
+        outputs = out_width if full_width else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
-        columns = 32 if whole or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
-        if parallel and ((whole and outputs > 64) or short):
+        columns = 32 if full_width or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
+        if parallel and ((full_width and outputs > 64) or short):
             rows = columns = 32
         warps = 4 if outputs <= 64 else 8
-        small = summaries or (whole and chip == HOPPER)  # larger slices spill
+        small = summaries or (full_width and chip == HOPPER)  # larger slices spill
         slice_ = min(x_width, 64 if small else 128)
         if summaries and outputs > 128 and chip in LITTLE_SHARED_MEMORY:
             slice_ = 32  # the stages of larger slices exceed the shared memory, with Triton 3.8
         return AttendTiles(rows=rows, columns=columns, slice=slice_, outputs=outputs, warps=warps, stages=2)
-    outputs = out_width if whole else min(out_width, 64)
+    outputs = out_width if full_width else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
     return AttendTiles(rows=rows, columns=rows, slice=min(x_width, 32), outputs=outputs)
 

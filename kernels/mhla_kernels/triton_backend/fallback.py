@@ -16,52 +16,52 @@ from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.verdicts import in_own_thread
 
 
-def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
+def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute the outputs of the attention operator in PyTorch, with support for autograd, in place of the Triton kernels.
 
     Args:
-        given: arguments of the operator ``torch.ops.mhla.attention``.
+        arguments: arguments of the operator ``torch.ops.mhla.attention``.
         dtype: dtype of the operands and sums.
 
     Returns:
         Outputs, ``[B, N, H, V]`` in the dtype of v, contiguous.
     """
-    q, k, v = (x.to(dtype) for x in given[:3])
-    q, k, v = map_features(q, k, v, "relu" if given.relu else "identity", given.key_mask)
-    weighting = Weighting(given.causal, None if given.eps is not None else 1.0, given.eps or 0.0)
-    if given.form == "spanning":
-        matrix, reading, writing, decay = (x.to(dtype) for x in given.coefficients)
-        span = Span(matrix, reading, writing, decay, 0 if given.causal else decay.shape[-1] // 2)
-        out = attend_span(q, k, v, span, given.layout, weighting)
+    q, k, v = (x.to(dtype) for x in arguments[:3])
+    q, k, v = map_features(q, k, v, "relu" if arguments.relu else "identity", arguments.key_mask)
+    weighting = Weighting(arguments.causal, None if arguments.eps is not None else 1.0, arguments.eps or 0.0)
+    if arguments.form == "spanning":
+        matrix, reading, writing, decay = (x.to(dtype) for x in arguments.coefficients)
+        span = Span(matrix, reading, writing, decay, 0 if arguments.causal else decay.shape[-1] // 2)
+        out = attend_span(q, k, v, span, arguments.layout, weighting)
     else:
-        mixing = MIXERS[given.mixer].mixing(given.coefficients)
-        out = attend(Problem(q, k, v, mixing, given.layout, weighting), "chunked")
-    return out.to(given.v.dtype).contiguous()
+        mixing = MIXERS[arguments.mixer].mixing(arguments.coefficients)
+        out = attend(Problem(q, k, v, mixing, arguments.layout, weighting), "chunked")
+    return out.to(arguments.v.dtype).contiguous()
 
 
-def gradients(gradient: Tensor, wanted: Sequence[bool], given: Arguments) -> list[Tensor | None]:
+def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Arguments) -> list[Tensor | None]:
     """Compute the gradients of the attention operator by autograd in PyTorch, in place of the Triton kernels.
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
-        given: arguments of the operator ``torch.ops.mhla.attention``.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        arguments: arguments of the operator ``torch.ops.mhla.attention``.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order; None for each one that is not wanted.
     """
-    count = len(given.coefficients)
-    requires_grad = [*wanted[:3], *(wanted[3],) * count]
+    count = len(arguments.coefficients)
+    requires_grad = [*needs_gradient[:3], *(needs_gradient[3],) * count]
 
     def run() -> list[Tensor]:
         with torch.enable_grad():
-            tensors = (*given[:3], *given.coefficients)
+            tensors = (*arguments[:3], *arguments.coefficients)
             leaves = [x.detach().requires_grad_(required) for x, required in zip(tensors, requires_grad, strict=True)]
-            out = outputs(given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=leaves[3:]))
+            out = outputs(arguments._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=leaves[3:]))
             inputs = [x for x in leaves if x.requires_grad]
             # a single chunk does not use the coefficients between chunks: their gradients are zeros, not None
             return list(torch.autograd.grad(out, inputs, gradient.to(out.dtype), materialize_grads=True))
 
     # autograd records nothing in the thread that runs the backward pass of a registered operator
-    computed = iter(in_own_thread(run, given.q.device))
+    computed = iter(in_own_thread(run, arguments.q.device))
     return [next(computed) if required else None for required in requires_grad]

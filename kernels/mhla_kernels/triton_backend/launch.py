@@ -33,7 +33,7 @@ def forward(call: Call) -> Tensor:
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
 
 
-def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> list[Tensor | None]:
     """Run the backward pass of attention with Triton kernels.
 
     The key-value summaries of the blocks are computed again, because the forward pass does not save them. At most two
@@ -42,17 +42,17 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order. None for q, k or v if not wanted; the gradients of
         the coefficients are left out if not wanted.
     """
-    of_q, of_k, of_v, of_mixing = wanted
+    of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, call.k, call.v
     gradient = gradient.to(q.dtype)
     if call.terms:
-        of_tokens, of_span = spanning.backward(call, gradient, wanted)
+        of_tokens, of_span = spanning.backward(call, gradient, needs_gradient)
         return [*of_tokens, *(_reduce(x, call) for x in of_span)]
     mixer = MIXERS[call.arguments.mixer]
     mixed = running = later = weights = diagonal = dq = dk = dv = None

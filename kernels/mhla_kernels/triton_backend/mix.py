@@ -213,14 +213,14 @@ class DenseMixer:
         )  # fmt: skip
         return [gradient.sum(0)]
 
-    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+    def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add the gradient of the diagonal entries m[i, i] of the coefficient matrix m to the gradient of m, in place.
 
         Args:
             call: arguments of the attention operator.
             gradients: list with the gradient of m, ``[B * H, M, M]``, which is changed in place.
-            own: for each block i, the gradient of m[i, i] that comes from the pairs of tokens within the block,
+            diagonal_gradient: for each block i, the gradient of m[i, i] that comes from the pairs of tokens within the block,
                 ``[B * H, blocks]`` float32.
         """
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
-        diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])
+        diagonal += sum_at(diagonal_gradient, call.tables.table[_ROW], diagonal.shape[-1])

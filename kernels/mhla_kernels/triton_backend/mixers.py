@@ -56,7 +56,7 @@ class TritonMixer(Protocol):
             Gradient of each coefficient tensor for each batch row and head, ``[B * H, ...]``.
         """
 
-    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+    def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add gradients of the diagonal coefficients m[i, i] to the gradients of the coefficient tensors, in place.
 
         Here, m[i, b] is the coefficient of query block i and key block b. Causal attention applies m[i, i] to pairs of tokens
@@ -65,7 +65,7 @@ class TritonMixer(Protocol):
         Args:
             call: arguments of the attention operator.
             gradients: result of :meth:`gradients`, changed in place.
-            own: for each block i, the gradient of m[i, i] that comes from these pairs, ``[B * H, M]`` float32.
+            diagonal_gradient: for each block i, the gradient of m[i, i] that comes from these pairs, ``[B * H, M]`` float32.
         """
 
 

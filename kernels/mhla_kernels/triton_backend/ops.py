@@ -65,10 +65,10 @@ def _(*arguments: Any) -> Tensor:
 @torch.library.custom_op(
     "mhla::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor gradient, bool[] wanted, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    schema=f"(Tensor gradient, bool[] needs_gradient, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def attention_backward(
-    gradient: Tensor, wanted: list[bool], *arguments: Any
+    gradient: Tensor, needs_gradient: list[bool], *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Compute the gradients of attention with the Triton kernels; registered as ``torch.ops.mhla.attention_backward``.
 
@@ -77,7 +77,7 @@ def attention_backward(
 
     Args:
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
         arguments: values of the fields of :class:`Arguments`, in order.
 
     Returns:
@@ -88,9 +88,9 @@ def attention_backward(
 
     def run() -> list[Tensor | None]:
         with torch.cuda.device_of(named.q):
-            return launch.backward(Call(named), gradient, wanted)
+            return launch.backward(Call(named), gradient, needs_gradient)
 
-    gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, wanted, named))
+    gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named))
     gradients += [None] * (3 + len(named.coefficients) - len(gradients))
     inputs = named.q, named.k, named.v, *named.coefficients
     # a registered operator cannot return None for a tensor: an empty one takes its place
@@ -101,10 +101,12 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(gradient: Tensor, wanted: list[bool], *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _(gradient: Tensor, needs_gradient: list[bool], *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     q, k, v, coefficients = arguments[:4]
-    dq, dk, dv = (x.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, v), wanted[:3], strict=True))
-    return dq, dk, dv, [x.new_empty(x.shape if wanted[3] else 0) for x in coefficients]
+    dq, dk, dv = (
+        x.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, v), needs_gradient[:3], strict=True)
+    )
+    return dq, dk, dv, [x.new_empty(x.shape if needs_gradient[3] else 0) for x in coefficients]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -119,15 +121,15 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     q, k, v, key_mask, cu_seqlens, *lists = ctx.saved_tensors
     coefficients, tables = lists[: ctx.coefficients], lists[ctx.coefficients :]
     needs_coefficients = ctx.needs_input_grad[3]
-    wanted = [*ctx.needs_input_grad[:3], any(needs_coefficients)]
+    needs_gradient = [*ctx.needs_input_grad[:3], any(needs_coefficients)]
     *of_tokens, of_coefficients = torch.ops.mhla.attention_backward(
-        gradient, wanted, q, k, v, coefficients, tables, key_mask, cu_seqlens, *ctx.options
+        gradient, needs_gradient, q, k, v, coefficients, tables, key_mask, cu_seqlens, *ctx.options
     )
     coefficient_gradients = [
         x if needed else None for x, needed in zip(of_coefficients, needs_coefficients, strict=True)
     ]
     return (
-        *(x if needed else None for x, needed in zip(of_tokens, wanted[:3], strict=True)),
+        *(x if needed else None for x, needed in zip(of_tokens, needs_gradient[:3], strict=True)),
         coefficient_gradients,
         [None] * len(tables),  # torch wants a list for a list
         *(None,) * (len(Arguments._fields) - 5),  # numbers and options have no gradient
@@ -164,7 +166,7 @@ def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int
 
 
 @register_flop_formula(torch.ops.mhla.attention_backward)
-def _backward_operations(gradient: Any, wanted: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
+def _backward_operations(gradient: Any, needs_gradient: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
     """Count the operations of a backward pass of attention, as twice those of its forward pass."""
     return 2 * _operations(Arguments(*arguments))
 

@@ -88,19 +88,19 @@ def _add_block_sums(
     b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
     i = tl.load(token_row + columns, mask=columns < end, other=-1)
     slots = tl.arange(0, SPAN)
-    # `now` is the query block of each slot for this column tile: the one of the SPAN next blocks that is s modulo SPAN.
-    now = i_first + ((slots - i_first) & (SPAN - 1))
+    # `slot_blocks` is the query block of each slot for this column tile: the one of the SPAN next blocks that is s modulo SPAN.
+    slot_blocks = i_first + ((slots - i_first) & (SPAN - 1))
     in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
-    in_column_block = (i[:, None] == now[None, :]).to(tl.float32).to(INPUT)
+    in_column_block = (i[:, None] == slot_blocks[None, :]).to(tl.float32).to(INPUT)
     # Products with one-hot matrices sum over blocks in a fixed order, which atomic additions would not.
     sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
     sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
     # A slot that got a new block starts from zero. A block keeps its slot, hence its thread, so the stores of one thread
     # follow each other and the last, complete sum stays, without a barrier and without reading memory.
-    total = tl.where((now == held)[None, :], total, 0.0) + sums
-    offset = gradient + now[None, :] * SPAN + slots[:, None]
-    tl.store(offset, total, mask=tl.broadcast_to((now < size)[None, :], [SPAN, SPAN]))
-    return total, now
+    total = tl.where((slot_blocks == held)[None, :], total, 0.0) + sums
+    offset = gradient + slot_blocks[None, :] * SPAN + slots[:, None]
+    tl.store(offset, total, mask=tl.broadcast_to((slot_blocks < size)[None, :], [SPAN, SPAN]))
+    return total, slot_blocks
 
 
 @kernel

@@ -189,7 +189,7 @@ class ExponentialMixer:
         )  # fmt: skip
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
-    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+    def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
         """Add the gradients of the coefficients with which blocks weigh their own tokens to the gradient of the amplitudes.
 
         Each of these coefficients, m[i, i] for block i, is the sum of the amplitudes.
@@ -197,9 +197,10 @@ class ExponentialMixer:
         Args:
             call: arguments of the attention operator.
             gradients: gradients of amplitudes and decays, ``[B * H, R]`` each; the first is changed in place.
-            own: gradient of m[i, i] for each block i, summed over pairs of tokens in the block, ``[B * H, blocks]`` float32.
+            diagonal_gradient: gradient of m[i, i] for each block i, summed over pairs of tokens in the block,
+                ``[B * H, blocks]`` float32.
         """
-        gradients[0] += own.sum(-1, keepdim=True)
+        gradients[0] += diagonal_gradient.sum(-1, keepdim=True)
 
 
 def _head_stride(amplitude: Tensor) -> int:

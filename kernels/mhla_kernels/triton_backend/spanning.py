@@ -113,7 +113,7 @@ def forward(call: Call) -> Tensor:
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
 
 
-def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
+def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
     """Run the backward pass of attention in the spanning form with Triton kernels.
 
     The spanning form divides a sequence into chunks, which are groups of consecutive blocks, and connects them by running sums.
@@ -121,14 +121,14 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        wanted: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
 
     Returns:
         Two lists. The first holds the gradients of q, k and v, None for each one that is not wanted. The second holds the
         gradients ``[B * H, ...]`` of the four tensors of a :class:`mhla_kernels.mixing.span.Span`; it is empty if they are not
         wanted.
     """
-    of_q, of_k, of_v, of_mixing = wanted
+    of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, call.k, call.v
     sums = weights = dq = dk = dv = by_query = by_key = None
     coefficients: list[Tensor] = []

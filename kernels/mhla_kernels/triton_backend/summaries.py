@@ -144,10 +144,13 @@ def running_kernel(
 ):
     """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
 
-    A piece is a part of a long block. With ``REVERSE``, each summary is replaced by the sum over the later pieces.
+    Each block consists of ``pieces`` pieces, and the summary of a piece has ``WIDTH`` numbers. The summary of the first piece
+    is replaced by zeros. With ``REVERSE``, each summary is replaced by the sum over the later pieces, that of the last piece by
+    zeros.
 
     ``pieces_summary`` is ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary`` is ``[B * H, blocks, WIDTH]``
-    and receives the sums over all pieces. Grid: ``(B * H * blocks, parts of WIDTH)``.
+    and receives the sums over all pieces. A program handles ``COLUMNS`` (a power of 2) of the ``WIDTH`` numbers, for all pieces
+    of one block. Grid: ``(B * H * blocks, ceil(WIDTH / COLUMNS))``.
     """
     block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)

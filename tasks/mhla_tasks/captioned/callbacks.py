@@ -26,8 +26,8 @@ class DrawnSamples(PeriodicEvaluation):
     """Base class of callbacks that draw a sample for each prompt during training, and then write or score the samples.
 
     Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
-    Every evaluation starts from the same noise, so that changes in a sample come from the weights alone. A subclass implements
-    :meth:`keep`, which writes or scores the samples.
+    A sample for a prompt starts from the same noise at every step, so that changes in it come from the weights alone. A
+    subclass implements :meth:`keep`, which writes or scores the samples.
 
     Args:
         prompts: prompts; one sample is drawn for each.

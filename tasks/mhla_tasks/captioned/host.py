@@ -142,20 +142,22 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Load pretrained weights into a transformer.
+    """Load pretrained weights into a transformer, whose attention may have been replaced.
 
-    If the weights were trained with a different grid of MHLA blocks, the mixing coefficients are resized. Parameters that only
-    the new attention has keep their initial values.
+    The weights may come from training with the original attention or with the same replacement attention as in ``model``.
+    Parameters of the replacement attention and of LoRA adapters keep their current values if the weights lack them. If the
+    weights were trained with a different grid of MHLA blocks, the mixing coefficients are resized.
 
     Args:
-        model: transformer, changed in place.
+        model: transformer of the class that ``host`` describes, changed in place.
         path: source of the weights: a training checkpoint, a weights file, a folder that ``save_pretrained`` wrote, or a name
             on the Hugging Face Hub.
         host: description of the transformer class.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if the weights are from a model with different sizes or attention.
+        ValueError: if the source cannot be read safely, contains unmerged LoRA adapters, lacks weights of the original model,
+            or has weights whose name or shape does not fit ``model``.
     """
     model_state, blocks = model.state_dict(), _blocks_of(path)
     state = {_inside_adapter(name, model_state): tensor for name, tensor in read_weights(path, host).items()}

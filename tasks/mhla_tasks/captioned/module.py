@@ -344,8 +344,8 @@ class CaptionedDiffusion(GenerativeModule):
         if pixels.is_cuda:
             torch.cuda.synchronize()
         took = {"seconds": (time.perf_counter() - start) / len(slots), "at_once": len(slots)}
-        kept = [indices.index(row["index"]) for row in rows]
-        return {"pixels": pixels[kept], "rows": [{**row, **took} for row in rows]}
+        positions = [indices.index(row["index"]) for row in rows]
+        return {"pixels": pixels[positions], "rows": [{**row, **took} for row in rows]}
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
         """Return the clean samples ``[B, C, ...]`` of a batch, to which noise is added in training.

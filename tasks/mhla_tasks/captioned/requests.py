@@ -55,13 +55,13 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Map-style data set of the samples that the predict command must draw, in the order of their prompts.
+    """Map-style data set of requests, one for each sample that the predict command generates, in the order of their prompts.
 
     The samples of one prompt are adjacent. A prompt that is listed twice is used once.
 
     Args:
         request: prompts, number of samples per prompt, and seed.
-        known: captions of a built-in data set, used as prompts if ``request.prompts`` is None.
+        data_prompts: captions of a built-in data set, used as prompts if ``request.prompts`` is None.
         extension: extension of the files to write, without a dot.
 
     Raises:
@@ -69,11 +69,11 @@ class RequestedSamples:
         ValueError: if there are no prompts, two prompts have the same name, or a name is not a valid file name.
     """
 
-    def __init__(self, request: PromptRequest, known: Sequence[str], extension: str) -> None:
+    def __init__(self, request: PromptRequest, data_prompts: Sequence[str], extension: str) -> None:
         if isinstance(request.prompts, str):
             self.prompts = read_prompts(request.prompts)
         else:
-            plain = known if request.prompts is None else request.prompts
+            plain = data_prompts if request.prompts is None else request.prompts
             self.prompts = [(prompt, prompt) for prompt in plain]
         self.prompts = list(dict.fromkeys(self.prompts))  # VBench's list has two of its prompts twice
         if not self.prompts:

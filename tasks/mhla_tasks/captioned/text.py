@@ -160,11 +160,11 @@ class TransformersText(CaptionEncoder):
         instruction = self._instruction() if text and instructed else ""
         instruction_length = len(tokenizer.encode(instruction)) if instruction else 0
         length = instruction_length + self.config.length - 2 if instruction_length else self.config.length
-        words = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
-        if not words.input_ids.shape[1]:  # the empty caption, if the tokenizer adds no tokens
+        encoded = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
+        if not encoded.input_ids.shape[1]:  # the empty caption, if the tokenizer adds no tokens
             return torch.zeros(0, self.width, device=device)
         with torch.autocast(device.type, enabled=False):
-            hidden = model(words.input_ids, attention_mask=words.attention_mask).last_hidden_state[0].float()
+            hidden = model(encoded.input_ids, attention_mask=encoded.attention_mask).last_hidden_state[0].float()
         return torch.cat([hidden[:1], hidden[instruction_length - 1 :]]) if instruction_length else hidden
 
     @override

@@ -113,12 +113,12 @@ class TimmClassifier(Classifier):
         """
         import timm  # imports all of its models
 
-        given = self.hparams
-        options = {"img_size": given["image_size"], "in_chans": given["channels"], **(given["model_args"] or {})}
+        hparams = self.hparams
+        options = {"img_size": hparams["image_size"], "in_chans": hparams["channels"], **(hparams["model_args"] or {})}
         try:
-            return timm.create_model(given["model"], published, num_classes=given["num_classes"], **options)
+            return timm.create_model(hparams["model"], published, num_classes=hparams["num_classes"], **options)
         except (RuntimeError, TypeError, AssertionError) as error:
-            raise ValueError(f"timm builds no model {given['model']!r} with {options}: {error}") from error
+            raise ValueError(f"timm builds no model {hparams['model']!r} with {options}: {error}") from error
 
     @override
     def layers(self) -> list[nn.Module]:

@@ -77,14 +77,14 @@ class CommandLine:
         return [word for option in self.options for word in option.words]
 
 
-def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
+def read_words(arguments: Sequence[str], commands: Collection[str]) -> CommandLine:
     """Parse command-line arguments into a command and its options.
 
     The value of an option follows an equals sign. Without an equals sign, the next argument is the value unless it is an
     option.
 
     Args:
-        words: command-line arguments without the name of the program.
+        arguments: command-line arguments without the name of the program.
         commands: names of all commands.
 
     Returns:
@@ -96,7 +96,7 @@ def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
     """
     command: str | None = None
     options: list[Option] = []
-    remaining = list(words)
+    remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
         if _is_option(word):

@@ -37,19 +37,19 @@ def answer(breaks: str, line: str) -> list[str]:
         breaks: word-break characters of the shell, the value of ``COMP_WORDBREAKS``.
         line: text of the command line up to the cursor.
     """
-    words = line.split(" ")[1:]
-    last = words[-1] if words else ""
+    arguments = line.split(" ")[1:]
+    last = arguments[-1] if arguments else ""
     start = max((last.rfind(letter) + 1 for letter in breaks), default=0)
-    return [word[start:] for word in complete([*(word for word in words[:-1] if word), last])]
+    return [word[start:] for word in complete([*(word for word in arguments[:-1] if word), last])]
 
 
-def complete(words: Sequence[str]) -> list[str]:
+def complete(arguments: Sequence[str]) -> list[str]:
     """Return the possible completions of the last argument on a command line.
 
     Args:
-        words: command-line arguments without the name of the program. The last one may be incomplete or empty.
+        arguments: command-line arguments without the name of the program. The last one may be incomplete or empty.
     """
-    *previous, last = words or [""]
+    *previous, last = arguments or [""]
     if last.startswith((shipped.PREFIX, f"--config={shipped.PREFIX}")) or (previous[-1:] == ["--config"] and not last):
         start = "--config=" if last.startswith("--") else ""
         candidates = [f"{start}{shipped.PREFIX}{name}" for name in shipped.names()]

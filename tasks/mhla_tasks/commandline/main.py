@@ -43,32 +43,32 @@ def _run() -> None:
         sys.stdout.write("\n".join(completion.answer(*sys.argv[2:4])))
         sys.exit(0)
     try:
-        sys.argv[1:] = words = shipped.resolve(sys.argv[1:])
+        sys.argv[1:] = arguments = shipped.resolve(sys.argv[1:])
     except FileNotFoundError as error:
         sys.stderr.write(f"error: {harmless(str(error))}\n")
         sys.exit(2)
-    if not words or words[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(HELP.format(listing=registry.listing()))
         sys.exit(0)
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         sys.stdout.write(f"lightning-mhla {version('lightning-mhla')}\n")
         sys.exit(0)
     os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook's backend may be inherited
     put_off_imports()
-    if tool := registry.tool_named(words):
-        sys.exit(registry.run(tool, words[len(tool.split()) :]))
-    if words[0] in registry.families():
-        asks_for_help = len(words) == 1 or words[1] in ("-h", "--help")
-        message = "" if asks_for_help else f"error: {harmless(' '.join(words[:2]))} is not a tool\n"
-        (sys.stdout if asks_for_help else sys.stderr).write(f"{message}{registry.listing(words[0])}\n")
+    if tool := registry.tool_named(arguments):
+        sys.exit(registry.run(tool, arguments[len(tool.split()) :]))
+    if arguments[0] in registry.families():
+        asks_for_help = len(arguments) == 1 or arguments[1] in ("-h", "--help")
+        message = "" if asks_for_help else f"error: {harmless(' '.join(arguments[:2]))} is not a tool\n"
+        (sys.stdout if asks_for_help else sys.stderr).write(f"{message}{registry.listing(arguments[0])}\n")
         sys.exit(0 if asks_for_help else 2)
-    if words[0] not in registry.LIGHTNING and not words[0].startswith("-"):
+    if arguments[0] not in registry.LIGHTNING and not arguments[0].startswith("-"):
         sys.stderr.write(
-            f"error: {harmless(words[0])} is not a command{registry.nearest(words[0])}\nhelp: lightning --help\n"
+            f"error: {harmless(arguments[0])} is not a command{registry.nearest(arguments[0])}\nhelp: lightning --help\n"
         )
         sys.exit(2)
-    if any(word.partition("=")[0] == "--sweep" for word in words):
-        sys.exit(import_module("mhla_tasks.tools.sweep").run(words))
+    if any(word.partition("=")[0] == "--sweep" for word in arguments):
+        sys.exit(import_module("mhla_tasks.tools.sweep").run(arguments))
     with without_collection():
         main_of_commands = import_module("mhla_tasks.commandline.parser").main
         # What was imported lives until the end. It must be frozen before the collector is enabled, which otherwise scans all

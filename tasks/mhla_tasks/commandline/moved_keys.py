@@ -97,7 +97,7 @@ def _arguments(source: Source, root: str) -> Iterator[Mapping[str, Any]]:
 
 def _former_names(source: Source, root: str) -> dict[str, str]:
     """Return a mapping from the former names in the options below the key ``root`` to the corresponding current names."""
-    return {old: new for old, new in MOVED[root].items() if any(old in each for each in _arguments(source, root))}
+    return {old: new for old, new in MOVED[root].items() if any(old in options for options in _arguments(source, root))}
 
 
 def _present_names(source: Source, root: str) -> Iterator[str]:

@@ -302,10 +302,10 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(arguments: Sequence[str]) -> None:
     program = "lightning"
     try:
-        line = read_words(words, LIGHTNING)
+        line = read_words(arguments, LIGHTNING)
         program = f"lightning {line.command}"
         with without_collection():  # make_plan imports the classes that the configuration names
             plan = make_plan(line)

@@ -221,7 +221,7 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
         if name not in valid:
             groups = [(group, inner) for group in sorted(valid) for inner in option_dataclasses(kind, group)]
             options_inside = {
-                each.name: f"{group}.{each.name}" for group, inner in groups for each in dataclasses.fields(inner)
+                field.name: f"{group}.{field.name}" for group, inner in groups for field in dataclasses.fields(inner)
             }
             yield _message(origin, f"{path}.{key}", valid, kind.__name__, options_inside)
             continue

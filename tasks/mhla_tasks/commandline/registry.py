@@ -82,8 +82,8 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: object = None) -> object:  # type: ignore[override]
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
+        arguments = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_underscores(word) for word in arguments], namespace)
 
 
 def _with_underscores(word: str) -> str:
@@ -93,13 +93,13 @@ def _with_underscores(word: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
-def tool_named(words: Sequence[str]) -> str | None:
+def tool_named(arguments: Sequence[str]) -> str | None:
     """Return the tool name at the beginning of a list of command-line arguments; None if the arguments do not name a tool.
 
     Names consist of one or two words, such as ``export`` and ``prepare images``.
     """
     names = {name for tools in TOOLS.values() for name in tools}
-    return next((name for count in (2, 1) if (name := " ".join(words[:count])) in names), None)
+    return next((name for count in (2, 1) if (name := " ".join(arguments[:count])) in names), None)
 
 
 def families() -> set[str]:
@@ -137,12 +137,12 @@ def parser_of(name: str) -> tuple[Parser, Run]:
     return parser, function(parser)  # type: ignore[return-value]
 
 
-def run(name: str, words: Sequence[str]) -> int | None:
+def run(name: str, arguments: Sequence[str]) -> int | None:
     """Run a command-line tool.
 
     Args:
         name: name of the tool, such as ``prepare images``.
-        words: command-line arguments after the name of the tool.
+        arguments: command-line arguments after the name of the tool.
 
     Returns:
         Exit status; None for success.
@@ -152,9 +152,9 @@ def run(name: str, words: Sequence[str]) -> int | None:
     if getattr(function, "passes_on", False):
         set_levels()  # the program with its own parser determines the stream of log messages
         with reported():
-            return function(words)  # type: ignore[return-value]
+            return function(arguments)  # type: ignore[return-value]
     parser, do = parser_of(name)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     show_log(sys.stderr)  # standard output is reserved for results
     with reported():
         return do(options)

@@ -21,19 +21,19 @@ def names() -> list[str]:
     return sorted(str(path.relative_to(folder())) for path in folder().rglob("*.yaml"))
 
 
-def resolve(words: Sequence[str]) -> list[str]:
+def resolve(arguments: Sequence[str]) -> list[str]:
     """Replace names such as ``mhla://classification/mnist.yaml`` in command-line arguments with the paths of the files.
 
     If an argument is ``mhla://`` without a name, all names are printed and the program exits.
 
     Args:
-        words: command-line arguments without the name of the program.
+        arguments: command-line arguments without the name of the program.
 
     Raises:
         FileNotFoundError: if the package has no file of this name. The message suggests a similar name, or lists all names.
     """
     resolved = []
-    for word in words:
+    for word in arguments:
         option, prefix, name = word.partition(PREFIX)
         if prefix and option in ("", "--config=", "-c="):
             available = names()

@@ -66,15 +66,19 @@ class Source:
 def read_sources(line: CommandLine) -> list[Source]:
     """Read the options of a command from its configuration files and its command line.
 
-    A file may refer to further files. The key ``config`` names a base file, whose options the referring file overrides. Files
-    under all other keys override the referring file. Without ``--config``, the first file is the saved configuration of the
-    run, ``config.yaml`` in the folder that ``--run_dir`` names.
+    The files are those that ``--config`` names. Without ``--config``, the file is the saved configuration of the run,
+    ``config.yaml`` in the folder that ``--run_dir`` names, if it exists. The command line overrides all of them.
+
+    A file may name further files as values. ``config: base.yaml`` names a base file, whose options the referring file
+    overrides. A file name at any other key, such as ``model: large.yaml``, stands for the options below that key; they override
+    those of the referring file. Options on the command line may name files in the same ways.
 
     Args:
         line: the parsed command line.
 
     Returns:
-        One source for each file and each command-line option, from lowest to highest priority.
+        One source for each file and each command-line option except ``--config``, from lowest to highest priority. A file that
+        cannot be read gives a source with an error message in ``problem``.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
@@ -235,8 +239,8 @@ def _tab_hint(path: Path) -> str:
 def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Source]:
     """Yield a source and the files that it refers to as separate sources, from lowest to highest priority.
 
-    The file under the key ``config`` has a lower priority than the source, and files under all other keys have a higher
-    priority.
+    A file that the top-level key ``config`` names has a lower priority than the source. A file that any other key names, such
+    as ``model``, has a higher priority.
 
     Args:
         source: source whose values may refer to files.

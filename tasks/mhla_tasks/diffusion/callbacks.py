@@ -1,7 +1,7 @@
 """Callbacks of class-to-image diffusion that draw and score samples during training.
 
 Their base classes in ``lightning_mhla.generative`` accept sampler options of any type. The subclasses here accept
-:class:`SamplingConfig` only, so that the options are checked when a configuration is read. Their constructors list all
+:class:`DiTSamplingConfig` only, so that the options are checked when a configuration is read. Their constructors list all
 parameters instead of ``**kwargs``, so that an error about an unknown option can suggest the nearest one.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from lightning_mhla.generative import drawing, fidelity
-from mhla_tasks.diffusion.sampling import SamplingConfig
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
@@ -32,7 +32,7 @@ class ClassSampleGrid(drawing.SampleGrid):
     def __init__(
         self,
         samples: int = 100,
-        sampling: SamplingConfig | None = None,
+        sampling: DiTSamplingConfig | None = None,
         every_n_steps: int | None = 10_000,
         at_end: bool = True,
         batch_size: int = 64,
@@ -72,7 +72,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
         samples: int = 50_000,
         reference: str = "train",
         features: fidelity.FeatureNetwork | None = None,
-        sampling: SamplingConfig | None = None,
+        sampling: DiTSamplingConfig | None = None,
         every_n_steps: int | None = 50_000,
         at_end: bool = True,
         batch_size: int = 64,

@@ -42,7 +42,7 @@ class SampleRequest:
 
 
 class RequestedClasses:
-    """Map-style data set of the samples that the predict command must draw: index, label and seed of each sample.
+    """Map-style data set of requests, one for each sample that the predict command generates.
 
     Labels cycle through the classes, so the first n samples are balanced over the classes for every n.
 
@@ -107,7 +107,10 @@ class ClassImages(ResumableDataModule):
         )
 
     def requested(self) -> RequestedClasses:
-        """Return the map-style data set of the samples that the predict command must draw."""
+        """Return a map-style data set of requests, one for each sample that the predict command generates.
+
+        A request is a dict with the index, class label and noise seed of the sample.
+        """
         return RequestedClasses(self.samples, self.num_classes)
 
 

@@ -22,7 +22,7 @@ from mhla_tasks.diffusion.dig import DiGConfig
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig, check_labels, check_sampling, draw_samples
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         shape: DiTShape = DiTShape(),
         dig: DiGConfig | None = None,
         process: ProcessConfig = ProcessConfig(),
-        sampling: SamplingConfig = SamplingConfig(),
+        sampling: DiTSamplingConfig = DiTSamplingConfig(),
         vae: str | None = None,
         pretrained: str | None = None,
         output: OutputFormat = "png",
@@ -97,7 +97,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         num_classes = known_classes(num_classes)
         attention = as_dataclass(AttentionConfig, attention)
         process = as_dataclass(ProcessConfig, process)
-        sampling = as_dataclass(SamplingConfig, sampling)
+        sampling = as_dataclass(DiTSamplingConfig, sampling)
         super().__init__(training)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
@@ -166,7 +166,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
         return {name: values[batch["valid"]] for name, values in drawn.items()}
 
-    def draw(self, labels: Tensor, indices: list[int], seed: int, sampling: SamplingConfig) -> Tensor:
+    def draw(self, labels: Tensor, indices: list[int], seed: int, sampling: DiTSamplingConfig) -> Tensor:
         """Draw samples, each of which depends only on the weights, the sampler options, its label, the seed and its index.
 
         Args:
@@ -194,7 +194,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         """
         return (self.network.channels, *self.network.sides) if self.codec is None else (3, 64, 64)
 
-    def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
+    def draw_numbered(self, indices: list[int], seed: int, sampling: DiTSamplingConfig | None) -> Tensor:
         """Draw the samples with the given indices. The class of sample i is i modulo the number of classes.
 
         Args:
@@ -208,7 +208,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         labels = torch.tensor(indices, device=self.device) % self.num_conditions
         return self.draw(labels, indices, seed, sampling or self.sampling)
 
-    def describe_sampling(self, sampling: SamplingConfig | None) -> dict[str, Any]:
+    def describe_sampling(self, sampling: DiTSamplingConfig | None) -> dict[str, Any]:
         """Return the sampler options to record with metrics of drawn images.
 
         Args:
@@ -221,7 +221,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         sampler = used.sampler or self.process.samplers[0]
         return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
 
-    def check_drawable(self, sampling: SamplingConfig | None = None) -> None:
+    def check_drawable(self, sampling: DiTSamplingConfig | None = None) -> None:
         """Check that samples can be drawn and converted to images, before time is spent on training or sampling.
 
         Args:

@@ -22,7 +22,7 @@ from mhla_tasks.diffusion.process import NoiseProcess, Sampler
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class DiTSamplingConfig:
     """Options for drawing images: sampler, number of steps and guidance.
 
     Args:
@@ -45,7 +45,7 @@ class SamplingConfig:
 
 @torch.no_grad()
 def draw_samples(
-    network: DiT, process: NoiseProcess, config: SamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
+    network: DiT, process: NoiseProcess, config: DiTSamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
 ) -> Tensor:
     """Draw samples, each of which depends only on the weights, the sampler options, its label, the seed and its index.
 
@@ -124,7 +124,7 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
     return torch.cat([mean, conditional[:, network.channels :]], 1)
 
 
-def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
+def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
     """Check that a noise process supports the sampler, the number of steps and the guidance scale of sampler options.
 
     Args:

@@ -58,19 +58,19 @@ def compare_sets(
     }
 
 
-def print_scores(found: dict[str, Any], title: str, as_json: bool) -> None:
+def print_scores(scores: dict[str, Any], title: str, as_json: bool) -> None:
     """Print the result of :func:`compare_sets` as a table with a title, or as JSON.
 
     Args:
-        found: scores and remarks by name, as :func:`compare_sets` returns them.
+        scores: scores and remarks by name, as :func:`compare_sets` returns them.
         title: title of the table.
         as_json: whether to print JSON instead of a table.
     """
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(scores) + "\n")
         return
-    table = Table("metric", "value", title=escape(harmless(title)), caption="\n".join(found["marks"]))
-    for name, value in found.items():
+    table = Table("metric", "value", title=escape(harmless(title)), caption="\n".join(scores["marks"]))
+    for name, value in scores.items():
         if name != "marks":
             table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
     Console().print(table)

@@ -131,8 +131,8 @@ class Chat:
         if self.cache is not None:
             # The state can only be continued by a longer conversation that begins with the tokens it has seen. A template may
             # change earlier turns, for example by omitting their reasoning.
-            seen = self._seen[: self.cache.get_seq_length()]
-            if not seen or len(seen) >= len(ids) or ids[: len(seen)] != seen:
+            cached_ids = self._seen[: self.cache.get_seq_length()]
+            if not cached_ids or len(cached_ids) >= len(ids) or ids[: len(cached_ids)] != cached_ids:
                 self.cache = None
         output = self.model.generate(
             input_ids=rows,

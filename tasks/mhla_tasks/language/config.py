@@ -124,14 +124,18 @@ class MHLAConfig(PreTrainedConfig):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        """Return all options as a dict, with each size under both its own name and the name that transformers uses."""
+        """Return all options as a dict that also lists sizes under the names that transformers uses for them.
+
+        For example, the width of the model is listed as both ``dim`` and ``hidden_size``.
+        """
         return {**super().to_dict(), **{alias: getattr(self, alias) for alias in self._aliases()}}
 
     @override
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the contents of ``config.json``, with each size under one name only.
+        """Return the contents of ``config.json``, without the names that transformers uses for sizes.
 
-        With a single entry for each size, a file that is edited by hand cannot contradict itself.
+        For example, the width of the model is listed as ``dim``, but not as ``hidden_size``. With a single entry for each size,
+        a file that is edited by hand cannot contradict itself.
         """
         return {name: value for name, value in super().to_diff_dict().items() if name not in self._aliases()}
 

@@ -240,8 +240,8 @@ class HubText(TextData):
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
         """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on."""
         rank, world = process_share(self.trainer)
-        each = samples_each(self.batch_size, world)
-        rows = range(rank * each, (rank + 1) * each)
+        rows_per_process = samples_each(self.batch_size, world)
+        rows = range(rank * rows_per_process, (rank + 1) * rows_per_process)
         table, count = token_bytes(self.tokenizer), MissingBytes(self.tokenizer)
 
         def missing(text: str, document: np.ndarray) -> int:

@@ -100,14 +100,14 @@ class LinearizedModel(CausalLanguageModel):
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
         settings = (self.network.config, self.network.generation_config)
-        own = [
+        defined_tokens = [
             (setting, name, getattr(setting, name))
             for setting, names in zip(settings, named, strict=True)
             for name in TOKENS
             if names.get(name) is not None
         ]
         super().use_tokenizer(tokenizer)
-        for setting, name, token in own:
+        for setting, name, token in defined_tokens:
             setattr(setting, name, token)
 
     @override
@@ -118,7 +118,15 @@ class LinearizedModel(CausalLanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Check that the replaced layers can be compared with the original ones, and load the teacher model if there is one."""
+        """Prepare both training stages: check that layers can be matched, and load the teacher model.
+
+        If ``distillation.layer_steps`` is positive, this checks that each replacement layer can be trained to match the
+        original layer. If ``distillation.teacher`` names a model, this loads it as the teacher.
+
+        Raises:
+            ValueError: if the check fails, or the teacher cannot be used.
+            FileNotFoundError: if the teacher does not exist.
+        """
         self.linearization.start(self, read_source)
 
     @override
@@ -188,14 +196,14 @@ def source_network(pretrained: str) -> dict[str, Any]:
     path = Path(pretrained)
     if path.exists() and not (path / "config.json").is_file():
         memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
-        network = memory.get("network")
-        if network is None:
+        stored_network = memory.get("network")
+        if stored_network is None:
             raise ValueError(
                 f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
                 "--model.attention.kind and pretrained of LanguageModel"
             )
-        options = {"vocab_size": memory.get("vocab_size"), **(network.get("init_args") or {})}
-        return {**network, "init_args": options}
+        options = {"vocab_size": memory.get("vocab_size"), **(stored_network.get("init_args") or {})}
+        return {**stored_network, "init_args": options}
     config = read_configuration(pretrained)
     network = describe(config, pretrained)
     network["init_args"] = {"vocab_size": config.vocab_size, **network["init_args"]}
@@ -231,5 +239,5 @@ def read_generation(pretrained: str) -> dict[str, Any]:
         if isinstance(error, OSError) and not file.exists():
             return {}
         raise ValueError(f"{file}: {reason(error)}; correct it, or remove the file") from error
-    kept = settings.to_diff_dict()
-    return {name: value for name, value in kept.items() if name != "transformers_version" and not name.startswith("_")}
+    plain = settings.to_diff_dict()
+    return {name: value for name, value in plain.items() if name != "transformers_version" and not name.startswith("_")}

@@ -33,15 +33,12 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     """
     generation = network.get("generation_config")
     description = {name: value for name, value in network.items() if name != "generation_config"}
-    name = str(network.get("class_path", "")).rpartition(".")[2]
+    config = build_configuration(description, {"vocab_size": vocab_size})
     try:
-        config = build_configuration(description, {"vocab_size": vocab_size})
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
-        if str(error).startswith("network"):
-            raise
         raise ValueError(
-            f"network: {name} does not build a causal language model ({str(error).splitlines()[0]})"
+            f"network: {type(config).__name__} does not build a causal language model ({str(error).splitlines()[0]})"
         ) from error
     if generation:
         model.generation_config = GenerationConfig.from_dict(dict(generation))

@@ -14,8 +14,8 @@ from lightning_mhla import GenerationCache
 class StateCache(GenerationCache, Cache):
     """Generation states of all layers, in a class that transformers and peft recognize as a cache.
 
-    The state of a layer summarizes the tokens that the model has read. Tokens cannot be removed from it, and it does not accept
-    keys and values.
+    The model sets the states itself as it reads tokens. Two operations of transformers' caches are not supported, and raise
+    ValueError: removing tokens with :meth:`crop`, and adding keys and values with :meth:`update`.
 
     Args:
         depth: number of layers.

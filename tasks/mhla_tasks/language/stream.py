@@ -95,14 +95,16 @@ class PackedRows(IterableDataset):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
     def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
-        """Encode waiting documents of a row until the row has enough tokens for a sample or no document is left.
+        """Move documents of one batch row from ``waiting`` to ``pack`` until ``pack`` has enough tokens for a sample.
+
+        Each document is encoded when it is moved. If ``waiting`` becomes empty first, ``pack`` has too few tokens.
 
         Args:
-            pack: queue of the row's encoded documents.
-            waiting: index and text of each document that is not encoded yet; encoded documents are removed.
+            pack: queue of the row's encoded documents, changed in place.
+            waiting: index in the stream and text of each of the row's documents that are not encoded yet, changed in place.
 
         Returns:
-            Whether the row has enough tokens.
+            Whether ``pack`` has the ``context + 1`` tokens of a sample.
         """
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)

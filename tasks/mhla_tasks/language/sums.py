@@ -69,13 +69,13 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
         without questions are omitted.
     """
     sums: dict[str, list[int]] = {}
-    for name, (right, asked) in zip(names, counts.T.tolist(), strict=False):
+    for name, (right, questions) in zip(names, counts.T.tolist(), strict=False):
         common_name = name.rpartition("_")[0]
         for key in {"accuracy", f"accuracy_{name}", *([f"accuracy_{common_name}"] if common_name else [])}:
             total = sums.setdefault(key, [0, 0])
             total[0] += right
-            total[1] += asked
-    return {key: right / asked for key, (right, asked) in sums.items() if asked}
+            total[1] += questions
+    return {key: right / questions for key, (right, questions) in sums.items() if questions}
 
 
 class TextSums(nn.Module):

@@ -23,9 +23,10 @@ from mhla_tasks.text_to_image.scenes import every_caption
 class ImagePictures(DrawnSamples):
     """Callback that draws an image for each prompt during training, and shows all images in one picture.
 
-    The picture is logged to TensorBoard and written to the folder ``pictures`` in the log folder, such as
-    ``images-step0001000.png`` at step 1,000. Images are drawn with the moving average of the weights if training maintains one,
-    otherwise with the current weights. Every evaluation starts from the same noise.
+    The picture is logged to TensorBoard and written to a file in the log folder, for example
+    ``pictures/images-step0001000.png`` at step 1,000. Images are drawn with the moving average of the weights if training
+    maintains one, otherwise with the current weights. An image for a prompt starts from the same noise at every step, so that
+    changes in it come from the weights alone.
 
     Args:
         prompts: prompts; one image is drawn for each.

@@ -54,8 +54,8 @@ def parse_caption(caption: str) -> Scene:
         number, colour, name = match.groups()
         (count,) = (count for count, word in COUNTS.items() if word == number)
         return Scene(((NAMES.index(name), colour),), count)
-    thing = rf"a ({colours}) ({names})"
-    if match := re.fullmatch(rf"{thing}(?: ({'|'.join(RELATIONS)}) {thing})?", caption):
+    digit = rf"a ({colours}) ({names})"
+    if match := re.fullmatch(rf"{digit}(?: ({'|'.join(RELATIONS)}) {digit})?", caption):
         colour, name, relation, other_colour, other = match.groups()
         if colour == other_colour:
             raise ValueError(f"{caption!r} has two digits of the same color, whose positions cannot be distinguished")

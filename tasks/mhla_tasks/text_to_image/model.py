@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class SanaTransformerConfig:
     """Options of diffusers' ``SanaTransformer2DModel``; the defaults are those of SANA-0.6B at 512 pixels.
 
     Args:

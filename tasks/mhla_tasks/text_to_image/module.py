@@ -19,9 +19,9 @@ from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.captioned.requests import RequestedSamples
 from mhla_tasks.captioned.sampling import check_patches
 from mhla_tasks.captioned.text import TextConfig
-from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.model import SanaTransformerConfig
 from mhla_tasks.text_to_image.pretrained import SANA
-from mhla_tasks.text_to_image.sampling import SamplingConfig
+from mhla_tasks.text_to_image.sampling import SanaSamplingConfig
 from mhla_tasks.text_to_image.writer import ImageWriter
 
 SANA_TEXT = TextConfig(length=300, instruction="sana")
@@ -57,7 +57,7 @@ class TextToImage(CaptionedDiffusion):
     """
 
     host, samples, sample_key, text_option = SANA, "images", "image", "caption_channels"
-    transformer_options, sampling_options = TransformerConfig, SamplingConfig
+    transformer_options, sampling_options = SanaTransformerConfig, SanaSamplingConfig
     codec_kind, writer_kind = ImageCodec, ImageWriter
 
     train_batch = ("latent|image", "text|caption")
@@ -66,7 +66,7 @@ class TextToImage(CaptionedDiffusion):
     def __init__(
         self,
         attention: AttentionConfig,
-        transformer: TransformerConfig = TransformerConfig(),
+        transformer: SanaTransformerConfig = SanaTransformerConfig(),
         layer_kinds: list[str] | None = None,
         flow: FlowConfig = SANA_FLOW,
         text: TextConfig = SANA_TEXT,
@@ -74,7 +74,7 @@ class TextToImage(CaptionedDiffusion):
         train: TrainedPart = "all",
         lora: LoraOptions = LoraOptions(),
         distillation: DistillationConfig = DistillationConfig(),
-        sampling: SamplingConfig = SamplingConfig(),
+        sampling: SanaSamplingConfig = SanaSamplingConfig(),
         pretrained: str | None = None,
         output: str | None = None,
         training: TrainingOptions = TrainingOptions(),

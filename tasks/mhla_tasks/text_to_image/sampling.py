@@ -11,7 +11,7 @@ Sampler = Literal["dpm", "euler"]
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SanaSamplingConfig:
     """Options for drawing images with a text-to-image model; the defaults are those of diffusers' ``SanaPipeline``.
 
     Args:

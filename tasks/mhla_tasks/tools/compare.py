@@ -85,17 +85,17 @@ def _read(path: Path) -> Run:
     return Run(path.parent, record, flat(redacted(source.values)))
 
 
-def flat(values: Any, before: str = "") -> dict[str, Any]:
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten a nested configuration to one dict with dotted keys, such as ``model.attention.kind``.
 
     In a list of objects with ``class_path``, such as callbacks, the class name becomes the key of each object.
 
     Args:
         values: nested mappings, lists and plain values.
-        before: dotted key that precedes all keys of the result; empty at the top level.
+        prefix: dotted key that precedes all keys of the result; empty at the top level.
     """
     if isinstance(values, Mapping) and values:
-        parts = (flat(value, f"{before}.{key}" if before else str(key)) for key, value in values.items())
+        parts = (flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
         return {key: value for part in parts for key, value in part.items()}
     if (
         isinstance(values, list)
@@ -108,9 +108,9 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
             number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
             by_class[f"{name}-{number + 1}" if number else name] = value.get("init_args")
         return {
-            key: value for name, options in by_class.items() for key, value in flat(options, f"{before}.{name}").items()
+            key: value for name, options in by_class.items() for key, value in flat(options, f"{prefix}.{name}").items()
         }
-    return {before: values}
+    return {prefix: values}
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

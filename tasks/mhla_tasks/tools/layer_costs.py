@@ -55,8 +55,8 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     module = load_trained(path)
     network: Any = getattr(module, "network", None)
-    options = getattr(module, "distillation", None)
-    if not isinstance(options, TransferOptions | EncoderDistillation) or not swapped_layers(network):
+    distillation = getattr(module, "distillation", None)
+    if not isinstance(distillation, TransferOptions | EncoderDistillation) or not swapped_layers(network):
         raise ValueError(
             f"{path} contains a {type(module).__name__} without replaced pretrained layers: train a LinearizedModel or a "
             "TimmClassifier with attention"
@@ -95,22 +95,22 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(costs: dict[str, Any]) -> str:
     """Format the result of :func:`measure` as a text table for the terminal.
 
     Args:
-        found: dict that :func:`measure` returned.
+        costs: dict that :func:`measure` returned.
     """
-    losses = LayerCosts(found["original"], found["replaced"], found["alone"])
-    lines = [f"nats per {found['unit']:<10} against the original"]
+    losses = LayerCosts(costs["original"], costs["replaced"], costs["alone"])
+    lines = [f"nats per {costs['unit']:<10} against the original"]
     rows: Sequence[tuple[str, float]] = [
         ("original", losses.original),
         *((f"layer {index} new", value) for index, value in losses.alone.items()),
         ("all new", losses.replaced),
-        (f"kept: {', '.join(map(str, found['kept'])) or 'none'}", found["hybrid"]),
+        (f"kept: {', '.join(map(str, costs['kept'])) or 'none'}", costs["hybrid"]),
     ]
     lines += [f"{name:<14} {value:.4f}  {value - losses.original:+.4f}" for name, value in rows]
-    return "\n".join([*lines, f"layer_kinds: [{', '.join(found['layer_kinds'])}]", ""])
+    return "\n".join([*lines, f"layer_kinds: [{', '.join(costs['layer_kinds'])}]", ""])
 
 
 def _data(path: Path) -> LightningDataModule:

@@ -10,18 +10,18 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 
 @passes_on
-def doctor(words: Sequence[str]) -> int:
+def doctor(arguments: Sequence[str]) -> int:
     """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON.
 
     Args:
-        words: command-line arguments after ``lightning doctor``.
+        arguments: command-line arguments after ``lightning doctor``.
 
     Returns:
         The exit status: 1 if a check finds a problem that prevents training, otherwise 0.
     """
     from mhla_tasks.tools.doctor import main
 
-    return main(words)
+    return main(arguments)
 
 
 def completion(parser: ArgumentParser) -> Run:

@@ -16,7 +16,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @passes_on
-def evaluate(words: Sequence[str]) -> int | None:
+def evaluate(arguments: Sequence[str]) -> int | None:
     """Score a language model with lm-evaluation-harness.
 
         lightning evaluate --model_args pretrained=runs/stdlib --tasks mmlu,arc_easy
@@ -24,14 +24,14 @@ def evaluate(words: Sequence[str]) -> int | None:
     The command accepts the options of ``lm_eval``. ``mhla-lm-eval`` is another name of this command.
 
     Args:
-        words: command-line arguments after ``lightning evaluate``.
+        arguments: command-line arguments after ``lightning evaluate``.
 
     Returns:
         Always None, which stands for success.
     """
     from mhla_tasks.language.evaluation.script import main
 
-    sys.argv = ["lightning evaluate", *words]
+    sys.argv = ["lightning evaluate", *arguments]
     main()
     return None
 
@@ -146,7 +146,7 @@ def layers(parser: ArgumentParser) -> Run:
 
 
 @passes_on
-def bench(words: Sequence[str]) -> int | None:
+def bench(arguments: Sequence[str]) -> int | None:
     """Run a benchmark of the repository: attention, generation, models, recurrences and more.
 
         lightning bench attention --device cpu
@@ -155,16 +155,16 @@ def bench(words: Sequence[str]) -> int | None:
     requires a checkout of the repository.
 
     Args:
-        words: command-line arguments after ``lightning bench``.
+        arguments: command-line arguments after ``lightning bench``.
 
     Returns:
         None for success; the exit status 2 if the package is not installed from a checkout.
     """
-    return _run_of_checkout("benchmarks", words)
+    return _run_of_checkout("benchmarks", arguments)
 
 
 @passes_on
-def paper(words: Sequence[str]) -> int | None:
+def paper(arguments: Sequence[str]) -> int | None:
     """Train and score the models of docs/results.md, one table row at a time; the command can be resumed.
 
         lightning paper --only mnist --seeds 0
@@ -172,22 +172,22 @@ def paper(words: Sequence[str]) -> int | None:
     ``lightning paper --list`` lists the tables and their rows. The command requires a checkout of the repository.
 
     Args:
-        words: command-line arguments after ``lightning paper``.
+        arguments: command-line arguments after ``lightning paper``.
 
     Returns:
         None for success; the exit status 2 if the package is not installed from a checkout.
     """
-    return _run_of_checkout("benchmarks.paper", words)
+    return _run_of_checkout("benchmarks.paper", arguments)
 
 
-def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
+def _run_of_checkout(program: str, arguments: Sequence[str]) -> int | None:
     """Run a module from a checkout of the repository as ``python -m`` does.
 
     Such modules are not part of the installed package. They import this package, so this package must not import them.
 
     Args:
         program: dotted name of the module, such as ``benchmarks``.
-        words: command-line arguments of the module.
+        arguments: command-line arguments of the module.
 
     Returns:
         None for success; the exit status 2, after an error message, if this package is not installed from a checkout.
@@ -198,6 +198,6 @@ def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
         )
         return 2
     sys.path.insert(0, str(CHECKOUT))  # first, so that a package of the same name in the working folder is not run
-    sys.argv[1:] = words
+    sys.argv[1:] = arguments
     run_module(program, run_name="__main__", alter_sys=True)
     return None

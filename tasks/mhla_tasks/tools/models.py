@@ -144,7 +144,7 @@ def linearize(parser: ArgumentParser) -> Run:
     parser.add_argument("--work", type=Path, help="working folder (default: TARGET-work)")
 
     def run(args: Namespace) -> None:
-        from mhla_tasks.linearize.pipeline import linearize as run_pipeline
+        from mhla_tasks.tools.linearize.pipeline import linearize as run_pipeline
 
         run_pipeline(args)
 
@@ -275,7 +275,7 @@ def chat(parser: ArgumentParser) -> Run:
 
 
 @passes_on
-def timm_script(words: Sequence[str]) -> int | None:
+def timm_script(arguments: Sequence[str]) -> int | None:
     """Run a script of timm (train.py, validate.py, ...) with the models of this package.
 
         lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
@@ -284,17 +284,17 @@ def timm_script(words: Sequence[str]) -> int | None:
     ``lightning_mhla.timm`` registers: mhla_vlt_t, mhla_deit_t and others. The exit status is that of the script, or 2 if no
     script is named.
     """
-    if not words or words[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")
         sys.stdout.write(f"{timm_script.__doc__}\n")
-        return 0 if words else 2
-    if not Path(words[0]).is_file():
+        return 0 if arguments else 2
+    if not Path(arguments[0]).is_file():
         raise FileNotFoundError(
-            f"{words[0]}: there is no such script; timm's scripts are in its repository, not in its package"
+            f"{arguments[0]}: there is no such script; timm's scripts are in its repository, not in its package"
         )
     _ = import_module("timm").create_model  # executes timm, whose import the command line defers
     import_module("lightning_mhla.timm")
-    sys.argv = list(words)
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    runpy.run_path(words[0], run_name="__main__")
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
     return None

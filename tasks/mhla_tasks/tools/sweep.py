@@ -203,18 +203,18 @@ def name_of(chosen: dict[str, str]) -> str:
     return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Train all runs of a sweep one after the other and compare them, or submit them to SLURM.
 
     Args:
-        words: command-line arguments after the name of the program.
+        arguments: command-line arguments after the name of the program.
 
     Returns:
         The exit status: 0 if all runs succeeded, 1 if a run failed, or 2 if the options of the sweep are invalid. If a usage
         error or a signal ends a run, the sweep stops early and returns the status of that run.
     """
     try:
-        line = read_words(words, LIGHTNING)
+        line = read_words(arguments, LIGHTNING)
         sweep = read_sweep(line)
     except UsageError as error:
         sys.stderr.write(f"error: {harmless(str(error))}\nhelp: lightning fit --help\n")
@@ -292,19 +292,19 @@ def _state(folder: Path, line: CommandLine, queues: bool) -> str:
     return ""
 
 
-def _submit(folder: Path, words: Sequence[str], progress: SweepProgress) -> int:
+def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> int:
     """Submit a run to SLURM with ``sbatch``, and store the job number in its folder.
 
     Args:
         folder: folder of the run.
-        words: arguments for ``sbatch``: its options, the script and the options of the run.
+        arguments: arguments for ``sbatch``: its options, the script and the options of the run.
         progress: progress display of the sweep.
 
     Returns:
         The exit status of ``sbatch``; 2 if the program is not installed.
     """
     # The script reads RUN_DIR from the environment, which SBATCH_EXPORT=NONE would drop without --export=ALL.
-    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={folder.name}", *words]
+    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={folder.name}", *arguments]
     try:
         done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(folder)}, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:

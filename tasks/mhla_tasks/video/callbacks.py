@@ -16,10 +16,11 @@ from mhla_tasks.video.strips import draw_strips, write_animation
 class ClipPictures(DrawnSamples):
     """Callback that draws a clip for each prompt during training, and shows the clips as pictures.
 
-    The clips are written to the folder ``pictures`` in the log folder, once as rows of frames (such as
-    ``clips-step0001000.png`` at step 1,000) and once as an animation (``clips-step0001000.gif``). The rows of frames are also
+    All clips are written to two files in the log folder: a picture with a row of frames for each clip, and an animation. At
+    step 1,000, these files are ``pictures/clips-step0001000.png`` and ``pictures/clips-step0001000.gif``. The picture is also
     logged to TensorBoard. Clips are drawn with the moving average of the weights if training maintains one, otherwise with the
-    current weights. Every evaluation starts from the same noise.
+    current weights. A clip for a prompt starts from the same noise at every step, so that changes in it come from the weights
+    alone.
 
     Args:
         prompts: prompts; one clip is drawn for each.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class WanTransformerConfig:
     """Options of diffusers' ``WanTransformer3DModel``; the defaults are those of Wan2.1-T2V-1.3B.
 
     Args:

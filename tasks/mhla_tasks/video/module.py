@@ -16,9 +16,9 @@ from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.video.clips import to_frames
-from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.model import WanTransformerConfig
 from mhla_tasks.video.pretrained import WAN
-from mhla_tasks.video.sampling import SamplingConfig
+from mhla_tasks.video.sampling import WanSamplingConfig
 from mhla_tasks.video.writer import ClipWriter
 
 
@@ -51,7 +51,7 @@ class VideoDiffusion(CaptionedDiffusion):
     """
 
     host, samples, sample_key, text_option = WAN, "clips", "video", "text_dim"
-    transformer_options, sampling_options = TransformerConfig, SamplingConfig
+    transformer_options, sampling_options = WanTransformerConfig, WanSamplingConfig
     codec_kind, writer_kind = ClipCodec, ClipWriter
 
     train_batch = ("latent|video", "text|caption")
@@ -60,7 +60,7 @@ class VideoDiffusion(CaptionedDiffusion):
     def __init__(
         self,
         attention: AttentionConfig,
-        transformer: TransformerConfig = TransformerConfig(),
+        transformer: WanTransformerConfig = WanTransformerConfig(),
         layer_kinds: list[str] | None = None,
         flow: FlowConfig = FlowConfig(),
         text: TextConfig = TextConfig(),
@@ -68,7 +68,7 @@ class VideoDiffusion(CaptionedDiffusion):
         train: TrainedPart = "all",
         lora: LoraOptions = LoraOptions(),
         distillation: DistillationConfig = DistillationConfig(),
-        sampling: SamplingConfig = SamplingConfig(),
+        sampling: WanSamplingConfig = WanSamplingConfig(),
         pretrained: str | None = None,
         output: str | None = None,
         training: TrainingOptions = TrainingOptions(),

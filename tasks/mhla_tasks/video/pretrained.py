@@ -26,7 +26,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.flow import TIMESTEPS
 from lightning_mhla.swap import KEEP
 from mhla_tasks.captioned.host import ADDED, Host, build_transformer, euler_scheduler, load_weights, read_weights
-from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.model import WanTransformerConfig
 
 PUBLISHED = {
     ".attn1.g.": f"{ADDED}gate.",
@@ -110,7 +110,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
     patches = state["patch_embedding.weight"]
     patch = tuple(patches.shape[2:])
     depth = 1 + max(int(re.findall(r"\d+", name)[0]) for name in state if name.startswith("blocks."))
-    shape = TransformerConfig(
+    shape = WanTransformerConfig(
         patch_size=(patch[0], patch[1], patch[2]),
         num_attention_heads=len(patches) // len(norms[0]),
         attention_head_dim=len(norms[0]),

@@ -11,7 +11,7 @@ Sampler = Literal["unipc", "euler"]
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class WanSamplingConfig:
     """Options for drawing video clips and writing them to MP4 files.
 
     Args:

@@ -15,7 +15,7 @@ from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
 from mhla_tasks.diffusion import ClassToImage, DigitImages, DiTShape, ImageShards, LatentShards
 from mhla_tasks.diffusion.data import RequestedClasses, SampleRequest
-from mhla_tasks.diffusion.sampling import SamplingConfig
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 from mhla_tasks.diffusion.sources import SignedImage
 from PIL import Image
 from tiny import save_vae
@@ -237,7 +237,7 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
         *(2, 8, 4),
         shape=SHAPE,
         vae=str(place / "vae"),
-        sampling=SamplingConfig("ddim", 2),
+        sampling=DiTSamplingConfig("ddim", 2),
         training=TrainingOptions(OptimizerConfig(schedule="constant")),
     )
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

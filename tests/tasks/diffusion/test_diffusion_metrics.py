@@ -12,7 +12,7 @@ import torch
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, GenerationMetrics, InceptionFeatures
 from mhla_tasks.diffusion.callbacks import SampleGrid
-from mhla_tasks.diffusion.sampling import SamplingConfig
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 from PIL import Image
 from processes import fork_server, run_cli
 from scipy import linalg
@@ -256,7 +256,7 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
     parser.main(["fit", "--config", str(config), "--trainer.max_steps=6"])
     path = tmp_path / "checkpoints/step=6.ckpt"
     averaged, live = (load_module(ClassToImage, path, live=live) for live in (False, True))
-    labels, sampling = torch.arange(8), SamplingConfig("euler", 3, 1.5)
+    labels, sampling = torch.arange(8), DiTSamplingConfig("euler", 3, 1.5)
     want, other = (original(module, labels, list(range(8)), 0, sampling).int() for module in (averaged, live))
     assert (drawn[0].int() - want).abs().max() <= 1
     assert (other - want).abs().max() > 3, "averaged and live weights draw the same: the test shows nothing"

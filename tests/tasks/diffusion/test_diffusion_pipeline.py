@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DPMSolverMultistepScheduler
 from mhla_tasks.diffusion import ClassToImage, DiTPipeline, DiTShape
 from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig
-from mhla_tasks.diffusion.sampling import SamplingConfig
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 from processes import fork_server
 
 from lightning_mhla import AttentionConfig
@@ -20,18 +20,18 @@ from lightning_mhla import AttentionConfig
 CASES: dict[str, dict[str, Any]] = {
     "ddpm, learned variance, guidance, VAE": {
         "process": ProcessConfig("ddpm", learn_sigma=True),
-        "sampling": SamplingConfig("ddpm", 5, 2.0),
+        "sampling": DiTSamplingConfig("ddpm", 5, 2.0),
         "channels": 4,
         "vae": True,
     },
-    "ddim": {"process": ProcessConfig("ddpm", learn_sigma=True), "sampling": SamplingConfig("ddim", 4), "channels": 3},
+    "ddim": {"process": ProcessConfig("ddpm", learn_sigma=True), "sampling": DiTSamplingConfig("ddim", 4), "channels": 3},
     "ddpm, fixed variance, no label dropout": {
         "process": ProcessConfig("ddpm", learn_sigma=False, label_dropout=0.0),
-        "sampling": SamplingConfig("ddpm", 4),
+        "sampling": DiTSamplingConfig("ddpm", 4),
         "channels": 3,
     },
-    "flow, grey": {"process": ProcessConfig("flow"), "sampling": SamplingConfig("euler", 4, 1.5), "channels": 1},
-    "flow, dpm-solver++": {"process": ProcessConfig("flow"), "sampling": SamplingConfig("dpm-solver++", 4), "channels": 3},
+    "flow, grey": {"process": ProcessConfig("flow"), "sampling": DiTSamplingConfig("euler", 4, 1.5), "channels": 1},
+    "flow, dpm-solver++": {"process": ProcessConfig("flow"), "sampling": DiTSamplingConfig("dpm-solver++", 4), "channels": 3},
 }  # fmt: skip
 
 PROGRAM = """

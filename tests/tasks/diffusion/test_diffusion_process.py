@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mhla_tasks.diffusion.process import DenoisingProcess, ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import SamplingConfig, check_sampling, draw_samples
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig, check_sampling, draw_samples
 from scipy.stats import norm
 from tiny import tiny_dit
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Oracle(nn.Module):
 def test_samplers_find_the_image_that_the_network_knows(config: ProcessConfig, sampler: Any, guidance: float) -> None:
     labels = torch.tensor([0, 4, 9])
     network: Any = Oracle(config)
-    drawn = draw_samples(network, make_process(config), SamplingConfig(sampler, 20, guidance), labels, range(3), 0)
+    drawn = draw_samples(network, make_process(config), DiTSamplingConfig(sampler, 20, guidance), labels, range(3), 0)
     want = (1 + guidance * (labels / 10 - 1)).view(3, 1, 1, 1).expand(3, 1, 4, 4)  # guidance away from no class, 1.0
     torch.testing.assert_close(drawn, want, rtol=0, atol=0.02)
 
@@ -86,7 +86,7 @@ def test_samplers_draw_from_the_distribution_that_the_network_knows(config: Proc
     network: Any = Gaussian(config)
     steps = 50 if sampler == "dpm-solver++" else 250
     drawn = draw_samples(
-        network, make_process(config), SamplingConfig(sampler, steps), torch.zeros(4, dtype=torch.long), range(4), 0
+        network, make_process(config), DiTSamplingConfig(sampler, steps), torch.zeros(4, dtype=torch.long), range(4), 0
     )
     assert drawn.mean().item() == pytest.approx(network.mean, abs=0.02)
     assert drawn.std().item() == pytest.approx(network.deviation, rel=0.05)
@@ -170,7 +170,7 @@ def test_ddpm_250_visits_dits_timesteps() -> None:
 def test_a_sample_does_not_depend_on_those_drawn_with_it(process: ProcessConfig, sampler: Any) -> None:
     network = tiny_dit(out_channels=8 if process.learns_sigma else 4)
     made, labels = make_process(process), torch.arange(10) % 7
-    config = SamplingConfig(sampler, 10, 1.5)
+    config = DiTSamplingConfig(sampler, 10, 1.5)
     together = to_pixels(draw_samples(network, made, config, labels, range(10), 3)).int()
     for rows in ([0], [9, 2], [4, 5, 6, 7]):
         alone = to_pixels(draw_samples(network, made, config, labels[rows], rows, 3)).int()
@@ -208,17 +208,17 @@ def test_times_are_shifted_towards_noise() -> None:
         ),
         (lambda: ProcessConfig(shift=3.0), "require objective: flow"),
         (lambda: ProcessConfig(label_dropout=1.0), "label_dropout=1.0"),
-        (lambda: SamplingConfig(steps=0), "steps=0"),
+        (lambda: DiTSamplingConfig(steps=0), "steps=0"),
         (
-            lambda: check_sampling(make_process(ProcessConfig()), SamplingConfig(steps=1)),
+            lambda: check_sampling(make_process(ProcessConfig()), DiTSamplingConfig(steps=1)),
             "'ddpm' must lie between 2 and 1,000",
         ),
-        (lambda: check_sampling(make_process(ProcessConfig()), SamplingConfig(steps=1001)), "between 2 and 1,000"),
+        (lambda: check_sampling(make_process(ProcessConfig()), DiTSamplingConfig(steps=1001)), "between 2 and 1,000"),
         (
-            lambda: check_sampling(make_process(ProcessConfig(label_dropout=0)), SamplingConfig(guidance=2.0)),
+            lambda: check_sampling(make_process(ProcessConfig(label_dropout=0)), DiTSamplingConfig(guidance=2.0)),
             "guidance=2.0 needs a model that was also trained without labels",
         ),
-        (lambda: SamplingConfig(guidance=-1.0), "guidance=-1.0"),
+        (lambda: DiTSamplingConfig(guidance=-1.0), "guidance=-1.0"),
     ],
 )
 def test_options_that_do_not_go_together(call: Any, message: str) -> None:
@@ -228,7 +228,7 @@ def test_options_that_do_not_go_together(call: Any, message: str) -> None:
 
 def test_a_class_that_the_network_does_not_know() -> None:
     with pytest.raises(ValueError, match="class 10 is not one of 0 to 9"):
-        draw_samples(tiny_dit(), make_process(ProcessConfig()), SamplingConfig(), torch.tensor([10]), [0], 0)
+        draw_samples(tiny_dit(), make_process(ProcessConfig()), DiTSamplingConfig(), torch.tensor([10]), [0], 0)
 
 
 @pytest.mark.parametrize("steps", [10, 50, 250])
@@ -264,7 +264,7 @@ def test_eulers_steps_are_equal() -> None:
     seen: list[float] = []
     network.register_forward_pre_hook(lambda module, args: seen.append(float(args[1][0])))
     process = make_process(ProcessConfig(objective="flow"))
-    draw_samples(network, process, SamplingConfig("euler", 4), torch.tensor([1]), [0], 0)
+    draw_samples(network, process, DiTSamplingConfig("euler", 4), torch.tensor([1]), [0], 0)
     assert seen == pytest.approx([1000, 750, 500, 250], abs=1e-3)
 
 
@@ -274,7 +274,7 @@ def test_sampling_times_are_shifted_as_in_training() -> None:
     seen: list[float] = []
     network.register_forward_pre_hook(lambda module, args: seen.append(float(args[1][0])))
     process = make_process(ProcessConfig(objective="flow", shift=3.0))
-    draw_samples(network, process, SamplingConfig("euler", 4), torch.tensor([1]), [0], 0)
+    draw_samples(network, process, DiTSamplingConfig("euler", 4), torch.tensor([1]), [0], 0)
     assert seen == pytest.approx([1000, 900, 750, 500], abs=1e-2)
 
 

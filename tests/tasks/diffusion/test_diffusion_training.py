@@ -258,11 +258,11 @@ def test_grids_of_many_classes_are_in_order() -> None:
 
 def test_training_drops_labels() -> None:
     from mhla_tasks.diffusion.process import ProcessConfig
-    from mhla_tasks.diffusion.sampling import SamplingConfig
+    from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 
     made = ClassToImage(
         AttentionConfig(block_grid=[2, 2]), 10, 8, 1, shape=DiTShape(dim=16, depth=1, heads=2),
-        process=ProcessConfig("flow", label_dropout=0.5), sampling=SamplingConfig("euler"),
+        process=ProcessConfig("flow", label_dropout=0.5), sampling=DiTSamplingConfig("euler"),
     )  # fmt: skip
     made.log_loss = lambda loss, count: loss  # type: ignore[method-assign]
     seen: list[torch.Tensor] = []

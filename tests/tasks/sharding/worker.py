@@ -67,10 +67,10 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
         return ClassToImage(attention, **grouped(**sizes), training=training), DigitImages(batch_size=24)
     from mhla_tasks.captioned.text import TextConfig
     from mhla_tasks.video import MovingDigits, VideoDiffusion
-    from mhla_tasks.video.model import TransformerConfig
+    from mhla_tasks.video.model import WanTransformerConfig
 
     attention = AttentionConfig(kind="mhla", block_grid=[2, 2, 2], normalize=False, gate=True)
-    transformer = TransformerConfig(
+    transformer = WanTransformerConfig(
         patch_size=[1, 2, 2], num_attention_heads=2, attention_head_dim=12, in_channels=1, out_channels=1, text_dim=8,
         freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
-from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.model import SanaTransformerConfig
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
     "sample_size": 8,
     "patch_size": 1,
 }
-TINY = TransformerConfig(**SHAPE)
+TINY = SanaTransformerConfig(**SHAPE)
 
 
 def shaken(model: Any, seed: int = 1) -> Any:

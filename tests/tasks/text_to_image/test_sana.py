@@ -12,9 +12,9 @@ from mhla_tasks.captioned.host import build_transformer, load_weights
 from mhla_tasks.captioned.sampling import denoise, latent_shape
 from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.text_to_image import TextToImage
-from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.model import SanaTransformerConfig
 from mhla_tasks.text_to_image.pretrained import SANA
-from mhla_tasks.text_to_image.sampling import SamplingConfig
+from mhla_tasks.text_to_image.sampling import SanaSamplingConfig
 from sana import TINY, inputs, save_pipeline, shaken, tiny_sana
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
@@ -33,9 +33,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("shape", "millions"),
     [
-        (TransformerConfig(), 591.7),
+        (SanaTransformerConfig(), 591.7),
         (
-            TransformerConfig(
+            SanaTransformerConfig(
                 num_attention_heads=70,
                 num_layers=20,
                 num_cross_attention_heads=20,
@@ -46,7 +46,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_parameters_are_those_of_sana(shape: TransformerConfig, millions: float) -> None:
+def test_parameters_are_those_of_sana(shape: SanaTransformerConfig, millions: float) -> None:
     with torch.device("meta"):
         kept = build_transformer(SANA, shape, AttentionConfig(kind="linear"), ["keep"])
         mixed = build_transformer(SANA, shape, AttentionConfig(block_grid=[4, 4]), None)
@@ -104,7 +104,7 @@ def test_the_same_pictures_as_diffusers_own_pipeline(pipeline: Path) -> None:
     load_weights(ours_model, str(pipeline), SANA)
     encoder = make_encoder(TextConfig(str(pipeline), 12, "sana"), 8)
     cpu = torch.device("cpu")
-    sampling = SamplingConfig(steps=3, guidance=4.5, height=16, width=16)
+    sampling = SanaSamplingConfig(steps=3, guidance=4.5, height=16, width=16)
     codec = ImageCodec(str(pipeline))
     negative = encoder.encode([""], cpu)[0].expand(2, -1, -1)
     captions = TextToImage.caption_arguments(encoder.encode(prompts, cpu), negative)
@@ -204,4 +204,4 @@ def test_wrong_weights_are_short_errors(options: dict[str, Any], message: str, t
     with pytest.raises(ValueError, match="holds no weights of a SANA transformer"):
         load_weights(model, str(tmp_path / "other.pt"), SANA)
     with pytest.raises(ValueError, match="give different token widths"):
-        TransformerConfig(num_attention_heads=3)
+        SanaTransformerConfig(num_attention_heads=3)

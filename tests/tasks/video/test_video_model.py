@@ -12,7 +12,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from mhla_tasks.captioned.host import build_transformer, load_weights, read_transformer, read_weights
 from mhla_tasks.commandline import registry
 from mhla_tasks.video import VideoDiffusion
-from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.model import WanTransformerConfig
 from mhla_tasks.video.pretrained import WAN, load_published
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ HYBRID = ["keep", "mhla", "mhla"]
 
 def test_the_default_shape_is_wan_1_3b() -> None:
     with torch.device("meta"):
-        model = build_transformer(WAN, TransformerConfig(), AttentionConfig(kind="softmax"), ["keep"])
+        model = build_transformer(WAN, WanTransformerConfig(), AttentionConfig(kind="softmax"), ["keep"])
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_418_996_800
 
 

@@ -22,7 +22,7 @@ from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.video import MovingDigits, VideoDiffusion
 from mhla_tasks.video.clips import read_clip
-from mhla_tasks.video.sampling import SamplingConfig
+from mhla_tasks.video.sampling import WanSamplingConfig
 from mhla_tasks.video.strips import write_animation
 from peft import PeftModel
 from PIL import Image
@@ -247,7 +247,7 @@ def test_wrong_options_are_short_errors(
 
 def module(**options: Any) -> VideoDiffusion:
     """Build a model of tiny latents, in which every weight is changed, so that every input matters."""
-    sampling = SamplingConfig(steps=3, guidance=2.0, frames=5, height=16, width=32)
+    sampling = WanSamplingConfig(steps=3, guidance=2.0, frames=5, height=16, width=32)
     torch.manual_seed(3)
     made = VideoDiffusion(PAPER, TINY, flow=FlowConfig(), sampling=sampling, **options)
     made.network.load_state_dict(tiny_wan().state_dict(), strict=False)
@@ -284,7 +284,7 @@ def test_clips_are_the_pipelines_own(pipeline: Path) -> None:
 
 def test_euler_sampler_and_seeds() -> None:
     made = module(text=TextConfig(length=4))
-    config = SamplingConfig(sampler="euler", steps=2, guidance=1.0, frames=3, height=4, width=6)
+    config = WanSamplingConfig(sampler="euler", steps=2, guidance=1.0, frames=3, height=4, width=6)
     made.sampling = config
     both = made.draw(["a one", "a two"], [4, 9], 1)
     assert torch.equal(made.draw(["a two"], [9], 1), both[1:]), "a clip depends on its index, not on the batch"
@@ -304,12 +304,12 @@ def test_euler_sampler_and_seeds() -> None:
 def test_sizes_that_patches_or_the_vae_do_not_divide(pipeline: Path) -> None:
     made = module(text=TextConfig(length=4))
     with pytest.raises(ValueError, match=r"clips of \[5, 15, 24\] frames, rows and columns do not divide into patches"):
-        latent_shape(made.network, None, SamplingConfig(frames=5, height=15, width=24), "clips")
+        latent_shape(made.network, None, WanSamplingConfig(frames=5, height=15, width=24), "clips")
     made = module(text=TextConfig(length=4), vae=str(pipeline))
     with pytest.raises(ValueError, match=r"latents of \[2, 2, 3\] frames, rows and columns do not divide into patches"):
-        latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24), "clips")
+        latent_shape(made.network, made.codec, WanSamplingConfig(frames=5, height=16, width=24), "clips")
     with pytest.raises(ValueError, match="the VAE requires 1 frame more than a multiple of 4"):
-        latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32), "clips")
+        latent_shape(made.network, made.codec, WanSamplingConfig(frames=6, height=16, width=32), "clips")
 
 
 def test_validation_is_the_same_each_time_and_counts_every_clip(whole: Path) -> None:
@@ -575,7 +575,7 @@ def test_guidance_leads_away_from_the_negative_prompt() -> None:
     sizes: dict[str, Any] = {"sampler": "euler", "steps": 2, "frames": 3, "height": 4, "width": 6}
     clips = {}
     for guidance, negative in ((1.0, ""), (4.0, "a two"), (4.0, "")):
-        made.sampling = SamplingConfig(guidance=guidance, negative_prompt=negative, **sizes)
+        made.sampling = WanSamplingConfig(guidance=guidance, negative_prompt=negative, **sizes)
         clips[guidance, negative] = made.draw(["a two"], [0], 1).int()
     assert (clips[4.0, "a two"] - clips[1.0, ""]).abs().max() <= 1
     assert (clips[4.0, ""] - clips[1.0, ""]).abs().max() > 1

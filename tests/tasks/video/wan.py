@@ -12,7 +12,7 @@ import yaml
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from grouped import grouped
 from mhla_tasks.video.clips import write_clip
-from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.model import WanTransformerConfig
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {
     "num_layers": 3,
     "rope_max_seq_len": 32,
 }
-TINY = TransformerConfig(**SHAPE)
+TINY = WanTransformerConfig(**SHAPE)
 PAPER = AttentionConfig(block_grid=[2, 2, 3], normalize=False, gate=True)
 """Attention options of the paper's video models, with a small block grid."""
 

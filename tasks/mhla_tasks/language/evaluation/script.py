@@ -33,14 +33,14 @@ def main() -> None:
 
 
 def _run() -> None:
-    words, folder = _without_option(sys.argv[1:], "--data_dir")
-    words, allowed = _without_option(words, "--allow")
-    if words and words[0] in ("-h", "--help"):
+    arguments, folder = _without_option(sys.argv[1:], "--data_dir")
+    arguments, allowed = _without_option(arguments, "--allow")
+    if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(f"{__doc__}\n")
-    runs = not words or words[0] not in ("ls", "validate", "-h", "--help")
-    if runs and not any(word == "--model" or word.startswith("--model=") or word == "-M" for word in words):
-        words += ["--model", "mhla"]
-    sys.argv[1:] = words
+    runs = not arguments or arguments[0] not in ("ls", "validate", "-h", "--help")
+    if runs and not any(word == "--model" or word.startswith("--model=") or word == "-M" for word in arguments):
+        arguments += ["--model", "mhla"]
+    sys.argv[1:] = arguments
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
         if torch.cuda.is_available():
@@ -55,10 +55,10 @@ def _run() -> None:
             torch.distributed.destroy_process_group()
 
 
-def _without_option(words: list[str], option: str) -> tuple[list[str], str | None]:
+def _without_option(arguments: list[str], option: str) -> tuple[list[str], str | None]:
     remaining: list[str] = []
     value = None
-    iterator = iter(words)
+    iterator = iter(arguments)
     for word in iterator:
         if word == option:
             value = next(iterator, None)

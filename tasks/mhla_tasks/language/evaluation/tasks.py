@@ -79,18 +79,18 @@ def _cache_of(folder: Path) -> Path:
     return own_folder(default_cache() / "tasks" / digest, default_cache())
 
 
-def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
+def check_tasks(names: Sequence[str], available: Sequence[str]) -> None:
     """Check that all requested tasks of lm-evaluation-harness exist.
 
     Args:
         names: names of the requested tasks, or paths of task files.
-        known: names of all tasks that the harness has.
+        available: names of all tasks that the harness has.
 
     Raises:
         ValueError: if a task is unknown; the message suggests similar names.
     """
     for name in names:
-        if name not in known and not Path(name).is_file():
-            close = get_close_matches(name, known, 3)
+        if name not in available and not Path(name).is_file():
+            close = get_close_matches(name, available, 3)
             hint = f"did you mean {', '.join(close)}?" if close else "lm_eval ls tasks lists them"
             raise ValueError(f"lm-eval has no task {name!r}; {hint}")

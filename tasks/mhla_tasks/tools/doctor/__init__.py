@@ -42,11 +42,11 @@ PARTS: dict[str, Examination] = {
 }
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the selected checks of this machine, and print their findings.
 
     Args:
-        words: command-line arguments after ``lightning doctor``, such as ``--only`` to select groups of checks.
+        arguments: command-line arguments after ``lightning doctor``, such as ``--only`` to select groups of checks.
 
     Returns:
         The exit status: 1 if a finding has the status ``wrong``, otherwise 0.
@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         default=list(PARTS),
         help=f"parts to run (default: all): {', '.join(PARTS)}",
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     findings: list[Finding] = []
     for part in options.only:
         part_findings = list(examine(part, PARTS[part]))

@@ -88,14 +88,14 @@ def devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        free, whole = torch.cuda.mem_get_info(index)
+        free, total = torch.cuda.mem_get_info(index)
         old = (properties.major, properties.minor) < (8, 0)
         yield Finding(
             "devices", f"GPU {index}", "note" if old else "ok",
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, {free / GIB:.1f} of "
-            f"{whole / GIB:.1f} GiB free, {properties.multi_processor_count} multiprocessors",
+            f"{total / GIB:.1f} GiB free, {properties.multi_processor_count} multiprocessors",
             "too old for the Triton kernels (8.0 and later): the PyTorch forms are used" if old else "",
-            {"memory_gib": whole / GIB, "free_gib": free / GIB},
+            {"memory_gib": total / GIB, "free_gib": free / GIB},
         )  # fmt: skip
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text().splitlines()[0] if driver.exists() else "unknown"

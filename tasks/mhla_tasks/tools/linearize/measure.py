@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_mhla.swap import original_attention
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.trust import find_class
-from mhla_tasks.linearize.source import Source
+from mhla_tasks.tools.linearize.source import Source
 
 STEPS_TIMED = 4
 """Number of training steps whose time is measured, after one that is not counted."""

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from lightning_mhla.system.files import write_whole
-from mhla_tasks.linearize import measure, stages
-from mhla_tasks.linearize.report import write_report
-from mhla_tasks.linearize.source import Source, open_source
+from mhla_tasks.tools.linearize import measure, stages
+from mhla_tasks.tools.linearize.report import write_report
+from mhla_tasks.tools.linearize.source import Source, open_source
 from mhla_tasks.tools.processes import run_command
 
 PLAN, RESULTS = "plan.json", "results.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,17 +80,15 @@ def convert_gguf(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        import gguf  # noqa: F401  # transformers' own error does not name the package
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf") from error
+    if find_spec("gguf") is None:
+        raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
     options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     try:
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **options)
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"transformers cannot read {file} ({str(error).splitlines()[0][:200]})") from error
-    # The weights are dequantized, but transformers refuses to save a model whose configuration says otherwise.
+    # The weights are dequantized, but transformers does not save a model whose configuration says otherwise.
     model.config.__dict__.pop("quantization_config", None)
     plain = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
     plain.load_state_dict(model.state_dict())

@@ -14,8 +14,8 @@ from lightning_mhla.callbacks.page import STYLE, duration
 from lightning_mhla.callbacks.points import draw_curves
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
-from mhla_tasks.linearize.source import Source
-from mhla_tasks.linearize.stages import MONITORS
+from mhla_tasks.tools.linearize.source import Source
+from mhla_tasks.tools.linearize.stages import MONITORS
 
 LOADING = """\
 from transformers import {class_name}{tokenizer}
@@ -72,8 +72,7 @@ def write_report(target: Path, work: Path, source: Source, plan: Mapping[str, An
 
 def _summary(source: Source, plan: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     settings = plan["choices"]["settings"]
-    kept = results.get("layers", {}).get("kept", [])
-    replaced = source.depth - len(kept)
+    replaced = source.depth - len(results.get("layers", {}).get("kept", []))
     seconds = results["matching"]["seconds"] + results["tuning"]["seconds"]
     return (
         f"attention of {replaced} of {source.depth} layers replaced by {html.escape(settings['kind'])}; trained for "

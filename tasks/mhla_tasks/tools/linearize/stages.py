@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mhla_tasks.linearize.source import Domain, Source
+from mhla_tasks.tools.linearize.source import Domain, Source
 
 MODULES: dict[Domain, str] = {
     "language": "mhla_tasks.language.LinearizedModel",
