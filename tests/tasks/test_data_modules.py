@@ -146,6 +146,15 @@ MODULES: dict[str, Case] = {
             "prompts": ("{}/prompts.txt", PREDICTION),
         },
     ),
+    "language.TextPassages": Case(
+        {"train": "{}/../train.jsonl", "val": "{}/../val.jsonl", "tokenizer": "{}/tokenizer", "length": 16, "min_characters": 1},
+        {"tokens": (torch.int64, (16,), 0, 309), "mask": (torch.int64, (16,), 0, 1)},
+        {
+            **COMMON, "train": ("{}/../other.jsonl", SAMPLES), "val": ("{}/../other.jsonl", HELD_OUT),
+            "tokenizer": ("{}/../tokens/tokenizer", NOTHING), "length": (32, NOTHING), "unit": ("document", NOTHING),
+            "min_characters": (15, ORDER), "column": ("copy", SAMPLES),
+        },
+    ),
     "language.AssociativeRecall": Case(
         {"train": [PART], "val": [PART], "vocab_size": 64},
         {"tokens": (torch.int64, (24,), 0, 63), "labels": (torch.int64, (24,), -100, 63), "group": (int, (), 0, 0),
@@ -214,7 +223,7 @@ STREAMS = {"language.HubText"}
 def files_of(name: str) -> str:
     """The folder of the test data in which the shards of a data module lie."""
     return {
-        "language.TokenShards": "tokens", "diffusion.LatentShards": "latents", "text_to_image.ImageLatentShards": "encoded",
+        "language.TokenShards": "tokens", "language.TextPassages": "tokens", "diffusion.LatentShards": "latents", "text_to_image.ImageLatentShards": "encoded",
         "video.VideoLatentShards": "encoded-clips", "video.VideoShards": "videos",
     }.get(name, "pictures")  # fmt: skip
 
@@ -265,7 +274,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer(SENTENCES, 310)
     for number, part in enumerate(("train", "val", "other")):
         text = root / f"{part}.jsonl"
-        text.write_text("".join(f'{{"text": "Number {n} of {n * n}"}}\n' for n in range(number, 40 + number)))
+        text.write_text(
+            "".join(
+                f'{{"text": "Number {n} of {n * n}", "copy": "Copy {n} of {n}"}}\n' for n in range(number, 40 + number)
+            )
+        )
         write_token_shards(root / "tokens" / part, [str(text)], tokenizer, part, run_characters=100, runs_per_shard=2)
     (root / "tokens/prompts.txt").write_text("one\n")
     (root / "prompts.txt").write_text("one\n")
@@ -341,7 +354,7 @@ def held_out(data: Any) -> list[dict[str, Any]]:
 
 def test_every_data_module_is_in_the_table() -> None:
     for module in pkgutil.walk_packages(mhla_tasks.__path__, "mhla_tasks."):
-        if module.name.rpartition(".")[2] in ("data", "recall"):
+        if module.name.rpartition(".")[2] in ("data", "passages", "recall"):
             importlib.import_module(module.name)
 
     def below(kind: type) -> set[type]:

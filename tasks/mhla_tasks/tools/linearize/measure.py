@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_mhla.swap import original_attention
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.trust import find_class
-from mhla_tasks.tools.linearize.source import Source
+from mhla_tasks.tools.linearize.source import PretrainedSource
 
 STEPS_TIMED = 4
 """Number of training steps whose time is measured, after one that is not counted."""
@@ -164,7 +164,9 @@ def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor
 
 
 @torch.no_grad()
-def seconds_by_length(source: Source, networks: Mapping[str, Any], longest: int | None) -> dict[int, dict[str, float]]:
+def seconds_by_length(
+    source: PretrainedSource, networks: Mapping[str, Any], longest: int | None
+) -> dict[int, dict[str, float]]:
     """Measure the seconds of a forward pass of one sample by its length, alternating between the models.
 
     Args:
@@ -194,7 +196,7 @@ def seconds_by_length(source: Source, networks: Mapping[str, Any], longest: int 
     return results
 
 
-def _forward(source: Source, network: Any, length: int) -> None:
+def _forward(source: PretrainedSource, network: Any, length: int) -> None:
     if source.domain == "image":
         network(pixel_values=torch.zeros(1, network.config.num_channels, length, length))
         return
@@ -210,7 +212,7 @@ def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replac
     return min(faster, default=None)
 
 
-def load_networks(source: Source, target: Path) -> dict[str, Any]:
+def load_networks(source: PretrainedSource, target: Path) -> dict[str, Any]:
     """Load the original and the exported model in float32, in evaluation mode, as ``original`` and ``linearized``."""
     from transformers import AutoModel, AutoModelForCausalLM
 

@@ -13,7 +13,7 @@ import yaml
 from lightning_mhla.system.files import write_whole
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import write_report
-from mhla_tasks.tools.linearize.source import Source, open_source
+from mhla_tasks.tools.linearize.source import PretrainedSource, open_source
 from mhla_tasks.tools.processes import run_command
 
 PLAN, RESULTS = "plan.json", "results.json"
@@ -45,7 +45,7 @@ class Pipeline:
 
     def __init__(
         self,
-        source: Source,
+        source: PretrainedSource,
         target: Path,
         work: Path,
         settings: stages.Settings,

@@ -14,7 +14,7 @@ from lightning_mhla.callbacks.page import STYLE, duration
 from lightning_mhla.callbacks.points import draw_curves
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
-from mhla_tasks.tools.linearize.source import Source
+from mhla_tasks.tools.linearize.source import PretrainedSource
 from mhla_tasks.tools.linearize.stages import MONITORS
 
 LOADING = """\
@@ -35,7 +35,9 @@ MEANING = {
 """Metrics of the table, in its order, with what they say."""
 
 
-def write_report(target: Path, work: Path, source: Source, plan: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+def write_report(
+    target: Path, work: Path, source: PretrainedSource, plan: Mapping[str, Any], results: Mapping[str, Any]
+) -> None:
     """Write ``report.html`` to the working folder.
 
     Args:
@@ -70,7 +72,7 @@ def write_report(target: Path, work: Path, source: Source, plan: Mapping[str, An
     write_whole(work / "report.html", page)
 
 
-def _summary(source: Source, plan: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+def _summary(source: PretrainedSource, plan: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     settings = plan["choices"]["settings"]
     replaced = source.depth - len(results.get("layers", {}).get("kept", []))
     seconds = results["matching"]["seconds"] + results["tuning"]["seconds"]
@@ -88,7 +90,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div style="overflow-x:auto"><table>{"".join(lines)}</table></div>'
 
 
-def _quality(source: Source, results: Mapping[str, Any]) -> str:
+def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     stages = {
         "original": results["original"],
         "swapped": results["swapped"],
@@ -134,7 +136,7 @@ def _picture(content: io.BytesIO) -> str:
     return f'<figure><img alt="" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"></figure>'
 
 
-def _speed(source: Source, results: Mapping[str, Any]) -> str:
+def _speed(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     speed = {int(length): values for length, values in results["speed"].items()}
     if not speed:
         return ""

@@ -16,7 +16,7 @@ Domain = Literal["language", "text", "image"]
 
 
 @dataclass(frozen=True)
-class Source:
+class PretrainedSource:
     """Pretrained model of transformers.
 
     Attributes:
@@ -30,7 +30,7 @@ class Source:
     depth: int
 
 
-def open_source(name: str, folder: Path) -> Source:
+def open_source(name: str, folder: Path) -> PretrainedSource:
     """Open a pretrained model, after converting it to a folder of transformers if it is a GGUF file.
 
     Args:
@@ -52,7 +52,7 @@ def open_source(name: str, folder: Path) -> Source:
     depth = getattr(config, "num_hidden_layers", None)
     if not isinstance(depth, int):
         raise ValueError(f"{name}: a {type(config).__name__} has no list of layers (num_hidden_layers)")
-    return Source(name, _domain(config, name), depth)
+    return PretrainedSource(name, _domain(config, name), depth)
 
 
 def _gguf_file(path: Path) -> Path | None:

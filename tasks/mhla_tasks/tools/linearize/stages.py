@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mhla_tasks.tools.linearize.source import Domain, Source
+from mhla_tasks.tools.linearize.source import Domain, PretrainedSource
 
 MODULES: dict[Domain, str] = {
     "language": "mhla_tasks.language.LinearizedModel",
@@ -76,7 +76,7 @@ class Settings:
     val_batches: int
 
 
-def data_options(source: Source, settings: Settings, shards: Path) -> dict[str, Any]:
+def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> dict[str, Any]:
     """Return the configuration of the data module.
 
     Args:
@@ -98,7 +98,7 @@ def data_options(source: Source, settings: Settings, shards: Path) -> dict[str, 
     return {"class_path": name, "init_args": {**options, "batch_size": settings.batch_size, "num_workers": 0}}
 
 
-def attention_options(source: Source, settings: Settings) -> dict[str, Any]:
+def attention_options(source: PretrainedSource, settings: Settings) -> dict[str, Any]:
     """Return the options of the new attention."""
     options: dict[str, Any] = {"kind": settings.kind}
     if settings.kind != "softmax":
@@ -111,7 +111,7 @@ def attention_options(source: Source, settings: Settings) -> dict[str, Any]:
     return options
 
 
-def matching(source: Source, settings: Settings, data: dict[str, Any], steps: int) -> dict[str, Any]:
+def matching(source: PretrainedSource, settings: Settings, data: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return the configuration of the first run, which matches each new layer to the original one.
 
     Args:
@@ -126,7 +126,12 @@ def matching(source: Source, settings: Settings, data: dict[str, Any], steps: in
 
 
 def tuning(
-    source: Source, settings: Settings, data: dict[str, Any], steps: int, matched: str, layer_kinds: list[str] | None
+    source: PretrainedSource,
+    settings: Settings,
+    data: dict[str, Any],
+    steps: int,
+    matched: str,
+    layer_kinds: list[str] | None,
 ) -> dict[str, Any]:
     """Return the configuration of the second run, which trains the model as a whole.
 
@@ -145,7 +150,7 @@ def tuning(
     return _run(source, settings, model, data, steps)
 
 
-def _model(source: Source, settings: Settings, pretrained: str, layer_steps: int) -> dict[str, Any]:
+def _model(source: PretrainedSource, settings: Settings, pretrained: str, layer_steps: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "pretrained": pretrained,
         "attention": attention_options(source, settings),
@@ -161,7 +166,9 @@ def _training(rate: float, steps: int) -> dict[str, Any]:
     return {"optimizer": {"lr": rate, "weight_decay": 0.0, "warmup_steps": warmup, "min_lr": rate / 20}}
 
 
-def _run(source: Source, settings: Settings, model: dict[str, Any], data: dict[str, Any], steps: int) -> dict[str, Any]:
+def _run(
+    source: PretrainedSource, settings: Settings, model: dict[str, Any], data: dict[str, Any], steps: int
+) -> dict[str, Any]:
     monitor, mode = MONITORS[source.domain]
     checkpoint = {"monitor": monitor, "mode": mode, "save_last": True}
     return {
