@@ -47,6 +47,7 @@ ENDINGS = {
     "prepare caption-latents": "--height 16 --width 16 --text_length 16",
     "fit --config mhla://c": "--trainer.limit_train_batches=2 --trainer.limit_val_batches=1",
     "mhla-lm-eval": "--data_dir DATA --limit 1",
+    "linearize llama": "--steps 2 2 --length 16 --block_size 8 --batch_size 1 --val_batches 1",
     "llama.yaml": "--trainer.max_steps=4 --trainer.limit_val_batches=1",
 }
 """Options that shorten commands which have no small configuration."""
