@@ -39,7 +39,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         * ``replaced``: loss with the new attention in all replaced layers.
         * ``hybrid``: loss of the hybrid model.
         * ``alone``: dict with the loss for each replaced layer, by layer index, if only this layer has the new attention.
-        * ``unit``: ``"token"`` or ``"image"``.
+        * ``unit``: ``"token"``, ``"image"`` or, for an encoder, ``"sample"``, whose losses are distances from the original.
         * ``kept``: indices of the layers that keep softmax attention in the hybrid model.
         * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
 
@@ -76,7 +76,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
             return math.log(metrics["val/perplexity"])
         if "val/loss" not in metrics:
             raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation data to measure a loss on")
-        units.append("image")
+        units.append("image" if isinstance(distillation, TransferOptions) else "sample")
         return float(metrics["val/loss"])
 
     costs = layer_costs(network, loss)
@@ -102,7 +102,8 @@ def table(costs: dict[str, Any]) -> str:
         costs: dict that :func:`measure` returned.
     """
     losses = LayerCosts(costs["original"], costs["replaced"], costs["alone"])
-    lines = [f"nats per {costs['unit']:<10} against the original"]
+    measured = "distance, mean" if costs["unit"] == "sample" else f"nats per {costs['unit']}"
+    lines = [f"{measured:<19} against the original"]
     rows: Sequence[tuple[str, float]] = [
         ("original", losses.original),
         *((f"layer {index} new", value) for index, value in losses.alone.items()),

@@ -62,7 +62,6 @@ def write_report(
         _speed(source, results),
         _layers(results),
         f"<h2>Use it</h2><pre>{html.escape(loading)}</pre>",
-        "<p>Rows with <em>swapped</em> are the model right after its attention was replaced, before any training.</p>",
     ]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
@@ -104,7 +103,8 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     for name in names:
         title = f"{name.removeprefix('val/')}<br><span class=muted>{MEANING[name]}</span>"
         rows.append([title, *(_number(values.get(name)) for values in stages.values())])
-    return f"<h2>Quality</h2>{_table(['on held-out data', *stages], rows)}"
+    note = "<p class=muted>Swapped: right after the attention was replaced, before any training.</p>"
+    return f"<h2>Quality</h2>{note}{_table(['on held-out data', *stages], rows)}"
 
 
 def _number(value: float | None) -> str:
