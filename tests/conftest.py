@@ -59,9 +59,13 @@ STARTS_PROCESSES = {
 
 SLOW = (
     "test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation",
-    "test_run_folder", "test_resume", "test_verdicts", "test_compile", "test_endings",
+    "test_run_folder", "test_resume", "test_verdicts", "test_compile", "test_endings", "test_swap_graphs", "test_transforms",
+    "test_checkpoint_matrix", "test_language_graphs", "test_checkpoint_choice", "test_video_training", "test_diffusion_training",
+    "test_swap_folders", "test_swap_transformers", "test_linearized_settings", "test_encoders", "test_language_peft",
+    "test_text_to_image_training", "test_accumulation", "test_resume_options", "test_kinds", "test_data_modules", "test_vlt",
+    "test_diffusion_metrics", "test_language_networks", "test_classification", "test_portable", "test_language_transformers",
 )  # fmt: skip
-"""Test files that take long without starting processes: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
+"""Test files that take more than ten seconds: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
 
 LONGEST = (
     "test_configs", "test_benchmarks", "test_kinds", "test_paper", "test_video_training", "test_slurm", "test_kills", "test_sharding",

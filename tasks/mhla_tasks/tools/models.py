@@ -94,7 +94,7 @@ def import_published(parser: ArgumentParser) -> Run:
 
 
 def linearize(parser: ArgumentParser) -> Run:
-    """Replace the attention of a pretrained model by linear attention, train it back, and report the result.
+    """Replace the attention of a pretrained model with linear attention, train it, and report the result.
 
         lightning linearize models/smollm2 smollm2-linear --train texts/ --val heldout/ --budget 2h
         lightning linearize sentence-transformers/all-MiniLM-L6-v2 minilm-linear --train train.jsonl --val val.jsonl

@@ -82,10 +82,11 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
     if find_spec("gguf") is None:
         raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
-    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"transformers cannot read {file} ({str(error).splitlines()[0][:200]})") from error
     # The weights are dequantized, but transformers does not save a model whose configuration says otherwise.
