@@ -300,15 +300,19 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Prepare a generation state for new tokens, and find where each row's new tokens begin.
+    """Derive a generation state that is ready for new tokens, and find where each row's new tokens begin.
 
-    If the last block of a row is full and the row gets new tokens, the state gets a new block for them.
+    If the last block of a row is full and the row gets new tokens, the derived state has a new block for them.
 
     Args:
         state: generation state after the earlier tokens. It is not changed.
         counts: number of new tokens of each row.
         mixing: mixing coefficients between blocks.
-        writes: whether tensors that are created for the new state may be written to in place.
+        writes: whether tensors that are created for the derived state may be written to in place.
+
+    Returns:
+        The derived state, which is ``state`` itself if no row starts a block, with the block and the position in it at which
+        each row's new tokens begin.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
     # a row without new tokens keeps its block open even if it is full; its outputs are masked later

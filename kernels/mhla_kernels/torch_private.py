@@ -36,8 +36,8 @@ def is_traced() -> bool:
 def has_values(*tensors: Tensor) -> bool:
     """Return whether the values of all tensors can be read.
 
-    They cannot be read while a graph is recorded, inside transformations of ``torch.func``, on the meta device, or in fake
-    tensors.
+    They cannot be read while a tracer such as ``torch.compile`` runs (see :func:`is_traced`), inside transformations of
+    ``torch.func``, on the meta device, or in fake tensors.
     """
     return not is_traced() and all(not (x.is_meta or isinstance(x, FakeTensor) or is_wrapped(x)) for x in tensors)
 

@@ -55,7 +55,11 @@ class BestCheckpoints:
         """Optimizer step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Make a trainer's ModelCheckpoints record requests in this object instead of writing and removing files themselves."""
+        """Take over the writing and removal of checkpoints from a trainer's ModelCheckpoint callbacks.
+
+        From then on, the callbacks do not write or remove files. This object collects the paths of the checkpoints that they
+        want to save or remove, and :meth:`finish` does the work.
+        """
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -91,8 +95,8 @@ class BestCheckpoints:
         """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
 
         The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. If a ModelCheckpoint has
-        ``save_last`` and its folder differs from the folder of ``last``, the method requests a link to ``last`` in the folder
-        of the ModelCheckpoint, and sets ``last_model_path`` to the link.
+        ``save_last`` and its own ``last.ckpt`` is a different path than ``last``, ``last_model_path`` is set to its own path,
+        and :meth:`finish` later saves the checkpoint at that path too, as a hard link where possible.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.

@@ -84,7 +84,13 @@ class RunFolder:
         return is_first_process()
 
     def keep(self, name: str) -> None:
-        """Rename a file in the folder before a new start overwrites it, for example ``metrics.csv`` to ``metrics-1.csv``."""
+        """Rename a file that an earlier start of the run wrote to its folder, so that this start does not overwrite it.
+
+        The new name has the first unused number, for example ``metrics-1.csv`` for ``metrics.csv``. A missing file is ignored.
+
+        Args:
+            name: path of the file relative to the run folder.
+        """
         _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:

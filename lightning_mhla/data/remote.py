@@ -195,8 +195,8 @@ class Download:
         """Try once to download the rest of the file, starting after the part that was already received.
 
         Raises:
-            ShardUnavailableError: if the file is too large, or cannot be written to the local stream.
-            BrokenContentError: if the check rejects the content.
+            ShardUnavailableError: if the file is larger than ``most`` bytes, or writing it to ``sink`` fails.
+            BrokenContentError: if the check that ``make_check`` created rejects the content.
             DownloadStoppedError: if the download is canceled.
             Exception: if the attempt fails for any other reason. The type depends on the network library.
         """

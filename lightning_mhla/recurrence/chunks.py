@@ -51,7 +51,14 @@ class ChunkedInputs(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """Divide a tensor ``[B, N, H]`` or ``[B, N, H, D]`` into the same chunks of tokens as ``q``, ``[B, H, M, C, ...]``."""
+        """Divide a tensor into the same M chunks of C tokens as ``q``, and convert it to the dtype of ``q``.
+
+        Args:
+            x: one number per token and head, ``[B, N, H]``, or D numbers, ``[B, N, H, D]``.
+
+        Returns:
+            ``[B, H, M, C]`` for ``[B, N, H]``, and ``[B, H, M, C, D]`` for ``[B, N, H, D]``.
+        """
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 

@@ -1,4 +1,4 @@
-"""Models of transformers described by plain data, from which a checkpoint rebuilds its model without the original folder.
+"""Transformers models described by plain data, from which a checkpoint rebuilds its model without the original folder.
 
 A description is a dict with these entries:
 
@@ -87,7 +87,8 @@ def read_description(pretrained: str) -> dict[str, Any]:
     """Read the description of a model as plain data, see the top of this module.
 
     Args:
-        pretrained: path of a checkpoint, of a run's folder or of a folder of transformers, or name on the Hugging Face Hub.
+        pretrained: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the
+            Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -104,7 +105,7 @@ def read_description(pretrained: str) -> dict[str, Any]:
 
 
 def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Build a configuration of transformers from its description.
+    """Build a transformers configuration from its description.
 
     Args:
         network: description, see the top of this module.
@@ -151,7 +152,7 @@ def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> N
         network: model to load the weights into.
         pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
             Hub.
-        auto_class: class of transformers that loads such models, such as ``transformers.AutoModel``.
+        auto_class: transformers class that loads such models, such as ``transformers.AutoModel``.
 
     Raises:
         FileNotFoundError: if there are no weights.

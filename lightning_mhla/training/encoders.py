@@ -128,7 +128,9 @@ def _share_of(wanted: Tensor, neighbors: Tensor) -> Tensor:
 
 
 class LinearizedEncoder(TrainingModule):
-    """Base class of modules that train an encoder of transformers, with replaced attention, to match the original encoder.
+    """Base class of modules that train an encoder from the transformers library, after its attention was replaced.
+
+    The encoder learns to match the original one.
 
     The constructor of a subclass calls ``save_hyperparameters(ignore=["pretrained"])`` and then :meth:`assemble`.
 

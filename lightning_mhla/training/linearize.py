@@ -277,7 +277,9 @@ class Linearization:
         return module.log_loss(loss, len(inputs[0]))
 
     def distilled_loss(self, module: TrainingModule, plain: Tensor, predicted: Tensor, *inputs: Tensor) -> Tensor:
-        """Compute and log the loss on the data and, with a teacher, the distance from the teacher's predictions.
+        """Add the weighted distance from the teacher's predictions to the weighted loss on the data; log and return the sum.
+
+        Both parts are also logged by themselves. Without a teacher, the loss on the data is logged and returned unchanged.
 
         Args:
             module: training module.
@@ -286,7 +288,7 @@ class Linearization:
             *inputs: inputs of the network and the teacher, ``[B, ...]`` for a batch of B samples.
 
         Returns:
-            Weighted sum of ``plain`` and the distance from the teacher's predictions; ``plain`` itself without a teacher.
+            The weighted sum, a scalar; ``plain`` without a teacher.
         """
         size = len(inputs[0])
         if self._teacher is None:

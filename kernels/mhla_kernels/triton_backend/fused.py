@@ -120,7 +120,7 @@ def _layout_name(layout: TokenLayout) -> str:
 
 @torch.compiler.assume_constant_result
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
-    """Return the name of the Triton kernels for an attention call if they agree with PyTorch, else an empty string.
+    """Return the name of the set of Triton kernels for an attention call; an empty string if they disagree with PyTorch.
 
     The first time, the outputs of the kernels are compared with those of PyTorch on small inputs. Later calls of this function
     use the stored result.
@@ -128,7 +128,7 @@ def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> s
     Args:
         device_type: type of the device, such as ``"cuda"``.
         device_index: index of the device; None for the current one.
-        fields: fields of the :class:`Kind` that describes the call, in order. The block size is not rounded yet.
+        fields: fields of the :class:`Kind` that describes the call, in order. This function rounds the block size.
     """
     kind = Kind(*fields)
     kind = kind._replace(block_size=size_class(kind.block_size, kind.form))

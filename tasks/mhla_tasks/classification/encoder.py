@@ -1,4 +1,4 @@
-"""Image encoders of transformers whose attention is replaced, then trained to compute the original patch vectors."""
+"""Image encoders from the transformers library with replaced attention, trained to compute the original patch vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BIDIRECTIONAL = AttentionConfig(kind="mhla", block_grid=[4, 4], feature_map="lea
 
 
 class LinearizedImageEncoder(LinearizedEncoder):
-    """Image encoder of transformers (DINOv2, ViT, ...) with replaced attention, trained to match the original encoder.
+    """Image encoder from the transformers library (DINOv2, ViT, ...) with new attention, trained to match the original.
 
     Args:
         pretrained: encoder to start from: a folder of transformers, a name on the Hugging Face Hub, or a checkpoint or run

@@ -72,7 +72,7 @@ class _Typed(str):
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """Return the text or the parsed value, depending on what a parameter accepts.
+        """Return this command-line value in the form that a parameter accepts: as text, or parsed as YAML.
 
         Args:
             classes: classes whose instances the parameter accepts; empty if it accepts only plain values, such as numbers and

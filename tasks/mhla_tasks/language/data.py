@@ -289,10 +289,14 @@ class HubText(TextData):
     def _texts(self, remarks: Remarks) -> Iterator[str]:
         """Yield the text of each document once, in the order of the data set.
 
-        Rows without text and documents that are changed are counted in ``remarks``.
+        The documents are in the table column that the option ``column`` names. Rows without text are left out. Unpaired
+        surrogates, which UTF-8 cannot encode, are replaced with U+FFFD.
+
+        Args:
+            remarks: counter of the rows that are left out and of the documents in which characters are replaced.
 
         Raises:
-            BrokenSampleError: if a row is broken or lacks the column; the message names the file and the row.
+            BrokenSampleError: if a row is broken or lacks this column; the message names the file and the row.
             ShardUnavailableError: if a file cannot be read at the moment.
         """
         rows = self._data.rows()

@@ -1,4 +1,4 @@
-"""Text encoders of transformers whose attention is replaced, then trained to compute the original embeddings."""
+"""Text encoders from the transformers library whose attention is replaced, then trained to compute the original embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIDIRECTIONAL = AttentionConfig(kind="mhla", block_size=16, mixing="exponential"
 
 
 class LinearizedTextEncoder(LinearizedEncoder):
-    """Text encoder of transformers whose attention layers are replaced, then trained to match the original encoder.
+    """Text encoder from the transformers library whose attention is replaced, then trained to match the original encoder.
 
     Args:
         pretrained: encoder to start from: a folder of transformers, a name on the Hugging Face Hub, or a checkpoint or run

@@ -39,7 +39,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(CausalLanguageModel):
-    """Causal language model of transformers whose attention layers are replaced, then trained to restore its quality.
+    """Causal language model from the transformers library with replaced attention, trained to restore the original quality.
 
     Args:
         pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
@@ -95,7 +95,7 @@ class LinearizedModel(CausalLanguageModel):
         """Set the tokenizer, but keep the special tokens that the configuration of the original model already defines.
 
         Args:
-            tokenizer: tokenizer of transformers.
+            tokenizer: a transformers tokenizer.
         """
         network = dict(self.hparams["network"])
         named = (network.get("init_args") or {}, network.get("generation_config") or {})
@@ -156,14 +156,15 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 
 def read_source(path: str) -> PreTrainedModel:
-    """Load a causal language model of transformers in float32.
+    """Load a causal language model from the transformers library in float32.
 
     Args:
         path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the model is not a causal language model of transformers, is quantized, or its weights do not fit.
+        ValueError: if the model is not a causal transformers language model or is quantized, or if the names or shapes of its
+            weights do not match its configuration.
     """
     if is_swapped(path):
         swapped: PreTrainedModel = load_swapped(path, torch.float32)
@@ -175,7 +176,7 @@ def read_source(path: str) -> PreTrainedModel:
 
 
 def source_network(pretrained: str) -> dict[str, Any]:
-    """Read the configuration of a model of transformers as a dict, from which :func:`build_network` can build the model.
+    """Read the configuration of a transformers model as a dict, from which :func:`build_network` can build the model.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face

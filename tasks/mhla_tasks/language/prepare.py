@@ -119,12 +119,17 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 
 
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the tokenizer in the folder ``tokenizer`` beside the shards, unless it is there already.
+    """Save the tokenizer in the subfolder ``tokenizer`` of the folder of the shards, unless it is there already.
 
-    If the folder holds a different tokenizer and there are no shards yet, the folder is renamed first.
+    If the subfolder holds a different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``,
+    or to the next number that is not used.
+
+    Args:
+        target: folder of the shards.
+        tokenizer: tokenizer to save.
 
     Raises:
-        ValueError: if the folder holds shards of a different tokenizer.
+        ValueError: if ``target`` already contains shards, and its subfolder a different tokenizer.
     """
     beside = target / "tokenizer"
     if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):

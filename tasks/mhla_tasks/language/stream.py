@@ -143,7 +143,7 @@ class _Window(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Encoded document in the queue of a row.
+    """Encoded document in the queue from which the samples of one batch row are cut.
 
     Attributes:
         document: index of the document in the stream.

@@ -33,13 +33,14 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         accelerator: accelerator of Lightning's Trainer, such as ``cpu`` or ``gpu``.
 
     Returns:
-        A dict with these entries; losses are in nats per token or per image, as ``unit`` states:
+        A dict with the entries below. The loss of an encoder is the distance of its vectors from those of the original encoder.
+        Other losses are in nats. All are means per token, image or sample, as ``unit`` states:
 
         * ``original``: loss with the original attention in all layers.
         * ``replaced``: loss with the new attention in all replaced layers.
         * ``hybrid``: loss of the hybrid model.
         * ``alone``: dict with the loss for each replaced layer, by layer index, if only this layer has the new attention.
-        * ``unit``: ``"token"``, ``"image"`` or, for an encoder, ``"sample"``, whose losses are distances from the original.
+        * ``unit``: ``"token"`` for a language model, ``"image"`` for a classifier, ``"sample"`` for an encoder.
         * ``kept``: indices of the layers that keep softmax attention in the hybrid model.
         * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
 
