@@ -234,6 +234,18 @@ def test_the_cheaper_form() -> None:
     assert pick(512, 64, True) == pick(64 * 512, 64, True, sequences=64) == "parallel"
 
 
+def test_only_blocks_of_equal_size_are_spanned() -> None:
+    from mhla_kernels.attention import _choose_form
+    from mhla_kernels.checks import check_problem
+
+    q = torch.empty(1, 65536, 1, 16)
+    mixing = ExponentialMixing(torch.ones(2), torch.tensor([0.1, 0.2]))
+    equal = check_problem(q, q, q, mixing, block_size=4)
+    uneven = check_problem(q, q, q, mixing, block_size=None, block_offsets=[*range(0, 65536, 4), 65535, 65536])
+    assert _choose_form(equal, fused=False) == "spanning"
+    assert _choose_form(uneven, fused=False) != "spanning"
+
+
 def test_memory_bounds_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that would hold more than the bound is left out, the cheaper one too, unless none holds less."""
     shape = 4096, 256, 64, 64, True

@@ -235,3 +235,13 @@ def test_all_processes_stop_or_skip_for_one(tmp_path: Path) -> None:
     for where, message in expected.items():
         for process in ("ddp {} on 0", "ddp {} on 1", "fsdp {} on 0", "fsdp {} on 1"):
             assert re.search(message, found[process.format(where)]), found
+
+
+def test_the_process_to_look_at_is_named_first() -> None:
+    watch = StallWatch(seconds=100)
+    silent = {"silent": 60.0, "waits": True, "at": [9, 0]}
+    busy = {"silent": 40.0, "waits": False, "at": [9, 0]}
+    behind = {"silent": 40.0, "waits": True, "at": [8, 0]}
+    waiting = {"silent": 0.0, "waits": True, "at": [9, 0]}
+    states = [silent, busy, behind, waiting]
+    assert sorted([waiting, behind, busy, silent], key=watch._order) == states

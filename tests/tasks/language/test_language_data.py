@@ -22,7 +22,8 @@ from mhla_tasks.language.token_shards import ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_bytes, train_tokenizer, unpack_tokenizer
 from small import SENTENCES, small_model
 
-from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data import BrokenSampleError, ShardReader, write_shards
+from lightning_mhla.data.write import array_bytes
 from lightning_mhla.training.optim import OptimizerConfig
 
 TEXTS = [f"{sentence} Number {number}: {'x' * (number % 7)}é" for number, sentence in enumerate(SENTENCES * 8)]
@@ -324,3 +325,21 @@ def test_windows_are_whole_at_the_end_of_the_text(length: int, wanted: int) -> N
     runs = ArrayRuns(np.zeros(length, dtype=np.int64), np.arange(min(length, 1)), "text")
     windows = TokenWindows(runs, 64, np.ones(1, dtype=np.int64), separate_documents=False)
     assert [len(windows[index]["tokens"]) for index in range(len(windows))] == [65] * wanted
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [[0.0, 4.0], [[0, 4]], [4, 0], [-1, 4], [0, 90], [True, False]],
+    ids=["floats", "two axes", "falling", "negative", "beyond the tokens", "Booleans"],
+)
+def test_document_starts_that_are_no_ascending_positions(starts: list[Any], tmp_path: Path) -> None:
+    def members(_: int) -> dict[str, Any]:
+        return {
+            "tokens.npy": array_bytes(torch.arange(40, dtype=torch.uint8)),
+            "starts.npy": array_bytes(torch.tensor(starts)),
+        }
+
+    write_shards(range(1), members, tmp_path, "train", 1)
+    runs = ShardRuns(ShardReader(sorted(tmp_path.glob("*.tar"))))
+    with pytest.raises(BrokenSampleError, match=r"\.starts\.npy does not hold ascending positions of its 40 tokens"):
+        runs.read(0, 0, 10)
