@@ -36,6 +36,9 @@ Pooling = Literal["mean", "first"]
 NEIGHBORS = 10
 """Number of nearest neighbors that the recall counts."""
 
+QUERIES_AT_ONCE = 1024
+"""Number of samples that are compared with all others at once, which bounds the memory."""
+
 
 @dataclass(frozen=True)
 class EncoderDistillation:
@@ -109,6 +112,8 @@ class EmbeddingPairs(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return the two shares of common neighbors."""
         model, teacher = dim_zero_cat(self.model), dim_zero_cat(self.teacher)
+        if len(model) < 2:
+            return dict.fromkeys(("recall_at_10", "mixed_recall_at_10"), torch.tensor(torch.nan))
         wanted = _neighbors(teacher, teacher)
         return {
             "recall_at_10": _share_of(wanted, _neighbors(model, model)),
@@ -118,9 +123,13 @@ class EmbeddingPairs(Metric):
 
 def _neighbors(queries: Tensor, index: Tensor) -> Tensor:
     """Return the indices of the nearest other samples, ``[n, k]`` int64, for normalized embeddings ``[n, dim]``."""
-    similarity = queries @ index.T
-    similarity.fill_diagonal_(-torch.inf)
-    return similarity.topk(min(NEIGHBORS, len(index) - 1), dim=-1).indices
+    nearest = []
+    for start in range(0, len(queries), QUERIES_AT_ONCE):
+        similarity = queries[start : start + QUERIES_AT_ONCE] @ index.T
+        rows = torch.arange(len(similarity), device=similarity.device)
+        similarity[rows, start + rows] = -torch.inf  # a sample is not its own neighbor
+        nearest.append(similarity.topk(min(NEIGHBORS, len(index) - 1), dim=-1).indices)
+    return torch.cat(nearest)
 
 
 def _share_of(wanted: Tensor, neighbors: Tensor) -> Tensor:
@@ -328,26 +337,26 @@ class LinearizedEncoder(TrainingModule):
         self._log_pairs("test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
-        valid = batch["valid"]
-        inputs = tuple(values[valid] for values in self.read_inputs(batch))
-        if not len(inputs[0]):
-            return
+        # All processes compute the complete batch, filler samples included, so that they stay in step.
+        valid, inputs = batch["valid"], self.read_inputs(batch)
         mask = self.real_tokens(*inputs)
-        vectors, wanted = self.encode(self.network, *inputs).float(), self._wanted(*inputs).float()
+        vectors, wanted = self.encode(self.network, *inputs).float()[valid], self._wanted(*inputs).float()[valid]
+        mask = None if mask is None else mask[valid]
         embedding, target = self.embed(vectors, mask), self.embed(wanted, mask)
-        cosine = F.cosine_similarity(vectors, wanted, dim=-1)
         means: Any = self.means[stage]
-        means["loss"].update(self._weighted(self.distances(vectors, wanted, mask)), len(inputs[0]))
-        means["cosine"].update(F.cosine_similarity(embedding, target, dim=-1))
-        means["token_cosine"].update(cosine if mask is None else cosine[mask])
+        if len(vectors):
+            cosine = F.cosine_similarity(vectors, wanted, dim=-1)
+            means["loss"].update(self._weighted(self.distances(vectors, wanted, mask)), len(vectors))
+            means["cosine"].update(F.cosine_similarity(embedding, target, dim=-1))
+            means["token_cosine"].update(cosine if mask is None else cosine[mask])
         pairs: Any = self.pairs[stage]
         pairs.update(embedding, target)
         for name, metric in means.items():
-            self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "cosine", batch_size=len(inputs[0]))
+            self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "cosine", batch_size=len(valid))
 
     def _log_pairs(self, stage: str) -> None:
         pairs: Any = self.pairs[stage]
-        if pairs.update_count:
+        if pairs.update_count:  # every process has the same number of batches
             self.log_dict({f"{stage}/{name}": value.to(self.device) for name, value in pairs.compute().items()})
         pairs.reset()
 

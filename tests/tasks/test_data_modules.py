@@ -152,7 +152,7 @@ MODULES: dict[str, Case] = {
         {
             **COMMON, "train": ("{}/../other.jsonl", SAMPLES), "val": ("{}/../other.jsonl", HELD_OUT),
             "tokenizer": ("{}/../tokens/tokenizer", NOTHING), "length": (32, NOTHING), "unit": ("document", NOTHING),
-            "min_characters": (15, ORDER), "column": ("copy", SAMPLES),
+            "min_characters": (15, ORDER), "column": ("copy", SAMPLES), "val_passages": (9, HELD_OUT),
         },
     ),
     "language.AssociativeRecall": Case(

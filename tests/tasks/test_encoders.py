@@ -219,6 +219,41 @@ def test_a_hybrid_starts_from_a_model_with_all_layers_replaced(texts: MiniTexts,
     assert all(torch.equal(hybrid.network.state_dict()[name], model.network.state_dict()[name]) for name in names)
 
 
+def test_held_out_passages_are_drawn_from_all_of_them(texts: MiniTexts, bert: str) -> None:
+    every, drawn = passages(texts, bert).source("validate"), passages(texts, bert, val_passages=30).source("validate")
+    assert len(drawn) == 30
+    assert len(every) > 200
+    assert abs(every.groups.mean() - drawn.groups.mean()) < 0.5, "not the shortest ones"
+    again = passages(texts, bert, val_passages=30).source("validate")
+    assert all(torch.equal(drawn[index]["tokens"], again[index]["tokens"]) for index in range(30))
+
+
+@pytest.mark.parametrize("name", ["ViT", "Dinov2"])
+def test_image_encoders_take_other_sizes(name: str, tmp_path: Path) -> None:
+    import transformers
+    from mhla_tasks.classification.encoder import LinearizedImageEncoder
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config = (
+        getattr(transformers, f"{name}Config")(**sizes, intermediate_size=64)
+        if name == "ViT"
+        else transformers.Dinov2Config(**sizes)
+    )
+    original = getattr(transformers, f"{name}Model")(config).eval()
+    original.save_pretrained(tmp_path)
+    model = LinearizedImageEncoder(str(tmp_path), attention=AttentionConfig(kind="softmax")).eval()
+    model.configure_model()
+    mixed = LinearizedImageEncoder(str(tmp_path), attention=AttentionConfig(kind="mhla", block_grid=[2, 2])).eval()
+    for size in (32, 48):
+        images = torch.randn(2, 3, size, size)
+        options = {"interpolate_pos_encoding": True} if name == "ViT" else {}
+        with torch.no_grad():
+            wanted = original(pixel_values=images, **options).last_hidden_state
+            torch.testing.assert_close(model.encode(model.network, images), wanted, atol=1e-5, rtol=1e-4)
+            assert mixed.encode(mixed.network, images).shape == wanted.shape
+
+
 def test_mistakes_are_told(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name it by --model"):
         trainer(tmp_path, 1).validate(

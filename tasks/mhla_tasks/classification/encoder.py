@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -57,7 +58,7 @@ class LinearizedImageEncoder(LinearizedEncoder):
 
     @override
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:
-        vectors: Tensor = network(pixel_values=inputs[0]).last_hidden_state
+        vectors: Tensor = network(pixel_values=inputs[0], **interpolation_options(network)).last_hidden_state
         return vectors
 
     @override
@@ -67,3 +68,9 @@ class LinearizedImageEncoder(LinearizedEncoder):
     @override
     def real_tokens(self, *inputs: Tensor) -> Tensor | None:
         return None
+
+
+def interpolation_options(network: Any) -> dict[str, bool]:
+    """Return the argument with which an image encoder accepts images of any size; empty if it accepts them without one."""
+    name = "interpolate_pos_encoding"
+    return {name: True} if name in signature(network.forward).parameters else {}

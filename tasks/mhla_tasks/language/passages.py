@@ -76,6 +76,7 @@ class TextPassages(ResumableDataModule):
         unit: what a passage is. paragraph splits documents at blank lines; document takes the beginning of each document.
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
         column: column of a table that holds the text.
+        val_passages: number of held-out passages that are used, drawn at random but always the same; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: seed of the order of the passages; null for the value of seed_everything.
     """
@@ -90,6 +91,7 @@ class TextPassages(ResumableDataModule):
         unit: Unit = "paragraph",
         min_characters: int = 40,
         column: str = "text",
+        val_passages: int | None = None,
         num_workers: int = 0,
         seed: int | None = None,
     ) -> None:
@@ -99,7 +101,7 @@ class TextPassages(ResumableDataModule):
             raise ValueError(f"length={length} must be at least {STEP} tokens")
         self.sources = {"train": train, "validate": val, "test": val}
         self.tokenizer_name, self.length, self.unit, self.column = tokenizer, length, unit, column
-        self.min_characters = min_characters
+        self.min_characters, self.val_passages = min_characters, val_passages
         self._passages: dict[str, Passages] = {}
 
     @cached_property
@@ -115,7 +117,10 @@ class TextPassages(ResumableDataModule):
         if stage not in self._passages:
             location = self.sources[stage]
             documents = read_documents([location] if isinstance(location, str) else location, self.column)
-            texts = (text for text in self._split(documents) if len(text) >= self.min_characters)
+            texts = [text for text in self._split(documents) if len(text) >= self.min_characters]
+            if stage == "validate" and self.val_passages is not None and self.val_passages < len(texts):
+                chosen = np.random.default_rng(0).permutation(len(texts))[: self.val_passages]
+                texts = [texts[index] for index in sorted(chosen)]
             self._passages[stage] = Passages(texts, self.tokenizer, self.length)
             if not len(self._passages[stage]):
                 raise ValueError(

@@ -21,8 +21,11 @@ from typing_extensions import override
 
 from lightning_mhla.swap import original_attention
 from lightning_mhla.training.module import TrainingModule
+from mhla_tasks.classification.encoder import interpolation_options
 from mhla_tasks.commandline.trust import find_class
 from mhla_tasks.tools.linearize.source import PretrainedSource
+
+log = logging.getLogger(__name__)
 
 STEPS_TIMED = 4
 """Number of training steps whose time is measured, after one that is not counted."""
@@ -185,7 +188,11 @@ def seconds_by_length(
         for _ in range(REPEATS + 1):
             for name, network in networks.items():
                 begin = time.perf_counter()
-                _forward(source, network, length)
+                try:
+                    _forward(source, network, length)
+                except (ValueError, RuntimeError) as error:  # a size that the model does not support
+                    log.info("speed is not measured at length %d: %s", length, str(error).splitlines()[0])
+                    return results
                 times[name].append(time.perf_counter() - begin)
             if sum(values[-1] for values in times.values()) > LONG_PASS:
                 break
@@ -198,7 +205,9 @@ def seconds_by_length(
 
 def _forward(source: PretrainedSource, network: Any, length: int) -> None:
     if source.domain == "image":
-        network(pixel_values=torch.zeros(1, network.config.num_channels, length, length))
+        network(
+            pixel_values=torch.zeros(1, network.config.num_channels, length, length), **interpolation_options(network)
+        )
         return
     tokens = torch.arange(length)[None] % min(1000, network.config.vocab_size)
     call: Callable[..., Any] = network.base_model if source.domain == "language" else network

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import write_report
-from mhla_tasks.tools.linearize.source import PretrainedSource, open_source
+from mhla_tasks.tools.linearize.source import find_domain, open_source
 from mhla_tasks.tools.processes import run_command
 
-PLAN, RESULTS = "plan.json", "results.json"
-"""Files in the working folder: what is done with how many steps, and the results of the completed steps."""
+CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
+"""Files in the working folder: the options of the command, the numbers of steps, and the results of the completed steps."""
 
 MIN_STEPS = 4
 """Smallest number of steps of a run that a budget leads to."""
@@ -32,7 +35,7 @@ class Pipeline:
     All intermediate results lie in a working folder, and a second call with the same choices continues there.
 
     Args:
-        source: pretrained model.
+        name: name of the pretrained model, see :func:`open_source`.
         target: folder for the exported model.
         work: working folder.
         settings: choices that determine the training.
@@ -45,7 +48,7 @@ class Pipeline:
 
     def __init__(
         self,
-        source: PretrainedSource,
+        name: str,
         target: Path,
         work: Path,
         settings: stages.Settings,
@@ -53,22 +56,19 @@ class Pipeline:
         steps: tuple[int, int] | None = None,
     ) -> None:
         self.target, self.work, self.settings, self.budget = target, work, settings, budget
-        choices = {
-            "source": source.path,
-            "settings": asdict(settings),
-            "budget": None if steps else budget,
-            "steps": steps,
-        }
+        choices = {"source": name, "settings": asdict(settings), "budget": None if steps else budget, "steps": steps}
         self.choices: dict[str, Any] = json.loads(json.dumps(choices))
-        self.plan = self._read(PLAN)
-        if self.plan and self.plan["choices"] != self.choices:
-            changed = [name for name, value in self.choices.items() if value != self.plan["choices"].get(name)]
+        begun_with = self._read(CHOICES)
+        if begun_with and begun_with != self.choices:
+            changed = [name for name, value in self.choices.items() if value != begun_with.get(name)]
             raise ValueError(
                 f"{work} was begun with a different {' and '.join(changed)}; continue with the same options, or choose another "
                 "folder with --work"
             )
         work.mkdir(parents=True, exist_ok=True)
-        self.source = source
+        write_whole(work / CHOICES, json.dumps(self.choices, indent=1) + "\n")
+        self.plan = self._read(PLAN)
+        self.source = open_source(name, work / "original")
         self.results = self._read(RESULTS) or {}
         self.steps = steps
 
@@ -166,11 +166,12 @@ class Pipeline:
         _say(f"layers that keep softmax: {', '.join(map(str, costs['kept'])) or 'none'}")
 
     def _export(self) -> None:
-        if "exported" in self.results and (self.target / "config.json").is_file():
+        target = str(self.target.resolve())
+        if self.results.get("exported") == target and (self.target / "config.json").is_file():
             return
         checkpoint = self.work / "tuning" / "checkpoints" / "last.ckpt"
         self._lightning(["export", str(checkpoint), str(self.target)], "export")
-        self._keep(exported=True)
+        self._keep(exported=target)
 
     def _measure_after(self) -> None:
         if "speed" in self.results:
@@ -184,8 +185,10 @@ class Pipeline:
             self._keep(positions={"bounds": bounds, **perplexity})
         longest = getattr(networks["original"].config, "max_position_embeddings", None)
         seconds = measure.seconds_by_length(self.source, networks, longest if self.source.domain != "image" else None)
-        self._keep(speed={str(length): by_name for length, by_name in seconds.items()})
-        self._keep(break_even=measure.break_even(seconds, "original", "linearized"))
+        self._keep(
+            speed={str(length): by_name for length, by_name in seconds.items()},
+            break_even=measure.break_even(seconds, "original", "linearized"),
+        )
 
     def _lightning(self, words: list[str], what: str) -> None:
         """Run a command of this program in its own process.
@@ -194,6 +197,9 @@ class Pipeline:
             SystemExit: if the command fails; its own output says why.
         """
         _say(what)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # measurements in this process must not hold memory that the command needs
         if status := run_command([sys.executable, "-m", "mhla_tasks", *words]):
             _say(f"stopped; the same command continues here ({self.work})")
             sys.exit(status)
@@ -222,9 +228,15 @@ def linearize(options: Any) -> None:
     """
     if not 0 <= options.keep < 1:
         raise ValueError(f"--keep={options.keep} must be a share of the layers, from 0 to below 1")
-    work = options.work or options.target.with_name(f"{options.target.name}-work")
-    source = open_source(options.source, work / "original")
-    defaults = stages.DEFAULTS[source.domain]
+    target, source = options.target, Path(options.source)
+    if target.exists() and (not target.is_dir() or target.resolve() == source.resolve()):
+        raise ValueError(f"{target} is the source, or not a folder; name another folder for the linearized model")
+    if any(redact(path) != path for path in (*options.train, *options.val)):
+        raise ValueError(
+            "user names, passwords and queries of URLs would be written to the configurations in the working folder; download "
+            "the data first"
+        )
+    defaults = stages.DEFAULTS[find_domain(options.source)]
     chosen = {name: defaults[name] if (value := getattr(options, name)) is None else value for name in defaults}
     names = (
         "train",
@@ -240,4 +252,5 @@ def linearize(options: Any) -> None:
     )
     settings = stages.Settings(**chosen, **{name: getattr(options, name) for name in names})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
-    Pipeline(source, options.target, work, settings, options.budget, steps).run()
+    work = options.work or target.with_name(f"{target.name}-work")
+    Pipeline(options.source, target, work, settings, options.budget, steps).run()

@@ -55,6 +55,16 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
     return PretrainedSource(name, _domain(config, name), depth)
 
 
+def find_domain(name: str) -> Domain:
+    """Return what kind of model ``name`` is, see :func:`open_source`; a GGUF file holds a causal language model.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+        ValueError: if the model is not a causal language model or an encoder of texts or images.
+    """
+    return "language" if _gguf_file(Path(name)) is not None else _domain(read_configuration(name), name)
+
+
 def _gguf_file(path: Path) -> Path | None:
     if path.suffix == ".gguf":
         if not path.is_file():

@@ -90,10 +90,11 @@ def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> 
         name = "mhla_tasks.language.TokenShards"
     elif source.domain == "text":
         options = {"train": settings.train, "val": settings.val, "tokenizer": source.path, "length": settings.length}
+        options["val_passages"] = settings.val_batches * settings.batch_size
         name = "mhla_tasks.language.TextPassages"
     else:
         options = {"train": settings.train, "val": settings.val, "image_size": settings.length}
-        options |= {"train": settings.train[0], "val": settings.val[0]} if len(settings.train) == 1 else {}
+        options |= {name: paths[0] for name in ("train", "val") if len(paths := options[name]) == 1}  # a class folder
         name = "mhla_tasks.classification.ImageNetShards"
     return {"class_path": name, "init_args": {**options, "batch_size": settings.batch_size, "num_workers": 0}}
 
@@ -184,7 +185,7 @@ def _run(
             "log_every_n_steps": max(1, steps // 50),
             "val_check_interval": max(1, steps // CHECKS),
             "check_val_every_n_epoch": None,
-            "limit_val_batches": settings.val_batches,
+            "limit_val_batches": 1.0 if source.domain == "text" else settings.val_batches,
             "num_sanity_val_steps": 0,
             "callbacks": [
                 {"class_path": "ModelCheckpoint", "init_args": checkpoint},
