@@ -80,7 +80,7 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path:
         command(*words, "--steps", "5", "4"), capture_output=True, text=True, check=False, timeout=280
     )
     assert other.returncode == 1
-    assert "was begun with a different steps" in other.stderr
+    assert "was begun with a different settings and steps" in other.stderr
 
 
 def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
