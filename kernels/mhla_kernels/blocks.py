@@ -3,6 +3,8 @@
 Every block has the same number of slots. A slot without a token holds zeros.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
+
+Longer than other modules: it is the only one that knows how tokens fall into blocks, so all index tables are here.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A model class has the name of its transformers parent, such as ``LlamaForCausalL
 with the prefix ``Swapped``, such as ``SwappedLlamaConfig``. Each class is created when this module's attribute of that name is
 first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass. The model's
 ``save_pretrained`` then writes a folder that transformers' original classes reject.
+
+Longer than other modules: what is saved and what is loaded has to correspond.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Base class of all training modules, with optimizer, weight average, seeds, sharding, and resuming from a checkpoint."""
+"""Base class of all training modules, with optimizer, weight average, seeds, sharding, and resuming from a checkpoint.
+
+Longer than other modules: Lightning calls all of these hooks on one object.
+"""
 
 from __future__ import annotations
 

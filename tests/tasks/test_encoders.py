@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from lightning_mhla import AttentionConfig, load_swapped
-from lightning_mhla.training.encoders import EmbeddingPairs, EncoderDistillation
+from lightning_mhla.training.encoders import EncoderDistillation
+from lightning_mhla.training.neighbors import EmbeddingPairs
 
 WORDS = [
     "a",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Pipeline:
         budget: float,
         steps: tuple[int, int] | None = None,
     ) -> None:
-        self.target, self.work, self.settings, self.budget = target, work, settings, budget
+        self.target, self.work, self.settings, self.budget, self.steps = target, work, settings, budget, steps
         choices = {"source": name, "settings": asdict(settings), "budget": None if steps else budget, "steps": steps}
         self.choices: dict[str, Any] = json.loads(json.dumps(choices))
         begun_with = self._read(CHOICES)
@@ -69,8 +69,7 @@ class Pipeline:
         write_whole(work / CHOICES, json.dumps(self.choices, indent=1) + "\n")
         self.plan = self._read(PLAN)
         self.source = open_source(name, work / "original")
-        self.results = self._read(RESULTS) or {}
-        self.steps = steps
+        self.results = self._read(RESULTS)
 
     def run(self) -> None:
         """Perform all steps that are not complete, and print what is done."""
@@ -82,7 +81,7 @@ class Pipeline:
         self._fit("tuning", self._tuning())
         self._export()
         self._measure_after()
-        write_report(self.target, self.work, self.source, self.plan, self.results)
+        write_report(self.target, self.work, self.source, self.settings.kind, self.results)
         _say(f"model: {self.target}\nreport: {self.work / 'report.html'}")
 
     @property
@@ -122,7 +121,7 @@ class Pipeline:
             ]
         else:
             steps = list(self.steps)
-        self.plan = {"choices": self.choices, "steps": steps, "seconds_per_step": seconds}
+        self.plan = {"steps": steps, "seconds_per_step": seconds}
         write_whole(self.work / PLAN, json.dumps(self.plan, indent=1) + "\n")
         self.plan = self._read(PLAN)
         _say(f"plan: {steps[0]} steps match the layers, {steps[1]} train the model")
@@ -236,21 +235,9 @@ def linearize(options: Any) -> None:
             "user names, passwords and queries of URLs would be written to the configurations in the working folder; download "
             "the data first"
         )
+    typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
     defaults = stages.DEFAULTS[find_domain(options.source)]
-    chosen = {name: defaults[name] if (value := getattr(options, name)) is None else value for name in defaults}
-    names = (
-        "train",
-        "val",
-        "keep",
-        "trained",
-        "match_lr",
-        "tune_lr",
-        "precision",
-        "accelerator",
-        "seed",
-        "val_batches",
-    )
-    settings = stages.Settings(**chosen, **{name: getattr(options, name) for name in names})
+    settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
     work = options.work or target.with_name(f"{target.name}-work")
     Pipeline(options.source, target, work, settings, options.budget, steps).run()

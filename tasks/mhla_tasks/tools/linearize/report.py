@@ -35,16 +35,14 @@ MEANING = {
 """Metrics of the table, in its order, with what they say."""
 
 
-def write_report(
-    target: Path, work: Path, source: PretrainedSource, plan: Mapping[str, Any], results: Mapping[str, Any]
-) -> None:
+def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> None:
     """Write ``report.html`` to the working folder.
 
     Args:
         target: folder of the exported model.
         work: working folder.
         source: pretrained model.
-        plan: numbers of steps and the choices they belong to.
+        kind: kind of the new attention.
         results: results of all steps.
     """
     title = f"{Path(source.path).name}, linearized" if source.path != str(work / "original") else "Linearized model"
@@ -55,7 +53,7 @@ def write_report(
         loading += f'\ntokenizer = AutoTokenizer.from_pretrained("{target.name}")'
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f'<p class="muted">{_summary(source, plan, results)}</p>',
+        f'<p class="muted">{_summary(source, kind, results)}</p>',
         _quality(source, results),
         _positions(results),
         _curves(results),
@@ -71,13 +69,13 @@ def write_report(
     write_whole(work / "report.html", page)
 
 
-def _summary(source: PretrainedSource, plan: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    settings = plan["choices"]["settings"]
+def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> str:
     replaced = source.depth - len(results.get("layers", {}).get("kept", []))
     seconds = results["matching"]["seconds"] + results["tuning"]["seconds"]
     return (
-        f"attention of {replaced} of {source.depth} layers replaced by {html.escape(settings['kind'])}; trained for "
-        f"{duration(seconds)}, {plan['steps'][0]:,} steps to match the layers and {plan['steps'][1]:,} for the model"
+        f"attention of {replaced} of {source.depth} layers replaced by {html.escape(kind)}; trained for "
+        f"{duration(seconds)}, {results['matching']['steps']:,} steps to match the layers and "
+        f"{results['tuning']['steps']:,} for the model"
     )
 
 
