@@ -45,6 +45,7 @@ class StateKind:
         value_width: width of the values, V.
         near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
             there is no softmax attention.
+        sinks: number of first tokens that every token attends to by softmax.
     """
 
     mixing: str
@@ -53,10 +54,12 @@ class StateKind:
     key_width: int
     value_width: int
     near: tuple[int, int] | None = None
+    sinks: int = 0
 
     def __str__(self) -> str:
         keys = f"Dk={self.key_width}" if self.near is None else "K={}, Hkv={}, Dk={}".format(self.key_width, *self.near)
-        return f"{self.mixing}, block_size={self.block_size}, {keys}, Dv={self.value_width}"
+        sinks = f", sinks={self.sinks}" if self.sinks else ""
+        return f"{self.mixing}, block_size={self.block_size}, {keys}, Dv={self.value_width}{sinks}"
 
 
 Context = tuple[StateKind, tuple[int, ...], bool]
@@ -369,7 +372,9 @@ class MHLAState(BlockState):
 torch.serialization.add_safe_globals([StateKind])
 
 
-def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None) -> StateKind:
+def kind_of(
+    q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None, sinks: int = 0
+) -> StateKind:
     """Return the properties that a generation state must have so that a call can continue it.
 
     Args:
@@ -379,8 +384,9 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
         block_size: tokens in a block.
         near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
             there is no softmax attention.
+        sinks: number of first tokens that every token attends to by softmax.
     """
-    return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near)
+    return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near, sinks)
 
 
 def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Generation with windowed attention: softmax weights for near tokens, MHLA weights for far tokens, a few tokens at a time.
 
-The state holds the keys and values of two blocks, and the summaries of all earlier blocks.
+The state holds the keys and values of the sinks (the first tokens, which every token reads) and of two blocks, and the
+summaries of all earlier blocks.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
-``W = K V + K`` numbers of a summary.
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
+value, ``W = K V + K`` numbers of a summary.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mhla_kernels.generation import (
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.problem import Problem, repeat
 from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
-from mhla_kernels.windowed import check_window, combine, heads_last, joined, nothing_far
+from mhla_kernels.windowed import CausalWindow, InBlocks, check_window, combine, heads_last, nothing_far
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +49,9 @@ class MHLAWindowState(BlockState):
 
     Attributes:
         previous: summary of the block before the open one, ``[B, H, W]`` with W numbers.
-        keys: keys of the window in 2 C slots for blocks of C tokens, ``[B, 2 C, Hkv, Dk]``. The block before the open one comes
-            first. Empty slots are zero.
-        values: values of the window in the same order, ``[B, 2 C, Hkv, V]``.
+        keys: keys of S sinks, and of the window in 2 C slots for blocks of C tokens, ``[B, S + 2 C, Hkv, Dk]``. After the sinks
+            comes the block before the open one. Empty slots are zero.
+        values: values in the same order, ``[B, S + 2 C, Hkv, V]``.
     """
 
     tensor_names: ClassVar[tuple[str, ...]] = (*BlockState.tensor_names, "previous", "keys", "values")
@@ -71,9 +72,11 @@ class MHLAWindowState(BlockState):
         summary = draft.tensors["open"][rows].clone()  # the next lines overwrite the memory of "open"
         draft.put("previous", rows, summary)
         draft.put("open", rows, torch.zeros_like(summary))
-        size = self.kind.block_size
+        size, sinks = self.kind.block_size, self.kind.sinks
         for name in ("keys", "values"):
-            draft.put(name, rows, F.pad(draft.tensors[name][rows][:, size:], (0, 0, 0, 0, 0, size)))
+            slots = draft.tensors[name][rows]
+            shifted = torch.cat([slots[:, :sinks], slots[:, sinks + size :]], 1)
+            draft.put(name, rows, F.pad(shifted, (0, 0, 0, 0, 0, size)))
 
 
 def mhla_window_prefill(
@@ -85,6 +88,7 @@ def mhla_window_prefill(
     mixing: MixingLike,
     *,
     block_size: int,
+    sinks: int = 0,
     far: Tensor | None = None,
     scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
@@ -92,8 +96,8 @@ def mhla_window_prefill(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for the next tokens of every row, and return the generation state after them.
 
-    Windowed attention has softmax weights for tokens in the query's block and the block before it (near tokens), and MHLA
-    weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`.
+    Windowed attention has softmax weights for sinks and for tokens in the query's block and the block before it (near tokens),
+    and MHLA weights for all other earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`.
 
     Args:
         q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk.
@@ -103,6 +107,7 @@ def mhla_window_prefill(
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
         mixing: nonnegative coefficients. A matrix of coefficients must cover all blocks up to the last token of the call.
         block_size: tokens in a block.
+        sinks: number of tokens at the start of each row that are sinks; at most ``block_size``.
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
@@ -120,8 +125,8 @@ def mhla_window_prefill(
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
-    problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q))
-    kind = _kind_of(q_features, k, v, mixing, block_size)
+    problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q), sinks=sinks)
+    kind = _kind_of(q_features, k, v, mixing, block_size, sinks)
     if state is None:
         state = _empty(problem, q_features, kind)
     state.check(kind, batch, q.shape[2], problem.accumulate)
@@ -138,33 +143,47 @@ def mhla_window_prefill(
         q, f = (x.to(problem.accumulate) for x in (q, q_features))
         k, v, g = (x.to(problem.accumulate).masked_fill(~mask[..., None, None], 0) for x in (k, v, k_features))
         new_blocks = [in_blocks(x, offsets, block_size) for x in (k, v)]
-        # for keys and for values: the block before the open one, and the open block
-        stored = [x.transpose(1, 2).split(block_size, 2) for x in (start.keys, start.values)]
+        # for keys and for values: the sinks, the block before the open one, and the open block
+        stored = [x.transpose(1, 2).split((sinks, block_size, block_size), 2) for x in (start.keys, start.values)]
         if any(offsets):
-            new_blocks = [add_to_first(blocks, opened) for blocks, (_, opened) in zip(new_blocks, stored, strict=True)]
+            new_blocks = [
+                add_to_first(blocks, opened) for blocks, (_, _, opened) in zip(new_blocks, stored, strict=True)
+            ]
         number, slots = new_blocks[0].shape[2:4]
-        ends = on_device([offset + count for offset, count in zip(offsets, counts, strict=True)], q.device)
-        visible = (torch.arange(number * slots, device=q.device) < ends[:, None]).unflatten(1, (number, slots))
-        has_previous = on_device(firsts, q.device) > 0
-        window, visible_before = (
-            [x[:, :, None] for x, _ in stored],
-            has_previous[:, None, None].expand(-1, 1, block_size),
+        first = on_device(firsts, q.device)
+        ends = first * block_size + on_device(
+            [offset + count for offset, count in zip(offsets, counts, strict=True)], q.device
         )
+        position = torch.arange(number, device=q.device)[:, None] * block_size + torch.arange(slots, device=q.device)
+        position = first[:, None, None] * block_size + position
+        visible = position < ends[:, None, None]
+        visible_before = (position[:, :1, :1] - block_size + torch.arange(block_size, device=q.device)) >= sinks
+        window = [before[:, :, None] for _, before, _ in stored]
+        sink_tokens = [x for x, _, _ in stored]
+        sinks_visible = torch.arange(sinks, device=q.device) < ends[:, None]
+        sinks_visible = sinks_visible[:, None, None] & (position[..., None] >= torch.arange(sinks, device=q.device))
+        if sinks:  # in rows at their first block, the new blocks hold all sinks so far
+            at_start = (first == 0)[:, None, None, None]
+            sink_tokens = [
+                torch.where(at_start, F.pad(x[:, :, 0, :sinks], (0, 0, 0, max(0, sinks - slots))), old)
+                for x, old in zip(new_blocks, sink_tokens, strict=True)
+            ]
+            visible = visible & (position >= sinks)
+            g = g.masked_fill((_positions(start, tokens, q.device) < sinks)[..., None, None], 0)
         if number > 1:  # a single block may have fewer than block_size slots, and nothing after it reads it
             window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, new_blocks, strict=True)]
             visible_before = torch.cat([visible_before, visible[:, :-1]], 1)
-        g_blocks = in_blocks(g, offsets, block_size)
         heads = q.shape[2] // k.shape[2]
-        repeated = [repeat(x, heads, 1) for x in (*new_blocks, *window)]
+        repeated = [repeat(x, heads, 1) for x in (*new_blocks, *window, *(x[:, :, None] for x in sink_tokens))]
+        g_blocks = in_blocks(g, offsets, block_size)
         sums = summaries(g_blocks, in_blocks(repeat(v, heads, 2), offsets, block_size))
         sums = finite_(add_to_first(sums, start.open))
         mixed = _mixed_after(start, sums, firsts, mixing)
         q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
-        out = joined(
-            q_blocks, repeated[0], repeated[1], f_blocks, far_blocks, repeated[2], repeated[3],
-            _with_totals(mixed, f.shape[-1]), visible, visible_before, scale,
-        )  # fmt: skip
-        after = _close(start, new_blocks, sums, counts, firsts, mixing, writes)
+        near = CausalWindow(repeated[2], repeated[3], visible_before, repeated[4], repeated[5], sinks_visible)
+        placed = InBlocks(q_blocks, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
+        out = near.attend(placed, _with_totals(mixed, f.shape[-1]), scale)
+        after = _close(start, new_blocks, sink_tokens, sums, counts, firsts, mixing, writes)
         return take_back(out, offsets, tokens, mask).to(problem.v.dtype), after
 
 
@@ -178,15 +197,17 @@ def mhla_window_step(
     state: MHLAWindowState,
     *,
     block_size: int,
+    sinks: int = 0,
     far: Tensor | None = None,
     scale: float | None = None,
     donate_state: bool = False,
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    Windowed attention has softmax weights for tokens in the query's block and the block before it (near tokens), and MHLA
-    weights for all earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`. A step takes time
-    ``O(C Dk + K V)`` for blocks of C tokens. The first token of a block takes longer, because finished blocks are then mixed.
+    Windowed attention has softmax weights for sinks and for tokens in the query's block and the block before it (near tokens),
+    and MHLA weights for all other earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`. A step takes
+    time ``O(C Dk + S Dk + K V)`` for blocks of C tokens and S sinks. The first token of a block takes longer, because finished
+    blocks are then mixed.
 
     Args:
         q: query, ``[B, H, Dk]``, for B batch rows and H heads of width Dk.
@@ -197,6 +218,7 @@ def mhla_window_step(
         mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
         state: state from the last call. It is not changed unless ``donate_state`` is on.
         block_size: tokens in a block.
+        sinks: number of tokens at the start of each row that are sinks.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards.
@@ -211,8 +233,9 @@ def mhla_window_step(
     check_one_token(q, k, v)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     q, k, v, f, g = (x[:, None] for x in (q, k, v, q_features, k_features))
+    # a step with fewer tokens than sinks is fine, unlike a call without a state
     problem = check_window(q, k, v, f, g, mixing, block_size)
-    state.check(_kind_of(f, k, v, mixing, block_size), len(q), q.shape[2], problem.accumulate)
+    state.check(_kind_of(f, k, v, mixing, block_size, sinks), len(q), q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, (1,) * len(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device.type):
@@ -223,24 +246,29 @@ def mhla_window_step(
         # if no block was opened, `opened` is the caller's state, which keeps its tensors unless it is donated
         is_new = donate_state or opened is not state
         owned = opened.owned if is_new else ()
-        lengths = on_device(state.lengths, q.device)
-        slots = block_size + lengths % block_size
+        position = on_device(state.lengths, q.device)
+        slots = sinks + block_size + position % block_size
         rows = torch.arange(len(q), device=q.device)
+        early = [row for row, length in enumerate(state.lengths) if length < sinks]
         tensors = {}
         for name, x in (("keys", k), ("values", v)):
             window = opened.tensors[name]
-            if writes and name in owned:
-                tensors[name] = window.index_put_((rows, slots), x)
-            else:
-                tensors[name] = window.index_put((rows, slots), x)
+            put = window.index_put_ if writes and name in owned else window.index_put
+            tensors[name] = put((rows, slots), x)
+            if early:
+                is_early = on_device(early, q.device)
+                tensors[name] = tensors[name].index_put((is_early, position[is_early]), x[is_early])
         heads = q.shape[1] // k.shape[1]
         repeated_v = repeat(v, heads, 1)
+        if early:
+            g = g.masked_fill((position < sinks)[:, None, None], 0)
         token = torch.cat([(g[..., None] * repeated_v[..., None, :]).flatten(2), g], -1)
         tensors["open"] = opened.open.add_(token) if writes and "open" in owned else opened.open + token
-        index = torch.arange(2 * block_size, device=q.device)
-        # in the first block of a row, the slots of the block before it are empty and must not count
-        first_slot = block_size - lengths.clamp(max=block_size) // block_size * block_size
-        visible = ((index >= first_slot[:, None]) & (index <= slots[:, None]))[:, None, None]
+        # position of the token in each slot of the window: sinks have slots of their own, so theirs do not count there
+        in_slot = torch.arange(2 * block_size, device=q.device) - block_size
+        in_slot = in_slot + (position // block_size * block_size)[:, None]
+        in_window = (in_slot >= sinks) & (in_slot <= position[:, None])
+        visible = torch.cat([torch.arange(sinks, device=q.device) <= position[:, None], in_window], 1)[:, None, None]
         keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
         scores = (q * scale)[:, :, None] @ keys.transpose(-1, -2)
         far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
@@ -252,8 +280,13 @@ def mhla_window_step(
         return out.to(problem.v.dtype), after
 
 
-def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
-    return kind_of(f, v, mixing, block_size, (k.shape[2], k.shape[3]))
+def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int, sinks: int) -> StateKind:
+    return kind_of(f, v, mixing, block_size, (k.shape[2], k.shape[3]), sinks)
+
+
+def _positions(state: MHLAWindowState, tokens: int, device: torch.device) -> Tensor:
+    """Return the position of each new token in its row, ``[B, N]``."""
+    return on_device(state.lengths, device)[:, None] + torch.arange(tokens, device=device)
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
@@ -261,7 +294,8 @@ def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
-    keys, values = (zeros.new_zeros(len(k), 2 * kind.block_size, x.shape[2], x.shape[3]) for x in (k, v))
+    slots = kind.sinks + 2 * kind.block_size
+    keys, values = (zeros.new_zeros(len(k), slots, x.shape[2], x.shape[3]) for x in (k, v))
     return MHLAWindowState((0,) * len(k), **tensors, kind=kind, previous=zeros.clone(), keys=keys, values=values)
 
 
@@ -308,6 +342,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
 def _close(
     start: MHLAWindowState,
     new_blocks: Sequence[Tensor],
+    sink_tokens: Sequence[Tensor],
     sums: Tensor,
     counts: Sequence[int],
     firsts: Sequence[int],
@@ -320,6 +355,7 @@ def _close(
         start: state before the new tokens, in which the open block of every row has room for the first of them.
         new_blocks: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block
             includes the tokens that it held before.
+        sink_tokens: keys and values of the sinks, ``[B, Hkv, S, D]``.
         sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``.
         counts: number of new tokens in each row.
         firsts: index of the first of these blocks in each row.
@@ -332,10 +368,13 @@ def _close(
     draft = Draft(start, mixing, max(max(block for _, block in blocks) - 1, 0), writes)
     for (first, block), rows in groups_of_rows(blocks, [count > 0 for count in counts], sums.device):
         done = block - first
-        for name, x in zip(("keys", "values"), new_blocks, strict=True):
+        for name, x, sunk in zip(("keys", "values"), new_blocks, sink_tokens, strict=True):
             by_slot = F.pad(x[rows], (0, 0, 0, size - x.shape[-2])).transpose(1, 2).transpose(2, 3)
-            previous = start.tensors[name][rows][:, :size] if done == 0 else by_slot[:, done - 1]
-            draft.put(name, rows, torch.cat([previous, by_slot[:, done]], 1))
+            first_slot = start.kind.sinks
+            previous = (
+                start.tensors[name][rows][:, first_slot : first_slot + size] if done == 0 else by_slot[:, done - 1]
+            )
+            draft.put(name, rows, torch.cat([sunk[rows].transpose(1, 2), previous, by_slot[:, done]], 1))
         # a clone, since a view would keep the summaries of all blocks in memory
         draft.put("open", rows, sums[rows][:, :, done].clone())
         if done == 0:

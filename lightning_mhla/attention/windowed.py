@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -42,8 +43,37 @@ class FarWeight(nn.Module):
         nn.init.constant_(self.weight, self.start)
 
 
+@dataclass(frozen=True)
+class WindowOptions:
+    """Options of attention kind ``"mhla_window"``.
+
+    Args:
+        sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
+            StreamingLLM, arXiv 2309.17453). At most the block size. Images and video do not use it: their prefix tokens, such
+            as a class token, are always sinks.
+        far_init: number added to the logarithms of the factors on far tokens at the start of training. A negative number starts
+            closer to attention to near tokens only, and ``-.inf`` stays there.
+
+    Raises:
+        ValueError: if ``sinks`` is negative, or ``far_init`` is not a number or is infinite above.
+    """
+
+    sinks: int = 0
+    far_init: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks} must not be negative")
+        if not self.far_init < math.inf:
+            raise ValueError(f"far_init={self.far_init} must be a number, or -.inf")
+
+
 class WindowedMHLA(MHLA, kind="mhla_window"):
-    """Causal attention: softmax over the current and the previous block, MHLA over earlier blocks.
+    """Softmax attention to near tokens, and MHLA to all others.
+
+    In causal attention, the near tokens are in the current block and the previous one. Otherwise they are in the current block
+    and in the blocks next to it, along each axis and diagonally. Sinks, the first tokens of a sequence or the prefix tokens of
+    an image, are near for every token; in attention to all tokens, sinks also attend to every token by softmax.
 
     :func:`mhla_kernels.mhla_window_attention` computes the attention. The feature map is applied after rotary embedding.
     ``feature_map`` may be:
@@ -54,15 +84,15 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     ``identity`` is not supported, because weights must not be negative.
 
-    The weights of tokens before the softmax window are multiplied by a learned factor for each head (:class:`FarWeight`). The
+    The weights of tokens outside the softmax window are multiplied by a learned factor for each head (:class:`FarWeight`). The
     feature map ``learned`` divides the features of each query by the largest of them, and the layer multiplies the factor by
     the same number to compensate. The weights of a query always sum to 1, regardless of ``normalize``. The constructor takes
     the arguments of :class:`Attention`.
     """
 
-    causal_only = True
+    Options = WindowOptions
     handles = ("key_mask", "rotary", "cu_seqlens")
-    unused = ("normalize", "output_norm")
+    unused = ("normalize", "normalize_before_rotary", "key_weighting", "output_norm")
 
     def __init__(
         self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig | None = None, **options: Any
@@ -71,8 +101,11 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         super().__init__(dim, heads, layout, config, **options)
         if config.feature_map == "identity":
             raise ValueError("attention kind 'mhla_window' needs features that are not negative, unlike 'identity'")
+        if self.options.sinks > (smallest := layout.block_sizes[0]):
+            raise ValueError(f"options.sinks={self.options.sinks} exceeds the {smallest} tokens of a block")
         learned = self.features is not None
-        self.far = FarWeight(heads, -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width))
+        start = -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width)
+        self.far = FarWeight(heads, start + self.options.far_init)
 
     @override
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -97,12 +130,20 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         return {"q": q, "k": k, "v": inputs.v, "q_features": f, "k_features": g, "far": far}
 
     def _blocks(self) -> dict[str, Any]:
-        return {"mixing": self.mixing(), "block_size": self.blocks["block_size"]}
+        return {"mixing": self.mixing(), "block_size": self.blocks["block_size"], "sinks": self.options.sinks}
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        masks: dict[str, Any] = {"key_mask": inputs.key_mask, "cu_seqlens": inputs.cu_seqlens}
-        return mhla_window_attention(**self._parts(inputs), **self._blocks(), **masks)
+        parts: dict[str, Any] = {**self._parts(inputs), "key_mask": inputs.key_mask}
+        if self.causal:
+            return mhla_window_attention(**parts, **self._blocks(), cu_seqlens=inputs.cu_seqlens)
+        mixing, blocks = self.coefficients(inputs.q, inputs.placement)
+        layout = self.layout if inputs.placement is None else inputs.placement.layout
+        if len(layout.grid) > 1 or layout.prefix_tokens:
+            blocks = {**blocks, "block_grid": layout.block_grid, "sinks": layout.prefix_tokens}
+        else:
+            blocks = {**blocks, "sinks": self.options.sinks}
+        return mhla_window_attention(**parts, mixing=mixing, causal=False, **blocks)
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
@@ -129,6 +170,10 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         Args:
             tokens: number of tokens of one sequence.
         """
-        near = 1.5 * self.layout.num_tokens / self.layout.num_blocks
-        pairs = 2.0 * self.heads * tokens * near * (self.key_width + self.value_width)
+        block = self.layout.num_tokens / self.layout.num_blocks
+        # the current block counts half in causal attention; otherwise there are three blocks along each axis, if it has as many
+        near = 1.5 if self.causal else prod(min(3, count) for count in self.layout.block_grid)
+        sinks = self.layout.prefix_tokens or self.options.sinks
+        keys = near * block + (sinks if self.causal else 2 * sinks)
+        pairs = 2.0 * self.heads * tokens * keys * (self.key_width + self.value_width)
         return pairs + self.summary_flops(tokens, None, self.summaries_mixed(tokens))

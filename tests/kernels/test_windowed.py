@@ -44,17 +44,17 @@ def mixings(heads: int = 4, dtype: torch.dtype = torch.float64) -> dict[str, Mix
 
 
 def by_pairs(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, size: int = SIZE
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, sinks: int = 0
 ) -> Tensor:
     """Compute the definition with a weight for each pair of tokens, by logarithms, so that no score overflows."""
     heads, tokens = q.shape[2], q.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
     position = torch.arange(tokens)
-    block = position // size
+    block = position // SIZE
     near = torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5
     m = matrix[..., (block - 1).clamp(min=0)[:, None], block[None]]
     distant = far.transpose(1, 2)[..., None] + (m * torch.einsum("bthd,bjhd->bhtj", f, g)).log()
-    logs = torch.where(block[None] >= block[:, None] - 1, near, distant)
+    logs = torch.where((block[None] >= block[:, None] - 1) | (position[None] < sinks), near, distant)
     logs = logs.masked_fill(position[None] > position[:, None], -torch.inf)
     return torch.einsum("bhtj,bjhv->bthv", logs.softmax(-1), v)
 
@@ -65,26 +65,28 @@ def matrix_of(mixing: MixingLike) -> Tensor:
 
 @pytest.mark.parametrize("kind", mixings())
 @pytest.mark.parametrize("tokens", [1, 3, 4, 7, 8, 9, 23, 64])
-def test_every_pair_of_tokens(kind: str, tokens: int) -> None:
+@pytest.mark.parametrize("sinks", [0, 1, 3, 4])
+def test_every_pair_of_tokens(kind: str, tokens: int, sinks: int) -> None:
     mixing, inputs = mixings()[kind], tensors(tokens)
-    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5])
-    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing)), rtol=1e-10, atol=1e-10)
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": sinks}
+    out = mhla_window_attention(*inputs[:5], mixing, far=inputs[5], **options)
+    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing), sinks), rtol=1e-10, atol=1e-10)
     single = [x.float() for x in inputs]
-    narrow = mhla_window_attention(*single[:5], mixings(dtype=torch.float32)[kind], block_size=SIZE, far=single[5])
+    narrow = mhla_window_attention(*single[:5], mixings(dtype=torch.float32)[kind], far=single[5], **options)
     torch.testing.assert_close(narrow.double(), out, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", mixings())
-def test_gradients(kind: str) -> None:
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_gradients(kind: str, sinks: int) -> None:
     mixing, inputs = mixings()[kind], tensors(19)
     learned = [
         x.requires_grad_() for x in (*inputs, *([mixing] if isinstance(mixing, Tensor) else mixing.tensors.values()))
     ]
     weight = torch.randn(2, 19, 4, 5, dtype=torch.float64)
-    own = torch.autograd.grad(
-        (mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5]) * weight).sum(), learned
-    )
-    pairs = torch.autograd.grad((by_pairs(*inputs, matrix_of(mixing)) * weight).sum(), learned)
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, sinks=sinks, far=inputs[5])
+    own = torch.autograd.grad((out * weight).sum(), learned)
+    pairs = torch.autograd.grad((by_pairs(*inputs, matrix_of(mixing), sinks) * weight).sum(), learned)
     for mine, theirs in zip(own, pairs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
@@ -115,29 +117,35 @@ def test_later_tokens_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", mixings())
-def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_packed_sequences_do_not_see_each_other(kind: str, sinks: int) -> None:
     bounds, mixing = [0, 9, 10, 10, 31], mixings()[kind]
     inputs = tensors(31, batch=1)
-    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5], cu_seqlens=bounds)
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": sinks, "cu_seqlens": bounds}
+    out = mhla_window_attention(*inputs[:5], mixing, far=inputs[5], **options)
     for first, last in pairwise(bounds):
         part = [x[:, first:last] for x in inputs]
-        torch.testing.assert_close(out[:, first:last], by_pairs(*part, matrix_of(mixing)), rtol=1e-9, atol=1e-9)
+        exact = by_pairs(*part, matrix_of(mixing), sinks)
+        torch.testing.assert_close(out[:, first:last], exact, rtol=1e-9, atol=1e-9)
 
 
-def test_hidden_tokens_are_not_seen() -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_hidden_tokens_are_not_seen(sinks: int) -> None:
     inputs, mixing = tensors(23), mixings()["dense"]
     mask = torch.rand(2, 23) > 0.4
     mask[0, :6] = False
-    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5], key_mask=mask)
+    mask[1, :4] = torch.tensor([True, False, True, False])
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": sinks, "key_mask": mask}
+    out = mhla_window_attention(*inputs[:5], mixing, far=inputs[5], **options)
     spoiled = [torch.where(mask.view(2, 23, *[1] * (x.dim() - 2)), x, torch.nan) for x in inputs[:5]]
-    again = mhla_window_attention(*spoiled[:1], *spoiled[1:5], mixing, block_size=SIZE, far=inputs[5], key_mask=mask)
+    again = mhla_window_attention(*spoiled[:1], *spoiled[1:5], mixing, far=inputs[5], **options)
     assert torch.equal(again, out)
     assert not out[~mask].any()
     q, k, v, f, g, far = inputs
     k, v = (x.repeat_interleave(2, 2) for x in (k, v))
     block = torch.arange(23) // SIZE
     logs = torch.where(
-        block[None] >= block[:, None] - 1,
+        (block[None] >= block[:, None] - 1) | (torch.arange(23) < sinks),
         torch.einsum("bthd,bjhd->bhtj", q, k) * 6**-0.5,
         far.transpose(1, 2)[..., None]
         + (mixing[(block - 1).clamp(min=0)[:, None], block[None]] * torch.einsum("bthd,bjhd->bhtj", f, g)).log(),
@@ -147,10 +155,11 @@ def test_hidden_tokens_are_not_seen() -> None:
     torch.testing.assert_close(out[mask], exact[mask], rtol=1e-9, atol=1e-9)
 
 
-def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any]) -> tuple[Tensor, MHLAWindowState]:
+def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any], sinks: int = 0) -> tuple[Tensor, MHLAWindowState]:
     """Compute outputs ``[B, N, H, V]`` of a sequence that is read in parts, each a number of tokens or a list of them."""
     batch = len(inputs[0])
     done, state, outs = [0] * batch, None, [[] for _ in range(batch)]
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": sinks}
     for cut in cuts:
         counts = cut if isinstance(cut, list) else [cut] * batch
         width = max(counts)
@@ -159,15 +168,11 @@ def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any]) -> tuple[Tens
             for x, whole in zip(part, inputs, strict=True):
                 x[row, :count] = whole[row, done[row] : done[row] + count]
         if state is not None and counts == [1] * batch:
-            step, state = mhla_window_step(
-                *(x[:, 0] for x in part[:5]), mixing, state, block_size=SIZE, far=part[5][:, 0]
-            )
+            step, state = mhla_window_step(*(x[:, 0] for x in part[:5]), mixing, state, far=part[5][:, 0], **options)
             out = step[:, None]
         else:
             part[5] = part[5].nan_to_num()
-            out, state = mhla_window_prefill(
-                *part[:5], mixing, block_size=SIZE, far=part[5], lengths=counts, state=state
-            )
+            out, state = mhla_window_prefill(*part[:5], mixing, far=part[5], lengths=counts, state=state, **options)
         for row, count in enumerate(counts):
             outs[row].append(out[row, :count])
             assert not out[row, count:].any()
@@ -192,11 +197,12 @@ CUTS: list[list[Any]] = [
 
 @pytest.mark.parametrize("kind", mixings())
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_a_sequence_may_be_cut_anywhere(kind: str, cuts: list[Any]) -> None:
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+def test_a_sequence_may_be_cut_anywhere(kind: str, cuts: list[Any], sinks: int) -> None:
     inputs, mixing = tensors(23), mixings()[kind]
-    out, state = run(inputs, mixing, cuts)
-    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing)), rtol=1e-9, atol=1e-9)
-    for name, tensor in run(inputs, mixing, [23])[1].tensors.items():
+    out, state = run(inputs, mixing, cuts, sinks)
+    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing), sinks), rtol=1e-9, atol=1e-9)
+    for name, tensor in run(inputs, mixing, [23], sinks)[1].tensors.items():
         kept = state.tensors[name]
         if name == "finished":  # with room for more, perhaps
             kept, tensor = (x[:, :, : min(kept.shape[2], tensor.shape[2])] for x in (kept, tensor))
@@ -241,11 +247,24 @@ def test_nothing_to_attend_to() -> None:
         ({"k": torch.ones(2, 9, 3, 6)}, "a divisor of H"),
         ({"mixing": torch.rand(2, 2)}, "mixing"),
         ({"block_size": 0}, "block_size"),
+        ({"sinks": SIZE + 1}, "sinks=5 must be an integer from 0 to the size of the first block, 4"),
+        ({"sinks": -1}, "sinks=-1"),
+        ({"sinks": 1.5}, "sinks=1.5"),
+        ({"block_grid": (3,)}, "is for attention to all tokens"),
+        ({"block_grid": (2, 2), "causal": False}, "3 blocks, which are not the 4"),
+        ({"block_grid": (3,), "causal": False, "sinks": 1}, "3 blocks, which are not the 3 of .* and one of sinks"),
+        ({"block_size": None, "block_offsets": (0, 2, 9), "causal": False, "sinks": 3}, "sinks=3"),
+        (
+            {"block_size": None, "block_offsets": (0, 2, 9), "causal": False, "sinks": 1, "block_grid": (1,)},
+            "the first block has 2 tokens",
+        ),
+        ({"cu_seqlens": (0, 9), "causal": False}, "cu_seqlens"),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], words: str) -> None:
     q, k, v, f, g, _ = (x.float() for x in tensors(9))
-    options = {"q": q, "k": k, "v": v, "q_features": f, "k_features": g, "mixing": torch.rand(8, 8), "block_size": SIZE}
+    mixing = mixings(dtype=torch.float32)["exponential" if "causal" in change else "dense"]
+    options = {"q": q, "k": k, "v": v, "q_features": f, "k_features": g, "mixing": mixing, "block_size": SIZE}
     with pytest.raises(ValueError, match=words):
         mhla_window_attention(**options | change)
 
@@ -255,6 +274,8 @@ def test_a_state_of_other_blocks_is_refused() -> None:
     _, state = mhla_window_prefill(*inputs[:5], mixing, block_size=SIZE)
     with pytest.raises(ValueError, match="was made with"):
         mhla_window_prefill(*inputs[:5], mixing, block_size=8, state=state)
+    with pytest.raises(ValueError, match="sinks=2"):
+        mhla_window_prefill(*inputs[:5], mixing, block_size=SIZE, sinks=2, state=state)
     with pytest.raises(ValueError, match="blocks, but mixing is for 2"):
         mhla_window_prefill(*(x.float() for x in inputs[:5]), torch.rand(2, 2), block_size=SIZE)
 
@@ -366,4 +387,94 @@ def test_far_weights_that_overflow_beside_coefficients_of_zero() -> None:
     near = by_weights(*(x.double() for x in leaves[:5]), torch.zeros_like(leaves[5]), torch.zeros(6, 6))
     torch.testing.assert_close(out.double(), near, rtol=1e-4, atol=1e-4)
     for gradient in torch.autograd.grad(out.square().sum(), [*leaves, matrix]):
+        assert gradient.isfinite().all()
+
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "sequence": {"block_size": 4, "tokens": 23},
+    "one block": {"block_size": 4, "tokens": 3},
+    "two blocks": {"block_size": 4, "tokens": 8},
+    "sequence with a sink": {"block_size": 4, "tokens": 23, "sinks": 1},
+    "sequence with a block of sinks": {"block_size": 4, "tokens": 30, "sinks": 4},
+    "uneven sequence": {"block_offsets": (0, 2, 7, 8, 12, 13), "sinks": 2},
+    "image": {"block_size": 3, "tokens": 36, "block_grid": (3, 4)},
+    "uneven image": {"block_offsets": (0, *range(2, 34, 3), 37), "block_grid": (3, 4)},
+    "image with class token": {"block_offsets": (0, *range(1, 36, 3), 36), "block_grid": (3, 4), "sinks": 1},
+    "image with class token and registers": {"block_size": 2, "tokens": 32, "block_grid": (5, 3), "sinks": 2},
+    "bands": {"block_size": 3, "tokens": 18, "block_grid": (6, 1)},
+    "video": {"block_size": 2, "tokens": 54, "block_grid": (3, 3, 3)},
+}
+
+
+def both_ways(
+    inputs: list[Tensor], mixing: MixingLike, case: dict[str, Any], mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention to all tokens by the operator, and by its definition with a weight for each pair of tokens."""
+    options = {name: value for name, value in case.items() if name != "tokens"}
+    q, k, v, f, g, far = inputs
+    tokens, sinks = q.shape[1], case.get("sinks", 0)
+    offsets = case.get("block_offsets") or (*range(0, tokens, case["block_size"]), tokens)
+    if isinstance(mixing, Tensor):
+        mixing = mixing[..., : len(offsets) - 1, : len(offsets) - 1]
+    out = mhla_window_attention(*inputs[:5], mixing, far=far, causal=False, key_mask=mask, **options)
+    block = torch.cat([torch.full((last - first,), i) for i, (first, last) in enumerate(pairwise(offsets))])
+    if "block_grid" in case:  # the block of sinks is far from all others
+        axes = torch.meshgrid(*(torch.arange(length) for length in case["block_grid"]), indexing="ij")
+        places = torch.stack([axis.flatten() for axis in axes], -1)
+        place = torch.cat([places[:1] - 9, places])[block] if sinks else places[block]
+    else:
+        place = block[:, None]
+    near = ((place[:, None] - place[None]).abs() <= 1).all(-1)
+    near |= (torch.arange(tokens) < sinks) | (torch.arange(tokens) < sinks)[:, None]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    m = matrix_of(mixing)[..., block[:, None], block[None]]
+    distant = far.transpose(1, 2)[..., None] + (m * torch.einsum("bthd,bjhd->bhtj", f, g)).log()
+    logs = torch.where(near, torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5, distant)
+    if mask is not None:
+        logs = logs.masked_fill(~mask[:, None, None], -torch.inf)
+    exact = torch.einsum("bhtj,bjhv->bthv", logs.softmax(-1), v)
+    return out, exact if mask is None else torch.where(mask[..., None, None], exact, 0)
+
+
+def tokens_of(case: dict[str, Any]) -> int:
+    return case["tokens"] if "tokens" in case else case["block_offsets"][-1]
+
+
+@pytest.mark.parametrize("kind", mixings())
+@pytest.mark.parametrize("case", GRIDS)
+def test_attention_to_all_tokens(kind: str, case: str) -> None:
+    mixing, inputs = mixings()[kind], tensors(tokens_of(GRIDS[case]))
+    out, exact = both_ways(inputs, mixing, GRIDS[case])
+    torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
+    mask = torch.rand(2, len(inputs[0][0])) > 0.4
+    mask[:, 1] = True
+    out, exact = both_ways(inputs, mixing, GRIDS[case], mask)
+    torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", mixings())
+@pytest.mark.parametrize("case", ["sequence with a sink", "image with class token", "uneven image"])
+def test_gradients_of_attention_to_all_tokens(kind: str, case: str) -> None:
+    mixing, inputs = mixings()[kind], tensors(tokens_of(GRIDS[case]))
+    learned = [*inputs, *([mixing] if isinstance(mixing, Tensor) else mixing.tensors.values())]
+    for x in learned:
+        x.requires_grad_()
+    out, exact = both_ways(inputs, mixing, GRIDS[case])
+    weight = torch.randn_like(out)
+    own, pairs = (torch.autograd.grad((x * weight).sum(), learned) for x in (out, exact))
+    for mine, theirs in zip(own, pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_all_tokens_in_half_precision_and_hidden_completely() -> None:
+    inputs = [x.to(torch.bfloat16) for x in tensors(23)]
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[0] = False
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": 2, "causal": False, "key_mask": mask}
+    leaves = [x.requires_grad_() for x in inputs]
+    mixing = mixings(dtype=torch.float32)["exponential"]
+    out = mhla_window_attention(*leaves[:5], mixing, far=leaves[5], **options)
+    assert out.dtype == torch.bfloat16
+    assert not out[0].any()
+    for gradient in torch.autograd.grad(out.float().square().sum(), leaves):
         assert gradient.isfinite().all()

@@ -117,17 +117,13 @@ def linearize(parser: ArgumentParser) -> Run:
     )
     parser.add_argument("--steps", type=int, nargs=2, metavar="N", help="steps of the two runs, in place of --budget")
     parser.add_argument("--keep", type=float, default=0.25, help="share of layers that keep softmax (default: 0.25)")
+    parser.add_argument("--kind", default="mhla_window", help="kind of the new attention (default: mhla_window)")
     parser.add_argument(
-        "--kind", help="kind of the new attention (default: mhla_window for text generation, else mhla)"
+        "--length", type=int, help="tokens of a sample, or pixels of a side (default: 1024, 512; 224 pixels)"
     )
+    parser.add_argument("--batch_size", type=int, help="samples in a batch (default: 4 for text generation, else 16)")
     parser.add_argument(
-        "--length", type=int, help="tokens of a sample, or pixels of a side (default: 1024, 128; 224 pixels)"
-    )
-    parser.add_argument(
-        "--batch_size", type=int, help="samples in a batch (default: 4 for text generation, else 32, 16)"
-    )
-    parser.add_argument(
-        "--block_size", type=int, help="tokens of a block (default: 64, 16), or blocks along a side (4)"
+        "--block_size", type=int, help="tokens of a block (default: 128, 32), or blocks along a side (4)"
     )
     parser.add_argument(
         "--trained",
@@ -135,8 +131,12 @@ def linearize(parser: ArgumentParser) -> Run:
         default="attention",
         help="parameters that the second run trains (default: attention, the replaced layers with their projections)",
     )
-    parser.add_argument("--match_lr", type=float, default=0.01, help="learning rate of the first run (default: 0.01)")
-    parser.add_argument("--tune_lr", type=float, default=3e-4, help="learning rate of the second run (default: 0.0003)")
+    parser.add_argument(
+        "--match_lr", type=float, help="learning rate of the first run (default: 0.03 for text generation, else 0.01)"
+    )
+    parser.add_argument(
+        "--tune_lr", type=float, help="learning rate of the second run (default: 1e-4; 5e-5 for text encoders)"
+    )
     parser.add_argument("--val_batches", type=int, default=16, help="held-out batches of a validation (default: 16)")
     parser.add_argument("--precision", default="32-true", help="precision of the Trainer (default: 32-true)")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: auto)")

@@ -28,6 +28,9 @@ MIN_STEPS = 4
 POSITION_BATCHES = 16
 """Number of batches of held-out text by which perplexity by position is measured."""
 
+COST_SHARE = 8
+"""The layers' costs are measured on one of this many validation batches: each layer takes one evaluation of the model."""
+
 
 class Pipeline:
     """Linearization of a pretrained model: two training runs, an export and a report.
@@ -159,7 +162,10 @@ class Pipeline:
         _say("cost of each layer")
         with measure.quiet():
             costs = layer_costs.measure(
-                self.work / "matching", self.settings.keep, min(8, self.settings.val_batches), self.settings.accelerator
+                self.work / "matching",
+                self.settings.keep,
+                max(1, self.settings.val_batches // COST_SHARE),
+                self.settings.accelerator,
             )
         self._keep(layers=costs)
         _say(f"layers that keep softmax: {', '.join(map(str, costs['kept'])) or 'none'}")

@@ -23,16 +23,25 @@ MONITORS: dict[Domain, tuple[str, str]] = {
 """Metric that says how good a model is, and whether more (``max``) or less (``min``) of it is better."""
 
 DEFAULTS: dict[Domain, dict[str, Any]] = {
-    "language": {"kind": "mhla_window", "length": 1024, "batch_size": 4, "block_size": 64},
-    "text": {"kind": "mhla", "length": 128, "batch_size": 32, "block_size": 16},
-    "image": {"kind": "mhla", "length": 224, "batch_size": 16, "block_size": 4},
+    "language": {"length": 1024, "batch_size": 4, "block_size": 128, "match_lr": 0.03, "tune_lr": 1e-4},
+    "text": {"length": 512, "batch_size": 16, "block_size": 32, "match_lr": 0.01, "tune_lr": 5e-5},
+    "image": {"length": 224, "batch_size": 16, "block_size": 4, "match_lr": 0.01, "tune_lr": 1e-4},
 }
 """Defaults by kind of model.
 
 ``length`` counts tokens, or the pixels of an image's side. ``block_size`` counts tokens, or the blocks along an image's side.
+``match_lr`` and ``tune_lr`` are the peak learning rates of the two runs.
 """
 
-MATCH_SHARE = 0.4
+WINDOW: dict[Domain, dict[str, Any]] = {
+    "language": {"sinks": 4, "far_init": -4.0},
+    "text": {"sinks": 1, "far_init": -2.0},
+    "image": {"far_init": -2.0},
+}
+"""Options of ``mhla_window`` by kind of model: sinks hold what models store in their first tokens, and features that are not
+trained yet are a bad approximation of far tokens, so these start with a low weight."""
+
+MATCH_SHARE = 0.25
 """Share of the training time in which layers are matched one by one; the rest trains the model as a whole."""
 
 CHECKS = 4
@@ -109,6 +118,8 @@ def attention_options(source: PretrainedSource, settings: Settings) -> dict[str,
             options["block_grid"] = [settings.block_size, settings.block_size]
         else:
             options |= {"block_size": settings.block_size, "mixing": "exponential"}
+    if settings.kind == "mhla_window":
+        options["options"] = dict(WINDOW[source.domain])
     return options
 
 

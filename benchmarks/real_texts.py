@@ -1,0 +1,119 @@
+"""Texts to linearize pretrained models with: documentation of Python, Debian and Git, from packages of Debian.
+
+    lightning bench real_texts --out texts
+
+The packages are fetched by ``apt-get download`` and unpacked into a temporary folder; nothing is installed. ``--tree`` names a
+folder in which they are unpacked already. Six files are written, each with one JSON object ``{"text": ...}`` in a line:
+``documents-train.jsonl`` and ``documents-val.jsonl`` with complete documents, for language models, and for text encoders
+``passages-*.jsonl`` with paragraphs of the same documents, and ``sections-*.jsonl`` with several paragraphs of a document in a
+row. Every eighth document is held out, in the order of a hash of its path, so no paragraph of a held-out document is trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_mhla.system.files import write_whole
+
+PACKAGES = (
+    "python3.11-doc",
+    "debian-reference-en",
+    "debian-reference-common",
+    "developers-reference",
+    "debian-policy",
+    "debian-faq",
+    "git-doc",
+)
+"""Packages of Debian 12 whose documentation is used."""
+
+HELD_OUT = 8
+"""One of this many documents is held out."""
+
+SHORTEST_DOCUMENT, SHORTEST_PASSAGE, SECTION = 1500, 100, 2500
+"""Least characters of a document, of a passage and of a section."""
+
+MARKUP = re.compile(r"^(\.\.|>>>|\$|[-=+|*~#])|\t| {3}")
+"""Paragraphs that are tables, code or directives, which are left out of the passages."""
+
+
+def unpack(tree: Path) -> None:
+    """Fetch the packages of Debian and unpack them into the folder ``tree``.
+
+    Raises:
+        FileNotFoundError: if the machine has no ``apt-get`` or ``dpkg``.
+        subprocess.CalledProcessError: if a package cannot be fetched.
+    """
+    subprocess.run(["apt-get", "download", *PACKAGES], cwd=tree, check=True)
+    for package in sorted(tree.glob("*.deb")):
+        subprocess.run(["dpkg", "-x", str(package), str(tree)], check=True)
+
+
+def documents(tree: Path) -> Iterator[tuple[str, str]]:
+    """Yield path and text of each document of the unpacked packages, in the order of the paths."""
+    files = sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
+    for file in files:
+        name = file.relative_to(tree).as_posix()
+        if not name.endswith((".txt", ".txt.gz")) or "whatsnew/changelog" in name or "/RelNotes/" in name:
+            continue
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        text = raw.decode(errors="replace").strip()
+        if len(text) >= SHORTEST_DOCUMENT:
+            yield name, text
+
+
+def passages(text: str) -> list[str]:
+    """Return the paragraphs of prose of a document, with white space and markup of roles and literals removed."""
+    paragraphs = [part for part in text.split("\n\n") if not MARKUP.search(part.strip("\n"))]
+    plain = [re.sub(r":[\w:]+:`[~!]?([^`<]*?)( <[^>]*>)?`", r"\1", part).replace("``", "") for part in paragraphs]
+    return [short for part in plain if len(short := re.sub(r"\s+", " ", part).strip()) >= SHORTEST_PASSAGE]
+
+
+def sections(paragraphs: list[str]) -> list[str]:
+    """Join consecutive paragraphs of a document to sections of at least :data:`SECTION` characters."""
+    joined, section = [], ""
+    for paragraph in paragraphs:
+        section = f"{section} {paragraph}".strip()
+        if len(section) >= SECTION:
+            joined.append(section)
+            section = ""
+    return joined
+
+
+def main() -> None:
+    """Write the texts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--tree", type=Path, help="folder with the unpacked packages; fetched if not given")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = options.tree or Path(folder)
+        if options.tree is None:
+            unpack(tree)
+        ordered = sorted(documents(tree), key=lambda document: hashlib.sha256(document[0].encode()).digest())
+    if not ordered:
+        raise SystemExit(f"no documentation in {tree}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    held_out = [text for number, (_, text) in enumerate(ordered) if number % HELD_OUT == 0]
+    train = [text for number, (_, text) in enumerate(ordered) if number % HELD_OUT]
+    known: set[str] = set()
+    for stage, texts in (("val", held_out), ("train", train)):
+        # boilerplate of held-out documents is not trained on
+        by_document = [[part for part in passages(text) if part not in known] for text in texts]
+        short = list(dict.fromkeys(part for parts in by_document for part in parts))
+        long = [section for parts in by_document for section in sections(parts)]
+        known.update(short)
+        for content in (short, long):
+            random.Random(0).shuffle(content)
+        for kind, content in (("documents", texts), ("passages", short), ("sections", long)):
+            lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in content)
+            write_whole(options.out / f"{kind}-{stage}.jsonl", lines)
+            print(f"{kind}-{stage}: {len(content):,} texts, {sum(map(len, content)):,} characters")
