@@ -13,6 +13,7 @@ BENCHMARKS = {
     "loss_identity": "First losses of every shipped CPU configuration, compared to the last bit.",
     "models": "Diffusion transformers: time and memory of a training step, by kind of attention and size of image.",
     "native": "Checks of the operator on this device: real tiles, streams, graphs, large tensors.",
+    "real_texts": "Documentation of Python, Debian and Git as texts to linearize pretrained models with.",
     "recurrences": "Recurrences of the baselines, compared with references in PyTorch: error and time on a CPU.",
     "resources": "Registers, spills and shared memory of the Triton kernels, compiled ahead of time without a GPU.",
     "sana": "SANA-0.6B and 1.6B: parameters, operations, memory of a training step, times on a GPU.",

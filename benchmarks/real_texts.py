@@ -5,8 +5,8 @@
 The packages are fetched by ``apt-get download`` and unpacked into a temporary folder; nothing is installed. ``--tree`` names a
 folder in which they are unpacked already. Six files are written, each with one JSON object ``{"text": ...}`` in a line:
 ``documents-train.jsonl`` and ``documents-val.jsonl`` with complete documents, for language models, and for text encoders
-``passages-*.jsonl`` with paragraphs of the same documents, and ``sections-*.jsonl`` with several paragraphs of a document in a
-row. Every eighth document is held out, in the order of a hash of its path, so no paragraph of a held-out document is trained on.
+``passages-*.jsonl`` with paragraphs of the same documents, and ``sections-*.jsonl`` with the documents cut into pieces. Every
+eighth document is held out, in the order of a hash of its path, so no paragraph of a held-out document is trained on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HELD_OUT = 8
 """One of this many documents is held out."""
 
 SHORTEST_DOCUMENT, SHORTEST_PASSAGE, SECTION = 1500, 100, 2500
-"""Least characters of a document, of a passage and of a section."""
+"""Least characters of a document and of a passage, and characters of a section, which are more than 512 tokens."""
 
 MARKUP = re.compile(r"^(\.\.|>>>|\$|[-=+|*~#])|\t| {3}")
 """Paragraphs that are tables, code or directives, which are left out of the passages."""
@@ -77,15 +77,10 @@ def passages(text: str) -> list[str]:
     return [short for part in plain if len(short := re.sub(r"\s+", " ", part).strip()) >= SHORTEST_PASSAGE]
 
 
-def sections(paragraphs: list[str]) -> list[str]:
-    """Join consecutive paragraphs of a document to sections of at least :data:`SECTION` characters."""
-    joined, section = [], ""
-    for paragraph in paragraphs:
-        section = f"{section} {paragraph}".strip()
-        if len(section) >= SECTION:
-            joined.append(section)
-            section = ""
-    return joined
+def sections(text: str) -> list[str]:
+    """Cut a document into sections of :data:`SECTION` characters, with one space in place of each stretch of white space."""
+    plain = " ".join(text.split())
+    return [plain[start : start + SECTION] for start in range(0, len(plain) - SECTION + 1, SECTION)]
 
 
 def main() -> None:
@@ -107,9 +102,8 @@ def main() -> None:
     known: set[str] = set()
     for stage, texts in (("val", held_out), ("train", train)):
         # boilerplate of held-out documents is not trained on
-        by_document = [[part for part in passages(text) if part not in known] for text in texts]
-        short = list(dict.fromkeys(part for parts in by_document for part in parts))
-        long = [section for parts in by_document for section in sections(parts)]
+        short = list(dict.fromkeys(part for text in texts for part in passages(text) if part not in known))
+        long = [section for text in texts for section in sections(text)]
         known.update(short)
         for content in (short, long):
             random.Random(0).shuffle(content)

@@ -25,7 +25,7 @@ CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
 MIN_STEPS = 4
 """Smallest number of steps of a run that a budget leads to."""
 
-POSITION_BATCHES = 16
+POSITION_BATCHES = 8
 """Number of batches of held-out text by which perplexity by position is measured."""
 
 COST_SHARE = 8
