@@ -19,7 +19,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Return the device, the number of threads, versions and the date, for a result file."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "flash-linear-attention"):
+    for package in ("triton", "flash-linear-attention", "transformers"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

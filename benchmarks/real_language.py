@@ -1,0 +1,216 @@
+"""A pretrained language model with replaced attention: what near tokens, sinks and MHLA contribute, at equal training.
+
+    lightning bench real_texts --out texts
+    lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --out benchmarks/results
+
+Each row replaces the attention of the model in one way, matches the new layers to the original ones, trains all weights on the
+documents, and measures the perplexity of held-out documents at 1,024 and 4,096 tokens. The row softmax is the control: the
+original model, trained on the same batches. Computed with one thread, in bfloat16 autocast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.machine import describe
+from lightning_mhla import AttentionConfig, swap_attention
+from lightning_mhla.swap import layer_costs, swapped_layers, transfer_loss
+from lightning_mhla.system.files import write_whole
+
+WINDOW: dict[str, Any] = {"kind": "mhla_window", "block_size": 128, "mixing": "exponential", "feature_map": "learned"}
+"""Window of 128 to 256 tokens, and MHLA before it."""
+
+ROWS: dict[str, dict[str, Any] | None] = {
+    "softmax": None,
+    "mhla_window": {**WINDOW, "options": {"sinks": 4, "far_init": -4.0}},
+    "mhla_window, block 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -4.0}},
+    "window": {**WINDOW, "options": {"sinks": 4, "far_init": -math.inf}},
+    "window without sinks": {**WINDOW, "options": {"sinks": 0, "far_init": -math.inf}},
+    "mhla": {**WINDOW, "kind": "mhla"},
+    "linear": {"kind": "linear", "feature_map": "learned"},
+}
+"""Options of the new attention by row; None for the original one."""
+
+CONTEXT = 1024
+"""Tokens of a training sample."""
+
+HELD_OUT = {1024: 8, 4096: 3}
+"""Held-out documents by the number of tokens that are read of each."""
+
+COST_DOCUMENTS = 2
+"""Held-out documents of 1,024 tokens on which the cost of replacing each layer is measured."""
+
+LOWEST_LR = 0.05
+"""Share of the peak learning rate at the end of the cosine schedule."""
+
+
+def read_tokens(texts: Path, stage: str, tokenizer: Any) -> list[Tensor]:
+    """Return the tokens of all documents of a stage, ``[N]`` each, in random order."""
+    lines = (texts / f"documents-{stage}.jsonl").read_text().splitlines()
+    documents = [json.loads(line)["text"] for line in lines]
+    random.Random(0).shuffle(documents)
+    return [torch.tensor(tokenizer(document).input_ids) for document in documents]
+
+
+def batches(stream: Tensor, seed: int) -> Iterator[Tensor]:
+    """Yield random pieces of the training text, ``[1, CONTEXT + 1]``, the same for every row with the same seed."""
+    source = random.Random(seed)
+    while True:
+        start = source.randrange(len(stream) - CONTEXT - 1)
+        yield stream[start : start + CONTEXT + 1][None]
+
+
+def autocast() -> torch.autocast:
+    """Return a context manager in which products are computed in bfloat16."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@torch.no_grad()
+def losses(model: Any, documents: list[Tensor], tokens: int) -> Tensor:
+    """Return the mean loss at each of ``tokens`` positions over held-out documents, in nats."""
+    total = torch.zeros(tokens, dtype=torch.float64)
+    for document in documents:
+        with autocast():
+            scores = model(document[None, :tokens], use_cache=False).logits[0].float()
+        total += F.cross_entropy(scores, document[1 : tokens + 1], reduction="none").double()
+    return total / len(documents)
+
+
+def perplexities(model: Any, held_out: dict[int, list[Tensor]]) -> dict[str, list[float]]:
+    """Return the perplexity by length, and in each quarter of the positions: ``[all, first, second, third, fourth]``."""
+    result = {}
+    for tokens, documents in held_out.items():
+        mean = losses(model, documents, tokens)
+        result[str(tokens)] = [math.exp(part.mean()) for part in (mean, *mean.chunk(4))]
+    return result
+
+
+def train(parameters: list[dict[str, Any]], steps: int, loss_of: Any, data: Iterator[Tensor]) -> float:
+    """Train with AdamW, warm-up and a cosine, and return the seconds of this process."""
+    begin = time.process_time()
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.95))
+    warmup = max(1, steps // 10)
+
+    def rate(step: int) -> float:
+        done = max(0, step - warmup) / max(1, steps - warmup)
+        return min(1.0, (step + 1) / warmup) * (LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    trained = [parameter for group in parameters for parameter in group["params"]]
+    for _, batch in zip(range(steps), data, strict=False):
+        loss = loss_of(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+    return time.process_time() - begin
+
+
+def load(source: str) -> Any:
+    """Load the model in float32, in evaluation mode."""
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def choose_layers(model: Any, documents: list[Tensor], keep: float) -> list[int]:
+    """Return the layers whose replacement alone costs most, a share ``keep`` of all."""
+    costs = layer_costs(model, lambda: losses(model, documents, CONTEXT).mean().item())
+    return costs.worst(round(keep * len(swapped_layers(model))))
+
+
+def run_row(
+    name: str, options: argparse.Namespace, stream: Tensor, held_out: dict[int, list[Tensor]]
+) -> dict[str, Any]:
+    """Replace, match, train and measure one row."""
+    torch.manual_seed(options.seed)
+    model, data, config = load(options.source), batches(stream, options.seed), ROWS[name]
+    short = {CONTEXT: held_out[CONTEXT]}
+    row: dict[str, Any] = {"row": name, "seed": options.seed, "keep": options.keep}
+    added: list[Tensor] = []
+    if config is not None:
+        swap_attention(model, AttentionConfig(**config))
+        if options.keep:
+            kept = choose_layers(model, held_out[CONTEXT][:COST_DOCUMENTS], options.keep)
+            model = load(options.source)
+            count = len(model.model.layers)
+            kinds = ["keep" if layer in kept else "replace" for layer in range(count)]
+            swap_attention(model, AttentionConfig(**config), layer_kinds=kinds)
+            row["kept"] = kept
+        added = [parameter for layer in swapped_layers(model).values() for parameter in layer.parameters()]
+        row["swapped"] = perplexities(model, short)
+
+        def distance(batch: Tensor) -> Tensor:
+            with autocast():
+                return transfer_loss(model, lambda: model.model(batch[:, :-1], use_cache=False))
+
+        if not name.startswith("window"):  # without far tokens, nothing was added that could be matched
+            groups = [{"params": added, "lr": options.match_lr}]
+            row["match"] = {"steps": options.steps[0], "seconds": train(groups, options.steps[0], distance, data)}
+            row["matched"] = perplexities(model, short)
+    else:
+        row["swapped"] = perplexities(model, short)
+    new = {id(parameter) for parameter in added}
+    embedding = model.get_input_embeddings().weight.requires_grad_(False)
+    others = [parameter for parameter in model.parameters() if id(parameter) not in new and parameter is not embedding]
+
+    def text_loss(batch: Tensor) -> Tensor:
+        with autocast():
+            scores = model(batch[:, :-1], use_cache=False).logits[0].float()
+        return F.cross_entropy(scores, batch[0, 1:])
+
+    groups = [{"params": others, "lr": options.tune_lr}, {"params": added, "lr": 10 * options.tune_lr}]
+    groups = [group for group in groups if group["params"]]
+    row["tune"] = {"steps": options.steps[1], "seconds": train(groups, options.steps[1], text_loss, data)}
+    row["tuned"] = perplexities(model, held_out)
+    return row
+
+
+def main() -> None:
+    """Run the rows, print each, and add it to the JSON file of the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="folder of a causal language model of transformers")
+    parser.add_argument("--texts", type=Path, required=True, help="folder that lightning bench real_texts wrote")
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="rows to run (default: all)")
+    parser.add_argument("--keep", type=float, default=0.0, help="share of the layers that keep softmax (default: 0)")
+    parser.add_argument("--steps", type=int, nargs=2, default=(24, 40), metavar="N", help="steps of the two stages")
+    parser.add_argument("--match_lr", type=float, default=0.03, help="learning rate of the first stage (default: 0.03)")
+    parser.add_argument(
+        "--tune_lr",
+        type=float,
+        default=1e-4,
+        help="learning rate of the second stage, 10 times that for what was added",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the batches and of new parameters (default: 0)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(options.source, trust_remote_code=False)
+    held_out_documents = read_tokens(options.texts, "val", tokenizer)
+    held_out = {
+        tokens: [document[: tokens + 1] for document in held_out_documents if len(document) > tokens][:count]
+        for tokens, count in HELD_OUT.items()
+    }
+    stream = torch.cat(read_tokens(options.texts, "train", tokenizer))
+    for name in options.rows:
+        row = run_row(name, options, stream, held_out)
+        label = f"{name}, seed {options.seed}" + (f", {options.keep:g} kept" if options.keep else "")
+        print(
+            label,
+            json.dumps({stage: row[stage] for stage in ("swapped", "matched", "tuned") if stage in row}),
+            flush=True,
+        )
+        file = options.out / "real-language" / f"{label.replace(', ', '-').replace(' ', '-')}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({**describe(torch.device("cpu")), **row}, indent=1) + "\n")
