@@ -14,6 +14,7 @@ BENCHMARKS = {
     "models": "Diffusion transformers: time and memory of a training step, by kind of attention and size of image.",
     "native": "Checks of the operator on this device: real tiles, streams, graphs, large tensors.",
     "real_language": "A pretrained language model with its attention replaced: window, sinks and MHLA at equal training.",
+    "real_photos": "Squares of photographs that desktops ship, to linearize image encoders with.",
     "real_texts": "Documentation of Python, Debian and Git as texts to linearize pretrained models with.",
     "recurrences": "Recurrences of the baselines, compared with references in PyTorch: error and time on a CPU.",
     "resources": "Registers, spills and shared memory of the Triton kernels, compiled ahead of time without a GPU.",

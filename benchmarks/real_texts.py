@@ -19,7 +19,7 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_mhla.system.files import write_whole
@@ -45,14 +45,14 @@ MARKUP = re.compile(r"^(\.\.|>>>|\$|[-=+|*~#])|\t| {3}")
 """Paragraphs that are tables, code or directives, which are left out of the passages."""
 
 
-def unpack(tree: Path) -> None:
-    """Fetch the packages of Debian and unpack them into the folder ``tree``.
+def unpack(tree: Path, packages: Sequence[str]) -> None:
+    """Fetch packages of Debian and unpack them into the folder ``tree``.
 
     Raises:
         FileNotFoundError: if the machine has no ``apt-get`` or ``dpkg``.
         subprocess.CalledProcessError: if a package cannot be fetched.
     """
-    subprocess.run(["apt-get", "download", *PACKAGES], cwd=tree, check=True)
+    subprocess.run(["apt-get", "download", *packages], cwd=tree, check=True)
     for package in sorted(tree.glob("*.deb")):
         subprocess.run(["dpkg", "-x", str(package), str(tree)], check=True)
 
@@ -92,7 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = options.tree or Path(folder)
         if options.tree is None:
-            unpack(tree)
+            unpack(tree, PACKAGES)
         ordered = sorted(documents(tree), key=lambda document: hashlib.sha256(document[0].encode()).digest())
     if not ordered:
         raise SystemExit(f"no documentation in {tree}")
