@@ -43,8 +43,8 @@ class AttentionConfig:
     """Configuration of an attention layer, with the same options for text, images and video.
 
     Args:
-        kind: kind of attention: mhla (mixed block summaries), mhla_window (causal; softmax in the current and the previous
-            block, mhla for earlier blocks), linear (one summary of all tokens), softmax, rala and mala (images), retention,
+        kind: kind of attention: mhla (mixed block summaries), mhla_window (softmax in the current block and the blocks next to
+            it, mhla for the others), linear (one summary of all tokens), softmax, rala and mala (images), retention,
             gla, gated_deltanet, mamba2, gated_conv (a short convolution instead of attention), or your own kind from a module
             that --allow=MODULE imports. An unknown name raises an error that lists the known ones.
         block_grid: number of blocks along each axis of the token grid (images, video).
@@ -76,7 +76,9 @@ class AttentionConfig:
         gate: whether the output is multiplied by a gate, a projection of the input followed by gate_activation.
         gate_activation: activation of the gate, silu or identity.
         output_norm: whether an RMSNorm is applied to the output of each head; null applies it only if normalize is off.
-        options: options of the kind itself, by name. retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
+        options: options of the kind itself, by name. mhla_window has sinks (number of first tokens that every token attends to
+            by softmax, default 0) and far_init (added to the initial logarithm of the weight of far tokens, default 0.0);
+            retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
             forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
             (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (width of a convolution over
             tokens, default 4); mamba2 has groups (number of key and query heads, default None), where None means

@@ -45,7 +45,8 @@ def test_alone_and_block_ordered_are_the_same_layer(kind: str, grid: str, prefix
 
 
 @pytest.mark.parametrize(
-    ("kind", "causal"), [*product(KINDS, (False, True)), ("learned", False), ("learned", True), ("mhla_window", True)]
+    ("kind", "causal"),
+    [*product(KINDS, (False, True)), ("learned", False), ("learned", True), *product(["mhla_window"], (False, True))],
 )
 def test_attention_matrix_is_what_the_layer_applies(kind: str, causal: bool) -> None:
     options = {"conv": 0} if kind in ("gated_deltanet", "mamba2") else None  # else the values pass a convolution first
@@ -524,6 +525,39 @@ def test_a_window_as_long_as_the_sequence_is_softmax() -> None:
     torch.testing.assert_close(window(x), softmax(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_a_window_over_a_whole_image_is_softmax_and_a_narrow_one_is_not(prefix: int) -> None:
+    layout, narrow = (
+        BlockLayout((6, 8), (2, 2), prefix_tokens=prefix),
+        BlockLayout((6, 8), (3, 4), prefix_tokens=prefix),
+    )
+    window = build_attention(AttentionConfig(kind="mhla_window"), 16, 2, layout)
+    softmax = build_attention(AttentionConfig(kind="softmax"), 16, 2, layout)
+    shared = {name: x for name, x in window.state_dict().items() if not name.startswith(("mixing", "far"))}
+    softmax.load_state_dict(shared)
+    x = torch.randn(2, 48 + prefix, 16)
+    torch.testing.assert_close(window(x), softmax(x), rtol=1e-5, atol=1e-6)
+    other = build_attention(AttentionConfig(kind="mhla_window"), 16, 2, narrow)
+    other.load_state_dict(
+        {name: value for name, value in window.state_dict().items() if "mixing" not in name}, strict=False
+    )
+    out = other(x)
+    torch.testing.assert_close(out[:, :prefix], softmax(x)[:, :prefix], rtol=1e-5, atol=1e-6)  # sinks see every token
+    assert not torch.allclose(out[:, prefix:], softmax(x)[:, prefix:], atol=1e-3)
+    # a far weight of zero leaves the window, in which each token of a corner sees a quarter of the image and the prefix
+    alone = build_attention(AttentionConfig(kind="mhla_window", options={"far_init": -math.inf}), 16, 2, narrow)
+    seen = (alone.attention_matrix(x)[0, 0, prefix] > 0).sum()
+    assert seen == 4 * 4 + prefix
+
+
+def test_a_window_does_not_start_with_a_far_weight_that_is_infinite() -> None:
+    for start in (math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"far_init={start}"):
+            AttentionConfig(kind="mhla_window", options={"far_init": start})
+    with pytest.raises(ValueError, match="sinks=-1"):
+        AttentionConfig(kind="mhla_window", options={"sinks": -1})
+
+
 @pytest.mark.parametrize("kind", ["softmax", "linear", "mhla_window", "gla"])
 def test_a_layer_rejects_the_configuration_of_another_kind(kind: str) -> None:
     layout = BlockLayout((16,), block_size=4)
@@ -576,6 +610,10 @@ def test_operations_of_a_window_grow_with_its_blocks_and_not_with_the_sequence()
     assert counted(64, 8) == 2 * 64 * 1.5 * 8 * 2 * (16 + 16)
     assert counted(128, 8) == 2 * counted(64, 8)
     assert counted(64, 16) == 2 * counted(64, 8)
+    image = BlockLayout((8, 8), (4, 2), prefix_tokens=1)  # 8 tokens in most blocks, of which 3 x 2 are near
+    layer = build_attention(AttentionConfig(kind="mhla_window"), 32, 2, image)
+    near = layer.operator_flops(65) - layer.summary_flops(65, None, layer.summaries_mixed(65))
+    assert near == pytest.approx(2 * 2 * 65 * (6 * 65 / 9 + 2) * (16 + 16))
 
 
 @pytest.mark.parametrize("kind", ["mhla", "mhla_window"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ OTHER: dict[str, dict[str, Any]] = {
 }
 TEXT = AttentionConfig(block_size=4, mixing="exponential", mixing_per_head=True)
 IMAGES = AttentionConfig(block_grid=[2, 3])
+WINDOW = AttentionConfig(kind="mhla_window", block_size=4, mixing="exponential")
 
 
 def tiny(family: str, images: bool = False, name: str = "Model", **more: Any) -> Any:
@@ -99,6 +101,43 @@ def defined(model: Any, other: Any, blocks: Tensor, real: Tensor | None = None) 
     written = copy.deepcopy(model)
     written.config._attn_implementation = "definition"
     return written
+
+
+@pytest.mark.parametrize("family", TEXT_ENCODERS)
+@torch.no_grad()
+def test_a_window_over_two_blocks_is_the_original_text_encoder(family: str) -> None:
+    model, x = tiny(family).double(), tokens()
+    mask = torch.ones_like(x)
+    mask[0, 15:] = 0
+    for config in (WINDOW, replace(WINDOW, block_size=11, options={"sinks": 2})):
+        other = swapped(model, replace(config, block_size=11))
+        real = mask[..., None].bool()
+        expected, out = (hidden(each, x, attention_mask=mask).where(real, 0) for each in (model, other))
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(hidden(other, x), hidden(model, x), rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_window_over_part_of_a_text_ignores_padding_and_takes_any_length() -> None:
+    for config in (WINDOW, replace(WINDOW, options={"sinks": 1}), replace(WINDOW, mixing="dense")):
+        other, x = swapped(tiny("Bert").double(), config), tokens(38)
+        mask = torch.ones_like(x)
+        mask[0, 17:] = 0
+        padded = hidden(other, x, attention_mask=mask)
+        torch.testing.assert_close(padded[:1, :17], hidden(other, x[:1, :17]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(padded[1:], hidden(other, x[1:]), rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(padded[1:], hidden(tiny("Bert").double(), x[1:]), atol=1e-3)
+
+
+@pytest.mark.parametrize("family", IMAGE_ENCODERS)
+@torch.no_grad()
+def test_a_window_over_two_blocks_of_each_axis_is_the_original_image_encoder(family: str) -> None:
+    model, x = tiny(family, images=True).double(), pictures()
+    config = AttentionConfig(kind="mhla_window", block_grid=[2, 2])
+    torch.testing.assert_close(hidden(swapped(model, config), x), hidden(model, x), rtol=1e-9, atol=1e-9)
+    several = hidden(swapped(model, replace(config, block_grid=[3, 6])), x)
+    assert several.isfinite().all()
+    assert not torch.allclose(several, hidden(model, x), atol=1e-3)
 
 
 @pytest.mark.parametrize("mixing", ["dense", "exponential"])
@@ -261,7 +300,8 @@ def test_trainer_and_pipeline_take_it(tmp_path: Path) -> None:
             tiny("Siglip").config.to_dict(), vision_config=tiny("Siglip", images=True).config.to_dict())), TEXT, "combines text with other inputs"),
         (lambda: tiny("ViT", images=True), TEXT, "needs block_grid"),
         (lambda: tiny("Bert"), IMAGES, "needs block_size, the number of tokens in a block, not block_grid"),
-        (lambda: tiny("Bert"), AttentionConfig(kind="mhla_window", block_size=4), "causal only"),
+        (lambda: tiny("Bert"), AttentionConfig(kind="gated_conv"), "causal only"),
+        (lambda: tiny("Bert"), AttentionConfig(kind="mhla_window", block_size=4, options={"sinks": 5}), "exceeds the 4 tokens"),
         (lambda: tiny("ViT", images=True), AttentionConfig(block_grid=[2, 2], mixing="exponential"), "prefix tokens; use dense"),
     ],
 )  # fmt: skip

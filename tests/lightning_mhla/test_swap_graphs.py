@@ -119,6 +119,7 @@ IMAGES: dict[str, Callable[[], tuple[Any, Callable[[int], dict[str, Any]]]]] = {
     "timm-class-token": lambda: vit("vit_tiny_patch16_224"),
     "timm-registers-lepe": lambda: vit("vit_tiny_patch16_224", AttentionConfig(block_grid=[2, 2], lepe=3), reg_tokens=2),
     "timm-eva-rotary": lambda: vit("eva02_tiny_patch14_224"),
+    "timm-window": lambda: vit("vit_tiny_patch16_224", AttentionConfig(kind="mhla_window", block_grid=[3, 2])),
     "timm-linear": lambda: vit("vit_tiny_patch16_224", AttentionConfig(kind="linear")),
     "timm-softmax": lambda: vit("vit_tiny_patch16_224", AttentionConfig(kind="softmax")),
     "hf-vit": lambda: hf_image("ViT", interpolate_pos_encoding=True),
@@ -128,6 +129,7 @@ RECOMPILED = {
     "timm-class-token": 3,
     "timm-registers-lepe": 3,
     "timm-eva-rotary": 3,
+    "timm-window": 3,
     "timm-linear": 3,
     "timm-softmax": 3,
     "sana": 3,
@@ -191,6 +193,7 @@ KINDS = {
     "dense": DENSE,
     "exponential": SUM,
     "window": AttentionConfig(kind="mhla_window", block_size=8, mixing="exponential"),
+    "window with sinks": AttentionConfig(kind="mhla_window", block_size=4, mixing="exponential", options={"sinks": 3}),
     "linear": AttentionConfig(kind="linear"),
     "softmax": AttentionConfig(kind="softmax"),
 }
@@ -205,7 +208,7 @@ def test_decoders_are_one_graph_at_every_length(kind: str, padded: str) -> None:
 
 
 @pytest.mark.parametrize("padded", ["", "padded"])
-@pytest.mark.parametrize("kind", ["dense", "exponential", "linear", "softmax"])
+@pytest.mark.parametrize("kind", ["dense", "exponential", "window", "window with sinks", "linear", "softmax"])
 def test_encoders_are_one_graph_at_every_length(kind: str, padded: str) -> None:
     compare(bert(KINDS[kind]), [text(length, padded) for length in LENGTHS])
 
