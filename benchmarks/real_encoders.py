@@ -1,0 +1,146 @@
+"""A linearized encoder of texts or images against its original: agreement and time by length.
+
+    lightning bench real_encoders minilm minilm-linear --texts texts --out benchmarks/results
+    lightning bench real_encoders dinov2 dinov2-linear --photos photos/val --out benchmarks/results
+
+Texts are held-out sections and passages of :mod:`benchmarks.real_texts`, cut to 64, 128 and 512 tokens. Agreement is the cosine
+similarity of the embeddings (the mean of the token vectors), the share of ten nearest neighbors that are found if both or only
+the query are embedded by the linearized model, and of images the cosine similarity of patches and class token at 224, 518 and
+1,022 pixels. Computed in float32 with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModel, AutoTokenizer
+
+from benchmarks.machine import describe
+from lightning_mhla import load_swapped
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.training.neighbors import EmbeddingPairs
+
+TOKENS = {64: 2000, 128: 2000, 512: 605}
+"""Number of held-out texts by the number of tokens to which they are cut."""
+
+PIXELS = {224: 64, 518: 16, 1022: 4}
+"""Number of held-out pictures by their size in pixels."""
+
+BATCH, REPEATS = 16, 5
+"""Texts that are embedded at once, and timed calls of each model."""
+
+
+def seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median time of each function in seconds; the functions alternate, and the first call does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(REPEATS + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begin)
+    return {name: median(values[1:]) for name, values in times.items()}
+
+
+def embed(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> Tensor:
+    """Return the normalized mean vectors of texts, ``[texts, dim]``; texts of similar length share a batch."""
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    rows = []
+    for start in range(0, len(order), BATCH):
+        chosen = [texts[index] for index in order[start : start + BATCH]]
+        batch = tokenizer(chosen, padding=True, truncation=True, max_length=tokens, return_tensors="pt")
+        mask = batch["attention_mask"][..., None]
+        vectors = model(**batch).last_hidden_state * mask
+        rows.append(F.normalize(vectors.sum(1) / mask.sum(1), dim=-1))
+    return torch.cat(rows)[torch.tensor(order).argsort()]
+
+
+def compare_texts(models: dict[str, Any], source: str, folder: Path) -> dict[str, Any]:
+    """Return agreement and time of a text encoder by number of tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    texts = []
+    for kind in ("sections", "passages"):
+        lines = (folder / f"{kind}-val.jsonl").read_text().splitlines()
+        texts += [json.loads(line)["text"] for line in lines]
+    results = {}
+    for tokens, count in TOKENS.items():
+        original, linearized = (embed(model, tokenizer, texts[:count], tokens) for model in models.values())
+        pairs = EmbeddingPairs()
+        pairs.update(linearized, original)
+        row: dict[str, Any] = {name: value.item() for name, value in pairs.compute().items()}
+        row["cosine"] = (original * linearized).sum(-1).mean().item()
+        row["texts"] = len(original)
+        ids = torch.arange(1000, 1000 + tokens)[None]
+        row["seconds"] = seconds({name: partial(model, ids) for name, model in models.items()})
+        results[str(tokens)] = row
+        print(tokens, "tokens", json.dumps(row), flush=True)
+    return results
+
+
+def read_picture(file: Path, pixels: int) -> Tensor:
+    """Read a picture, resize it to a square, and normalize it as for ImageNet: ``[3, pixels, pixels]``."""
+    with Image.open(file) as image:
+        resized = image.convert("RGB").resize((pixels, pixels), Image.Resampling.BICUBIC)
+    values = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)
+    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    return (values - mean) / std
+
+
+def compare_images(models: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return agreement and time of an image encoder by size."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".jpg", ".png", ".webp"))
+    if not files:
+        raise SystemExit(f"no pictures in {folder}")
+    results = {}
+    for pixels, count in PIXELS.items():
+        cosines = []
+        for file in files[:: max(1, len(files) // count)][:count]:
+            original, linearized = (
+                model(pixel_values=read_picture(file, pixels)[None]).last_hidden_state[0] for model in models.values()
+            )
+            cosines.append(F.cosine_similarity(original, linearized, dim=-1))
+        values = torch.stack(cosines)
+        x = torch.zeros(1, 3, pixels, pixels)
+        row = {
+            "pictures": len(values), "tokens": values.shape[1], "class_cosine": values[:, 0].mean().item(),
+            "patch_cosine": values[:, 1:].mean().item(),
+            "seconds": seconds({name: partial(model, pixel_values=x) for name, model in models.items()}),
+        }  # fmt: skip
+        results[str(pixels)] = row
+        print(pixels, "pixels", json.dumps(row), flush=True)
+    return results
+
+
+@torch.no_grad()
+def main() -> None:
+    """Compare the two models, print a row for each length, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("original", help="folder of an encoder of transformers")
+    parser.add_argument("linearized", type=Path, help="folder that lightning linearize or lightning export wrote")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--texts", type=Path, help="folder that lightning bench real_texts wrote")
+    data.add_argument("--photos", type=Path, help="folder of held-out pictures")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    original = AutoModel.from_pretrained(options.original, dtype=torch.float32, trust_remote_code=False).eval()
+    models = {"original": original, "linearized": load_swapped(options.linearized, torch.float32).eval()}
+    if options.texts is not None:
+        results = compare_texts(models, options.original, options.texts)
+    else:
+        results = compare_images(models, options.photos)
+    file = options.out / "real-encoders" / f"{options.linearized.name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps({**describe(torch.device("cpu")), "results": results}, indent=1) + "\n")
