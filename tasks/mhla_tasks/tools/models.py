@@ -100,15 +100,16 @@ def linearize(parser: ArgumentParser) -> Run:
         lightning linearize sentence-transformers/all-MiniLM-L6-v2 minilm-linear --train train.jsonl --val val.jsonl
         lightning linearize facebook/dinov2-small dino-linear --train photos/train --val photos/val
 
-    The source is a causal language model or an encoder of texts or images of transformers: a folder, a GGUF file, or a name on
-    the Hugging Face Hub. Two training runs follow each other: the first matches each new layer to the original one, the second
-    trains the complete model to predict what the original predicts. Layers whose replacement costs most keep softmax attention.
+    The source is a causal language model or an encoder of texts or images of transformers: a folder, a name on the Hugging Face
+    Hub, a GGUF file, or an ONNX file of DINOv2. Two training runs follow each other: the first matches each new layer to the
+    original one, the second trains the complete model to predict what the original predicts. Layers whose replacement costs
+    most keep softmax attention.
 
     Texts are text files, tables (.jsonl, .csv, ...) and folders of them; images are folders with subfolders, or shards. The
     numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command continues.
     Runs, curves and report.html lie in the working folder, the model in the target folder.
     """
-    parser.add_argument("source", help="folder of transformers, .gguf file, or name on the hub")
+    parser.add_argument("source", help="folder of transformers, .gguf or .onnx file, or name on the hub")
     parser.add_argument("target", type=Path, help="folder for the linearized model")
     parser.add_argument("--train", nargs="+", required=True, help="files or folders of training data")
     parser.add_argument("--val", nargs="+", required=True, help="files or folders of held-out data")

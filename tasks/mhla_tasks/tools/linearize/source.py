@@ -1,18 +1,20 @@
-"""Pretrained models to linearize: folders of transformers, names on the hub, and GGUF files, which are converted first."""
+"""Pretrained models to linearize: folders of transformers, names on the hub, and GGUF and ONNX files, which are converted."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_mhla.swap import is_swapped
 from lightning_mhla.swap.networks import read_configuration
-from lightning_mhla.system.files import rebuilt_folder
+from mhla_tasks.tools.linearize.conversion import convert_gguf, convert_onnx
 
 Domain = Literal["language", "text", "image"]
+
+CONVERTED = (".gguf", ".onnx")
+"""Suffixes of files that are converted to folders of transformers."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +33,21 @@ class PretrainedSource:
 
 
 def open_source(name: str, folder: Path) -> PretrainedSource:
-    """Open a pretrained model, after converting it to a folder of transformers if it is a GGUF file.
+    """Open a pretrained model, after converting it to a folder of transformers if it is a GGUF or ONNX file.
 
     Args:
-        name: folder of transformers, name on the Hugging Face Hub, ``.gguf`` file, or folder with one ``.gguf`` file.
+        name: folder of transformers, name on the Hugging Face Hub, ``.gguf`` or ``.onnx`` file, or folder with one such file.
         folder: folder to write a converted model to; kept and used again if it exists.
 
     Raises:
         FileNotFoundError: if there is no such model.
+        ModuleNotFoundError: if a package that reads the file is not installed.
         ValueError: if the model is not a causal language model or an encoder of transformers, or is linearized already.
     """
-    gguf = _gguf_file(Path(name))
-    if gguf is not None:
+    file = _model_file(Path(name))
+    if file is not None:
         if not (folder / "config.json").is_file():
-            convert_gguf(gguf, folder)
+            (convert_gguf if file.suffix == ".gguf" else convert_onnx)(file, folder)
         name = str(folder)
     if is_swapped(name):
         raise ValueError(f"{name} has replaced attention already; name the model that it was made from")
@@ -56,58 +59,32 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
 
 
 def find_domain(name: str) -> Domain:
-    """Return what kind of model ``name`` is, see :func:`open_source`; a GGUF file holds a causal language model.
+    """Return what kind of model ``name`` is, see :func:`open_source`.
+
+    A GGUF file holds a causal language model, an ONNX file an image encoder.
 
     Raises:
         FileNotFoundError: if there is no such model.
         ValueError: if the model is not a causal language model or an encoder of texts or images.
     """
-    return "language" if _gguf_file(Path(name)) is not None else _domain(read_configuration(name), name)
+    file = _model_file(Path(name))
+    if file is not None:
+        return "language" if file.suffix == ".gguf" else "image"
+    return _domain(read_configuration(name), name)
 
 
-def _gguf_file(path: Path) -> Path | None:
-    if path.suffix == ".gguf":
+def _model_file(path: Path) -> Path | None:
+    """Return the GGUF or ONNX file that a path names or contains; None if it is a folder of transformers or no path."""
+    if path.suffix in CONVERTED:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         return path
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.iterdir() if file.suffix in CONVERTED)
     if len(files) > 1:
-        raise ValueError(f"{path} has {len(files)} GGUF files; name one of them")
+        raise ValueError(f"{path} has {len(files)} GGUF or ONNX files; name one of them")
     return files[0] if files else None
-
-
-def convert_gguf(file: Path, folder: Path) -> None:
-    """Convert a GGUF file of a causal language model to a folder of transformers: float32 weights and the tokenizer.
-
-    Quantized weights are dequantized. The folder appears when it is complete.
-
-    Raises:
-        ModuleNotFoundError: if the package gguf is not installed.
-        ValueError: if transformers cannot read the file.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if find_spec("gguf") is None:
-        raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
-        )
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"transformers cannot read {file} ({str(error).splitlines()[0][:200]})") from error
-    # The weights are dequantized, but transformers does not save a model whose configuration says otherwise.
-    model.config.__dict__.pop("quantization_config", None)
-    plain = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
-    plain.load_state_dict(model.state_dict())
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    with rebuilt_folder(folder) as aside:
-        plain.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
 
 
 def _domain(config: Any, name: str) -> Domain:
