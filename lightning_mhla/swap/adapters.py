@@ -71,13 +71,16 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
     """Return the names, within ``model``, of the linear layers in ``host`` that do not belong to the new attention.
 
+    The linear layers of GPT-2 are of transformers' class Conv1D.
+
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
         host: attention module of a layer whose attention was replaced.
         new: the new attention, a submodule of ``host``.
     """
     names, added = {module: name for name, module in model.named_modules()}, set(new.modules())
-    return [names[module] for module in host.modules() if isinstance(module, nn.Linear) and module not in added]
+    linear = [module for module in host.modules() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"]
+    return [names[module] for module in linear if module not in added]
 
 
 def _add_adapters(model: nn.Module, targets: list[str], lora: LoraOptions) -> None:

@@ -34,7 +34,7 @@ from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
 from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 DECODERS = (
-    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3", "GPTNeoX", "GPT2"
 )  # fmt: skip
 """Supported model families of language models, the first part of the names of their classes.
 
@@ -268,7 +268,7 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
         raise ValueError(
             f"layer {index} caps its scores at {cap} (attn_logit_softcapping), which the new attention does not"
         )
-    for name in ("attention_dropout", "attention_probs_dropout_prob"):
+    for name in ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"):
         if share := getattr(layer.config, name, 0):
             raise ValueError(
                 f"layer {index} drops attention weights ({name}={share}), which the new attention does not; load the model "
@@ -333,14 +333,16 @@ def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | No
         tokens = layer_config.max_position_embeddings
         size = config.block_size if Attention.kinds[config.kind].uses_blocks else None
         layout = BlockLayout((tokens,), block_size=size or tokens)
-    width = layer.head_dim if hasattr(layer, "head_dim") else layer.attention_head_size
+    names = ("head_dim", "head_size", "attention_head_size")
+    width = next(getattr(layer, name) for name in names if hasattr(layer, name))
+    heads = layer_config.num_attention_heads
     return build_beside(
         _floating(layer),
         replace(config, rotary=False),
         layer_config.hidden_size,
-        layer_config.num_attention_heads,
+        heads,
         layout,
-        key_value_heads=getattr(layer_config, "num_key_value_heads", None),
+        key_value_heads=heads // getattr(layer, "num_key_value_groups", 1),
         key_width=width,
         value_width=width,
         causal=_family(layer) in DECODERS,

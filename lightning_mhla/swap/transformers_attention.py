@@ -67,7 +67,7 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if kwargs.get("cache") is not None:
         raise ValueError("swapped attention has no paged keys and values: use generate, not continuous batching")
     x = args[0] if args else kwargs["hidden_states"]
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX has another name for it
     module.call = AttentionCall(x, None if cache is None else state_layer(cache, module.layer_idx))
 
 
@@ -243,22 +243,30 @@ def swapped_attention(
             a one-item tuple that holds the ``attention_mask`` passed to the model, or None.
 
     Returns:
-        Outputs ``[B, N, H * Dv]``, and None in place of attention weights.
+        Outputs ``[B, N, H, Dv]``, and None in place of attention weights.
 
     Raises:
         ValueError: if the mask hides anything except padding and, in a decoder, later tokens; if the mask adds biases to
             scores; if documents are packed in more than one row; if a text exceeds the length that dense mixing coefficients
             support; if the cache has no state to continue; or if the tokens do not match the grid of the current image.
     """
+    out = _attend(module, query, key, value, attention_mask, options)
+    return out.unflatten(-1, (query.shape[1], -1)), None
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Compute the replacement attention of a module with heads side by side, ``[B, N, H * Dv]``."""
     (x, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory
     # the factor is 1 for the usual scaling by the root of the key width; models with a different scaling keep theirs
     query = query * (options["scaling"] * query.shape[-1] ** 0.5)
     heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     if module.grid is not None:
-        return _attend_image(module, x, heads, attention_mask), None
+        return _attend_image(module, x, heads, attention_mask)
     if not attention.causal:
-        return _attend_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN))), None
+        return _attend_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN)))
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
     positions, original_mask = options.get("position_ids"), options.get(GIVEN)
     by_positions = "flash" in module.host_config._attn_implementation
@@ -273,7 +281,7 @@ def swapped_attention(
                 raise ValueError("training and packed documents cannot continue a cache; start without one")
             cache.kept = False
         rows = real_first(real, x, heads)
-        return rows.restored(attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections)), None
+        return rows.restored(attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections))
     if not cache.kept:
         raise ValueError("the cache was filled in training or with packed documents, which keep no state")
     if cache.state is not None and cache.kind != attention.config.kind:
@@ -283,9 +291,9 @@ def swapped_attention(
         attention.require("state")
         rows = real_first(real, x, heads)
         cache.unread = Unread(x, heads[0], heads[1], heads[2], real)
-        return rows.restored(attention(rows.x, rows.visible, projections=rows.projections)), None
+        return rows.restored(attention(rows.x, rows.visible, projections=rows.projections))
     out, cache.state = _continued(attention, cache.state, x, heads, real)
-    return out, None
+    return out
 
 
 def _continued(

@@ -21,8 +21,8 @@ from transformers import (
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -54,8 +54,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "Olmo": {"clip_qkv": 0.5},
     "Phi": {"qk_layernorm": True},
     "Phi3": {"sliding_window": None},
+    "GPT2": {"attn_pdrop": 0.0},
 }
-TYPES = {"Gemma3": "gemma3_text"}
+TYPES = {"Gemma3": "gemma3_text", "GPTNeoX": "gpt_neox"}
 BLOCKS = AttentionConfig(block_size=4, mixing="exponential", mixing_per_head=True)
 WINDOW = AttentionConfig(kind="mhla_window", block_size=4, mixing="exponential", feature_map="learned")
 
@@ -496,7 +497,7 @@ def with_images() -> Any:
 
 
 def sizes(model: type, **options: Any) -> Any:
-    config: Any = {BloomForCausalLM: BloomConfig, GPT2LMHeadModel: GPT2Config, T5ForConditionalGeneration: T5Config}[
+    config: Any = {BloomForCausalLM: BloomConfig, OPTForCausalLM: OPTConfig, T5ForConditionalGeneration: T5Config}[
         model
     ]
     return model(config(vocab_size=64, **options))
@@ -506,6 +507,8 @@ def sizes(model: type, **options: Any) -> Any:
     ("model", "message"),
     [
         (lambda: tiny("Llama", attention_dropout=0.1), "drops attention weights"),
+        (lambda: tiny("GPT2", attn_pdrop=0.1), "drops attention weights"),
+        (lambda: tiny("GPT2", add_cross_attention=True), "sees later tokens too"),
         (lambda: tiny("Mistral", sliding_window=8), "window of 8 tokens.*a model with full attention is needed"),
         (
             lambda: tiny("Gemma3", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
@@ -517,7 +520,10 @@ def sizes(model: type, **options: Any) -> Any:
         (with_images, "combines text with other inputs"),
         (lambda: tiny().half(), "in float16.*bfloat16 or float32"),
         (lambda: tiny("Llama", is_causal=False), "only causal attention"),
-        (lambda: sizes(GPT2LMHeadModel, n_embd=32, n_layer=1, n_head=2), "has no supported attention"),
+        (
+            lambda: sizes(OPTForCausalLM, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+            "has no supported attention",
+        ),
     ],
 )
 def test_what_would_not_be_right_is_refused_before_anything_changes(model: Any, message: str) -> None:
@@ -538,3 +544,24 @@ def test_blocks_are_asked_for() -> None:
     )
     assert list(swapped_layers(full)) == [1, 3]
     assert full.generate(tokens(), max_new_tokens=4).shape == (2, 26)
+
+
+@pytest.mark.parametrize("config", [BLOCKS, replace(WINDOW, options={"sinks": 3})], ids=["mhla", "window with sinks"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_every_family_generates_from_its_state_and_is_loaded_again(
+    family: str, config: AttentionConfig, tmp_path: Path
+) -> None:
+    """Greedy text with a cache, without one, in a batch padded on the left, and after saving and loading, is the same."""
+    model, x = swapped(tiny(family), config), tokens(1, 14)
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    text = model.generate(x, attention_mask=torch.ones_like(x), **options)
+    assert torch.equal(text, model.generate(x, attention_mask=torch.ones_like(x), use_cache=False, **options))
+    padded = torch.cat([torch.zeros(1, 5, dtype=x.dtype), x], 1)
+    mask = (torch.arange(19) >= 5).long()[None]
+    batch = model.generate(
+        torch.cat([padded, tokens(1, 19)]), attention_mask=torch.cat([mask, torch.ones_like(mask)]), **options
+    )
+    assert torch.equal(batch[0, 5:], text[0])
+    model.save_pretrained(tmp_path)
+    again = load_swapped(tmp_path).eval()
+    assert torch.equal(again.generate(x, attention_mask=torch.ones_like(x), **options), text)
