@@ -43,6 +43,12 @@ LENGTHS: dict[str, tuple[int, ...]] = {
 }
 """Lengths at which speed is measured: tokens, or pixels of an image's side."""
 
+CONTEXTS = (512, 2048, 4096)
+"""Numbers of tokens before the tokens whose generation is measured."""
+
+TOKENS_TIMED = 8
+"""Number of generated tokens whose time is measured; the median counts."""
+
 
 class StepTimes(Callback):
     """Callback that measures the seconds of each training step, with the loading of its batch."""
@@ -212,6 +218,45 @@ def _forward(source: PretrainedSource, network: Any, length: int) -> None:
     tokens = torch.arange(length)[None] % min(1000, network.config.vocab_size)
     call: Callable[..., Any] = network.base_model if source.domain == "language" else network
     call(tokens, **({"use_cache": False} if source.domain == "language" else {}))
+
+
+@torch.no_grad()
+def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> dict[int, dict[str, dict[str, float]]]:
+    """Measure the time of a generated token and the memory of the cache, by the number of tokens before it.
+
+    Args:
+        networks: causal language models of transformers in evaluation mode, by name.
+        longest: maximum length that the models allow; None for no limit.
+
+    Returns:
+        ``seconds`` of a token and ``bytes`` of the cache for one sequence, by length and by name of the model.
+    """
+    results: dict[int, dict[str, dict[str, float]]] = {}
+    for length in CONTEXTS:
+        if longest is not None and length + TOKENS_TIMED > longest:
+            break
+        tokens, row = torch.arange(length + TOKENS_TIMED)[None] % 1000, {}
+        for name, network in networks.items():
+            cache = network(
+                tokens[:, :length] % network.config.vocab_size, use_cache=True, logits_to_keep=1
+            ).past_key_values
+            size, times = _cache_bytes(cache), []
+            for place in range(length, length + TOKENS_TIMED):
+                begin = time.perf_counter()
+                network(tokens[:, place : place + 1] % network.config.vocab_size, past_key_values=cache, use_cache=True)
+                times.append(time.perf_counter() - begin)
+            row[name] = {"seconds": statistics.median(times), "bytes": size}
+        results[length] = row
+    return results
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Return the memory of a cache of transformers, whose layers hold keys and values or a state of this package."""
+    total = 0
+    for layer in cache.layers:
+        state = getattr(layer, "state", None)
+        total += sum(x.nbytes for x in (layer.keys, layer.values)) if state is None else state.bytes
+    return total
 
 
 def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replaced: str) -> int | None:

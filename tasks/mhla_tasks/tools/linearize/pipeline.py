@@ -189,6 +189,9 @@ class Pipeline:
             perplexity = {name: measure.by_position(network, tokens, bounds) for name, network in networks.items()}
             self._keep(positions={"bounds": bounds, **perplexity})
         longest = getattr(networks["original"].config, "max_position_embeddings", None)
+        if self.source.domain == "language":
+            generation = measure.generation_by_length(networks, longest)
+            self._keep(generation={str(length): by_name for length, by_name in generation.items()})
         seconds = measure.seconds_by_length(self.source, networks, longest if self.source.domain != "image" else None)
         self._keep(
             speed={str(length): by_name for length, by_name in seconds.items()},

@@ -34,6 +34,9 @@ MEANING = {
 }
 """Metrics of the table, in its order, with what they say."""
 
+ROUNDED = 1e-6
+"""Numbers below are rounding errors of a distance of zero."""
+
 
 def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> None:
     """Write ``report.html`` to the working folder.
@@ -45,7 +48,7 @@ def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, 
         kind: kind of the new attention.
         results: results of all steps.
     """
-    title = f"{Path(source.path).name}, linearized" if source.path != str(work / "original") else "Linearized model"
+    title = f"{source.name}, linearized"
     class_name = "AutoModelForCausalLM" if source.domain == "language" else "AutoModel"
     tokenizer = "" if source.domain == "image" else ", AutoTokenizer"
     loading = LOADING.format(class_name=class_name, tokenizer=tokenizer, folder=target.name)
@@ -58,6 +61,7 @@ def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, 
         _positions(results),
         _curves(results),
         _speed(source, results),
+        _generation(results),
         _layers(results),
         f"<h2>Use it</h2><pre>{html.escape(loading)}</pre>",
     ]
@@ -106,7 +110,7 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{0.0 if abs(value) < ROUNDED else value:.4g}"
 
 
 def _positions(results: Mapping[str, Any]) -> str:
@@ -162,6 +166,22 @@ def _speed(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     figure.savefig(picture, dpi=110, format="png")
     table = _table([unit, "original, ms", "linearized, ms", "times as fast"], rows)
     return f"<h2>Speed by length</h2><p>{verdict} One sample, float32, this machine.</p>{table}{_picture(picture)}"
+
+
+def _generation(results: Mapping[str, Any]) -> str:
+    if not results.get("generation"):
+        return ""
+    rows = [
+        [
+            f"{int(length):,}",
+            *(f"{values[name]['seconds'] * 1e3:,.0f}" for name in ("original", "linearized")),
+            *(f"{values[name]['bytes'] / 2**20:,.1f}" for name in ("original", "linearized")),
+        ]
+        for length, values in results["generation"].items()
+    ]
+    head = ["tokens before", "original, ms", "linearized, ms", "original, MiB", "linearized, MiB"]
+    note = "<p>Time of one more token, and memory of the cache, for one text in float32 on this machine.</p>"
+    return f"<h2>Generation</h2>{note}{_table(head, rows)}"
 
 
 def _layers(results: Mapping[str, Any]) -> str:

@@ -25,11 +25,13 @@ class PretrainedSource:
         path: folder of the model, or its name on the Hugging Face Hub.
         domain: ``"language"`` for a causal language model, ``"text"`` or ``"image"`` for an encoder.
         depth: number of layers.
+        name: what the user called it, without the folders before it.
     """
 
     path: str
     domain: Domain
     depth: int
+    name: str
 
 
 def open_source(name: str, folder: Path) -> PretrainedSource:
@@ -44,7 +46,7 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
         ModuleNotFoundError: if a package that reads the file is not installed.
         ValueError: if the model is not a causal language model or an encoder of transformers, or is linearized already.
     """
-    file = _model_file(Path(name))
+    title, file = Path(name).resolve().name if Path(name).exists() else name, _model_file(Path(name))
     if file is not None:
         if not (folder / "config.json").is_file():
             (convert_gguf if file.suffix == ".gguf" else convert_onnx)(file, folder)
@@ -55,7 +57,7 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
     depth = getattr(config, "num_hidden_layers", None)
     if not isinstance(depth, int):
         raise ValueError(f"{name}: a {type(config).__name__} has no list of layers (num_hidden_layers)")
-    return PretrainedSource(name, _domain(config, name), depth)
+    return PretrainedSource(name, _domain(config, name), depth, title)
 
 
 def find_domain(name: str) -> Domain:
