@@ -240,43 +240,59 @@ def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, si
     """
     number = x.q.shape[2]
     axes, lead = ((number,), 0) if grid is None else (grid, int(sinks > 0))
-    shape = (-1, -1, number, -1, -1)
-    keys, values = (y[:, :, :1, :sinks].expand(shape) for y in (x.k, x.v))
-    sinks_visible = x.visible[:, None, :1, None, :sinks].expand(shape)
+    sinks_visible = x.visible[:, 0, :sinks]
     x = x.without_sinks(torch.arange(number, device=x.q.device) == 0, sinks)
-    k, v, visible = (_neighbors(y, axes, lead) for y in (x.k, x.v, x.visible[:, None, ..., None]))
+    slot, near = _window(axes, lead, x.q.shape[-2], x.q.device)
+    all_visible = torch.cat([sinks_visible, x.visible.flatten(1)], 1)
+    # the first S slots of the gathered keys and values are the sinks, for every block
+    slot = F.pad(slot + sinks, (sinks, 0)) + F.pad(torch.arange(sinks, device=slot.device), (0, slot.shape[1]))
+    near = F.pad(near, (sinks, 0), value=True)
+    keys, values = (_gather(torch.cat([y[:, :, 0, :sinks], y.flatten(2, 3)], 2), slot) for y in (x.k, x.v))
+    visible = (all_visible[:, slot] & near)[:, None, :, None]
     matrix = mixing.matrix(number)
     if is_dynamic(number):  # blocks after the last token are empty, so their coefficients do not matter
         index = torch.arange(number, device=matrix.device).clamp(max=matrix.shape[-1] - 1)
         matrix = matrix[..., index[:, None], index]
     matrix = matrix[..., :number, :number].masked_fill(_are_near(axes, lead, x.q.device), 0)
     mixed = DenseMixing(matrix).mix(x.sums.flatten(3), False).view(x.sums.shape)
-    scores = (x.q * scale) @ torch.cat([k, keys], -2).transpose(-1, -2)
-    visible = torch.cat([visible.transpose(-1, -2), sinks_visible], -1)
-    return combine(scores, visible, torch.cat([v, values], -2), x.f, mixed, x.far)
+    scores = (x.q * scale) @ keys.transpose(-1, -2)
+    return combine(scores, visible, values, x.f, mixed, x.far)
 
 
-def _neighbors(x: Tensor, grid: Sequence[int], lead: int) -> Tensor:
-    """Collect the slots of each block and of the blocks next to it.
+def _gather(x: Tensor, slot: Tensor) -> Tensor:
+    """Return the values ``[B, H, M, R, D]`` of the slots that each block reads, from those of all slots, ``[B, H, n, D]``."""
+    return x.index_select(2, slot.flatten()).unflatten(2, slot.shape)
+
+
+def _window(grid: Sequence[int], lead: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which slots each block reads: its own and those of the blocks next to it.
 
     Args:
-        x: values of the slots, ``[B, H, M, C, D]``.
         grid: number of blocks along each axis.
-        lead: number of blocks before the grid, which have no neighbors: 0 or 1.
+        lead: number of blocks before the grid, which read nothing: 0 or 1.
+        slots: number of slots in a block, C.
+        device: device of the results.
 
     Returns:
-        ``[B, H, M, R C, D]`` for R blocks around each block, including itself. Values beyond the border of the grid are zero.
+        Indices of slots, counted over all M blocks, int64, and a mask that is False for slots that are not in the window; both
+        ``[M, R C]``, where R is the product of at most 3 blocks along each axis.
     """
-    batch, heads, number, slots, width = x.shape
-    around = x[:, :, lead:].reshape(batch, heads, *grid, 1, slots, width)
-    for axis, length in enumerate(grid, 2):
-        if not is_dynamic(length) and length == 1:
-            continue
-        edge = torch.zeros_like(around.narrow(axis, 0, 1))
-        padded = torch.cat([edge, around, edge], axis)
-        around = torch.cat([padded.narrow(axis, shift, length) for shift in range(3)], -3)
-    near = around.reshape(batch, heads, number - lead, -1, width)
-    return near if not lead else torch.cat([torch.zeros_like(near[:, :, :1]), near], 2)
+    block = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    near = torch.ones_like(block, dtype=torch.bool)
+    for length in grid:
+        index = torch.arange(length, device=device)
+        width = 3 if is_dynamic(length) else min(3, length)
+        along = (index - 1).clamp(min=0, max=length - width)[:, None] + torch.arange(width, device=device)
+        if is_dynamic(length):  # there may be fewer than three
+            along = index[:, None] + torch.arange(-1, 2, device=device)
+        inside = ((along - index[:, None]).abs() <= 1) & (along >= 0) & (along < length)
+        along = along.clamp(min=0, max=length - 1)
+        size = (block.shape[0] * length, block.shape[1] * width)
+        block = (block[:, None, :, None] * length + along[:, None]).reshape(size)
+        near = (near[:, None, :, None] & inside[:, None]).reshape(size)
+    slot = (block + lead)[..., None] * slots + torch.arange(slots, device=device)
+    near = near[..., None].expand(slot.shape)
+    return F.pad(slot.flatten(1), (0, 0, lead, 0)), F.pad(near.flatten(1), (0, 0, lead, 0))
 
 
 def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
