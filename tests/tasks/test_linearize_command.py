@@ -86,7 +86,7 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path:
 def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
     source = small_bert(tmp_path / "bert", texts.tokenizer)
     words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
-    linearize(*words, "--budget=2s")
+    linearize(*words, "--budget=2s", "--block_size=8")  # eight blocks, of which three are near
     plan = json.loads((tmp_path / "out-work/plan.json").read_text())
     assert all(steps >= 4 for steps in plan["steps"])
     assert all(seconds > 0 for seconds in plan["seconds_per_step"])
@@ -108,7 +108,7 @@ def test_an_image_encoder(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     linearize(
         str(source), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"), "--steps", "4", "4",
-        "--length=56", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", "--keep=0", "--block_size=2",
+        "--length=56", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", "--keep=0", "--block_size=4",
     )  # fmt: skip
     program = (
         "import sys, torch; from transformers import AutoModel\n"
@@ -119,6 +119,25 @@ def test_an_image_encoder(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.stdout.strip() == "(1, 37, 32)", done.stderr[-2000:]
+
+
+def test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_exported(
+    texts: MiniTexts, tmp_path: Path
+) -> None:
+    source = small_bert(tmp_path / "bert", texts.tokenizer)
+    words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
+    said = linearize(*words, "--steps", "4", "8", "--block_size=8", "--keep=0", "--tune_lr=0.3")
+    assert "the second run made the model worse: val/cosine" in said
+    results = json.loads((tmp_path / "out-work/results.json").read_text())
+    curve = [value for _, value in results["tuning"]["curves"]["val/cosine"]]
+    assert len(curve) == 4
+    assert results["tuning"]["metrics"]["val/cosine"] == max(curve)
+    best = next((tmp_path / "out-work/tuning/checkpoints").glob("epoch=*-step=*.ckpt"))
+    weights = torch.load(best, weights_only=True)["state_dict"]
+    exported = load_swapped(tmp_path / "out").state_dict()
+    assert all(
+        torch.equal(exported[name], weights[f"network.{name}"]) for name in exported if f"network.{name}" in weights
+    )
 
 
 def test_killed_and_called_again_it_ends_with_the_same_weights(texts: MiniTexts, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def linearize(parser: ArgumentParser) -> Run:
     The source is a causal language model or an encoder of texts or images of transformers: a folder, a name on the Hugging Face
     Hub, a GGUF file, or an ONNX file of DINOv2. Two training runs follow each other: the first matches each new layer to the
     original one, the second trains the complete model to predict what the original predicts. Layers whose replacement costs
-    most keep softmax attention.
+    most keep softmax attention. The best state of the second run is exported.
 
     Texts are text files, tables (.jsonl, .csv, ...) and folders of them; images are folders with subfolders, or shards. The
     numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command continues.
@@ -136,7 +136,7 @@ def linearize(parser: ArgumentParser) -> Run:
         "--match_lr", type=float, help="learning rate of the first run (default: 0.03 for text generation, else 0.01)"
     )
     parser.add_argument(
-        "--tune_lr", type=float, help="learning rate of the second run (default: 1e-4; 5e-5 for text encoders)"
+        "--tune_lr", type=float, help="learning rate of the second run (default: 1e-4, 5e-5; 1e-5 for images)"
     )
     parser.add_argument("--val_batches", type=int, default=16, help="held-out batches of a validation (default: 16)")
     parser.add_argument("--precision", default="32-true", help="precision of the Trainer (default: 32-true)")

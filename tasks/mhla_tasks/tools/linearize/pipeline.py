@@ -82,6 +82,7 @@ class Pipeline:
         self._fit("matching", self._matching())
         self._choose_layers()
         self._fit("tuning", self._tuning())
+        self._check_gain()
         self._export()
         self._measure_after()
         write_report(self.target, self.work, self.source, self.settings.kind, self.results)
@@ -151,8 +152,23 @@ class Pipeline:
         self._lightning(words, f"{name}: {configuration['trainer']['max_steps']} steps")
         record = json.loads((folder / "run.json").read_text())
         result = {"curves": record["metrics"], "seconds": record["seconds"], "steps": record["steps"]}
-        result["metrics"] = {metric: points[-1][1] for metric, points in record["metrics"].items() if points}
+        last = {metric: dict(points) for metric, points in record["metrics"].items() if points}
+        step = (
+            max(max(points) for points in last.values()) if name == "matching" else (record["best"] or {}).get("step")
+        )
+        result["metrics"] = {metric: points.get(step, points[max(points)]) for metric, points in last.items()}
         self._keep(**{name: result})
+
+    def _check_gain(self) -> None:
+        """Warn if the second run made the model worse than it was after the first one."""
+        monitor, mode = stages.MONITORS[self.source.domain]
+        matched, tuned = (self.results[name]["metrics"].get(monitor) for name in ("matching", "tuning"))
+        if matched is None or tuned is None or (tuned >= matched if mode == "max" else tuned <= matched):
+            return
+        _say(
+            f"warning: the second run made the model worse: {monitor} {matched:.4g} after matching, {tuned:.4g} at its best "
+            "afterwards; use a lower --tune_lr and another --work"
+        )
 
     def _choose_layers(self) -> None:
         if "layers" in self.results or not self.settings.keep:
@@ -174,7 +190,9 @@ class Pipeline:
         target = str(self.target.resolve())
         if self.results.get("exported") == target and (self.target / "config.json").is_file():
             return
-        checkpoint = self.work / "tuning" / "checkpoints" / "last.ckpt"
+        folder = self.work / "tuning" / "checkpoints"
+        # ModelCheckpoint keeps one file beside the last state: the best by the metric that the run monitors
+        checkpoint = max(folder.glob("epoch=*-step=*.ckpt"), default=folder / "last.ckpt")
         self._lightning(["export", str(checkpoint), str(self.target)], "export")
         self._keep(exported=target)
 

@@ -25,7 +25,7 @@ MONITORS: dict[Domain, tuple[str, str]] = {
 DEFAULTS: dict[Domain, dict[str, Any]] = {
     "language": {"length": 1024, "batch_size": 4, "block_size": 128, "match_lr": 0.03, "tune_lr": 1e-4},
     "text": {"length": 512, "batch_size": 16, "block_size": 32, "match_lr": 0.01, "tune_lr": 5e-5},
-    "image": {"length": 224, "batch_size": 16, "block_size": 4, "match_lr": 0.01, "tune_lr": 1e-4},
+    "image": {"length": 224, "batch_size": 16, "block_size": 4, "match_lr": 0.01, "tune_lr": 1e-5},
 }
 """Defaults by kind of model.
 
