@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.swap import layer_costs, swapped_layers, transfer_loss
+from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
 
 WINDOW: dict[str, Any] = {"kind": "mhla_window", "block_size": 128, "mixing": "exponential", "feature_map": "learned"}
@@ -51,6 +52,9 @@ HELD_OUT = {1024: 8, 4096: 3}
 
 COST_DOCUMENTS = 2
 """Held-out documents of 1,024 tokens on which the cost of replacing each layer is measured."""
+
+LARGEST_DRAWN = 50.0
+"""Rows with a higher perplexity are left out of the picture."""
 
 LOWEST_LR = 0.05
 """Share of the peak learning rate at the end of the cosine schedule."""
@@ -142,12 +146,12 @@ def run_row(
     if config is not None:
         swap_attention(model, AttentionConfig(**config))
         if options.keep:
-            kept = choose_layers(model, held_out[CONTEXT][:COST_DOCUMENTS], options.keep)
+            expensive = choose_layers(model, held_out[CONTEXT][:COST_DOCUMENTS], options.keep)
             model = load(options.source)
             count = len(model.model.layers)
-            kinds = ["keep" if layer in kept else "replace" for layer in range(count)]
+            kinds = ["keep" if layer in expensive else "replace" for layer in range(count)]
             swap_attention(model, AttentionConfig(**config), layer_kinds=kinds)
-            row["kept"] = kept
+            row["kept"] = expensive
         added = [parameter for layer in swapped_layers(model).values() for parameter in layer.parameters()]
         row["swapped"] = perplexities(model, short)
 
@@ -177,8 +181,23 @@ def run_row(
     return row
 
 
+def draw(folder: Path, picture: Path) -> None:
+    """Draw the perplexity by position of all rows in a folder of results, up to 4,096 tokens."""
+    figure, (axis,) = make_panels(1, 1, (6.4, 3.4))
+    rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    for row in sorted(rows, key=lambda row: row["tuned"]["4096"][0]):
+        values = row["tuned"]["4096"][1:]
+        if max(values) < LARGEST_DRAWN:
+            axis.plot([512 + 1024 * part for part in range(4)], values, marker="o", label=row["row"])
+    axis.set_xlabel("position, tokens (mean of each quarter)")
+    axis.set_ylabel("perplexity after training")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
-    """Run the rows, print each, and add it to the JSON file of the results."""
+    """Run the rows, print each, write it to a file of results, and draw all rows that the folder has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="folder of a causal language model of transformers")
     parser.add_argument("--texts", type=Path, required=True, help="folder that lightning bench real_texts wrote")
@@ -214,3 +233,4 @@ def main() -> None:
         file = options.out / "real-language" / f"{label.replace(', ', '-').replace(' ', '-')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps({**describe(torch.device("cpu")), **row}, indent=1) + "\n")
+        draw(file.parent, options.out / "real-language.png")

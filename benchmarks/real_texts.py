@@ -99,12 +99,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     held_out = [text for number, (_, text) in enumerate(ordered) if number % HELD_OUT == 0]
     train = [text for number, (_, text) in enumerate(ordered) if number % HELD_OUT]
-    known: set[str] = set()
+    held_out_passages: set[str] = set()
     for stage, texts in (("val", held_out), ("train", train)):
         # boilerplate of held-out documents is not trained on
-        short = list(dict.fromkeys(part for text in texts for part in passages(text) if part not in known))
+        short = list(dict.fromkeys(part for text in texts for part in passages(text) if part not in held_out_passages))
         long = [section for text in texts for section in sections(text)]
-        known.update(short)
+        held_out_passages.update(short)
         for content in (short, long):
             random.Random(0).shuffle(content)
         for kind, content in (("documents", texts), ("passages", short), ("sections", long)):

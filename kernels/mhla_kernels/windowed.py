@@ -217,9 +217,9 @@ class CausalWindow(NamedTuple):
             scale: factor on the scores of near tokens.
         """
         slots = x.q.shape[-2]
-        own = x.visible[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=x.q.device).tril()
-        before = self.visible[:, None, :, None].expand(-1, -1, -1, slots, -1)
-        visible, keys, values = [before, own], [self.k, x.k], [self.v, x.v]
+        own_block = x.visible[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=x.q.device).tril()
+        block_before = self.visible[:, None, :, None].expand(-1, -1, -1, slots, -1)
+        visible, keys, values = [block_before, own_block], [self.k, x.k], [self.v, x.v]
         if self.sink_k.shape[-2]:
             visible.append(self.sinks_visible[:, None].expand(-1, -1, x.q.shape[2], -1, -1))
             keys.append(self.sink_k.expand(-1, -1, x.q.shape[2], -1, -1))

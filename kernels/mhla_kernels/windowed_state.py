@@ -158,7 +158,7 @@ def mhla_window_prefill(
         position = first[:, None, None] * block_size + position
         visible = position < ends[:, None, None]
         visible_before = (position[:, :1, :1] - block_size + torch.arange(block_size, device=q.device)) >= sinks
-        window = [before[:, :, None] for _, before, _ in stored]
+        window = [block_before[:, :, None] for _, block_before, _ in stored]
         sink_tokens = [x for x, _, _ in stored]
         sinks_visible = torch.arange(sinks, device=q.device) < ends[:, None]
         sinks_visible = sinks_visible[:, None, None] & (position[..., None] >= torch.arange(sinks, device=q.device))
