@@ -30,6 +30,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.machine import describe
 from lightning_mhla import load_swapped
+from lightning_mhla.data.images import decode_file
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.training.neighbors import EmbeddingPairs
 
@@ -91,8 +92,7 @@ def compare_texts(models: dict[str, Any], source: str, folder: Path) -> dict[str
 
 def read_picture(file: Path, pixels: int) -> Tensor:
     """Read a picture, resize it to a square, and normalize it as for ImageNet: ``[3, pixels, pixels]``."""
-    with Image.open(file) as image:
-        resized = image.convert("RGB").resize((pixels, pixels), Image.Resampling.BICUBIC)
+    resized = decode_file(file).resize((pixels, pixels), Image.Resampling.BICUBIC)
     values = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)
     mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     return (values - mean) / std

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.real_texts import unpack
+from lightning_mhla.data.images import decode_file
 
 PACKAGES = ("mate-backgrounds", "gnome-backgrounds", "plasma-workspace-wallpapers", "ukui-wallpapers")
 """Packages of Debian 12 with pictures."""
@@ -47,8 +48,7 @@ def pictures(tree: Path) -> list[Path]:
 
 def squares(file: Path) -> list[Image.Image]:
     """Cut a picture into squares, without those of little contrast."""
-    with Image.open(file) as image:
-        picture = image.convert("RGB")
+    picture = decode_file(file)
     scale = min(1.0, LARGEST / min(picture.size))
     picture = picture.resize((round(picture.width * scale), round(picture.height * scale)), Image.Resampling.LANCZOS)
     corners = [

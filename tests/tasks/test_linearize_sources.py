@@ -55,7 +55,7 @@ def test_a_dinov2_in_an_onnx_file_is_the_model_that_was_exported(tmp_path: Path,
     converted, x = Dinov2Model.from_pretrained(source.path).eval(), torch.randn(2, 3, 56, 56)
     torch.testing.assert_close(converted(x).last_hidden_state, model.encoder(x).last_hidden_state, rtol=1e-4, atol=1e-5)
     file.write_bytes(b"")  # a second call uses the converted folder
-    assert open_source(str(file), tmp_path / "converted") == source
+    assert open_source(str(tmp_path), tmp_path / "converted") == source
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
