@@ -36,12 +36,11 @@ def pictures(tree: Path) -> list[Path]:
     files = [path for path in tree.rglob("*") if path.suffix in (".jpg", ".png", ".webp") and path.is_file()]
     by_content: dict[bytes, Path] = {}
     for file in sorted(files):
-        with Image.open(file) as image:
-            if min(image.size) < 2 * SIDE:
-                continue
-            small = (
-                np.asarray(image.convert("L").resize((16, 16)), dtype=int) // 32
-            )  # the same picture in several sizes
+        picture = decode_file(file)
+        if min(picture.size) < 2 * SIDE:
+            continue
+        # the same for one picture in several sizes
+        small = np.asarray(picture.convert("L").resize((16, 16)), dtype=int) // 32
         by_content.setdefault(hashlib.sha256(small.tobytes()).digest(), file)
     return [by_content[key] for key in sorted(by_content)]
 
