@@ -18,6 +18,8 @@ block. The two sums are combined by their logarithms, so that neither overflows.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
 value, ``W = K V + K`` numbers of a summary.
+
+Longer than other modules: both directions share the checks, the blocks, the sinks, and the combination of near and far.
 """
 
 from __future__ import annotations
@@ -245,7 +247,7 @@ def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, si
     slot, near = _window(axes, lead, x.q.shape[-2], x.q.device)
     all_visible = torch.cat([sinks_visible, x.visible.flatten(1)], 1)
     # the first S slots of the gathered keys and values are the sinks, for every block
-    slot = F.pad(slot + sinks, (sinks, 0)) + F.pad(torch.arange(sinks, device=slot.device), (0, slot.shape[1]))
+    slot = torch.cat([torch.arange(sinks, device=slot.device).expand(number, -1), slot + sinks], 1)
     near = F.pad(near, (sinks, 0), value=True)
     keys, values = (_gather(torch.cat([y[:, :, 0, :sinks], y.flatten(2, 3)], 2), slot) for y in (x.k, x.v))
     visible = (all_visible[:, slot] & near)[:, None, :, None]
@@ -281,10 +283,12 @@ def _window(grid: Sequence[int], lead: int, slots: int, device: torch.device) ->
     near = torch.ones_like(block, dtype=torch.bool)
     for length in grid:
         index = torch.arange(length, device=device)
-        width = 3 if is_dynamic(length) else min(3, length)
-        along = (index - 1).clamp(min=0, max=length - width)[:, None] + torch.arange(width, device=device)
-        if is_dynamic(length):  # there may be fewer than three
-            along = index[:, None] + torch.arange(-1, 2, device=device)
+        if is_dynamic(length):  # there may be fewer than three blocks
+            width, first = 3, index - 1
+        else:
+            width = min(3, length)
+            first = (index - 1).clamp(min=0, max=length - width)
+        along = first[:, None] + torch.arange(width, device=device)
         inside = ((along - index[:, None]).abs() <= 1) & (along >= 0) & (along < length)
         along = along.clamp(min=0, max=length - 1)
         size = (block.shape[0] * length, block.shape[1] * width)

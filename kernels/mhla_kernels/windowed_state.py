@@ -5,6 +5,8 @@ summaries of all earlier blocks.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
 value, ``W = K V + K`` numbers of a summary.
+
+Longer than other modules: reading many tokens and reading one must keep the same slots.
 """
 
 from __future__ import annotations
