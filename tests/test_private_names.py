@@ -43,6 +43,14 @@ class Remembering(LightningModule):
 
 TORCH = {
     (mhla_kernels.torch_private, "assert_async"): "wrong decays and cu_seqlens on a GPU, and in compiled graphs, pass",
+    (
+        mhla_kernels.torch_private,
+        "cpu_flash_attention",
+    ): "mhla_window stores all scores of near tokens, and is slower than softmax on a CPU",
+    (
+        mhla_kernels.torch_private,
+        "cpu_flash_attention_backward",
+    ): "training mhla_window stores all scores of near tokens",
     (mhla_kernels.torch_private, "has_values"): "negative features are looked for where no number can be read",
     (mhla_kernels.torch_private, "FakeTensor"): "bounds of packed sequences are read where there are no numbers",
     (

@@ -45,4 +45,21 @@ def has_values(*tensors: Tensor) -> bool:
 assert_async = torch._assert_async
 """Check a condition on the device, without waiting for the device."""
 
-__all__ = ["FakeTensor", "assert_async", "has_values", "is_mapped", "is_traced", "is_wrapped", "pytree", "unwrapped"]
+cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Softmax attention that also returns the logarithm of each query's sum of weights."""
+
+cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Gradients of :data:`cpu_flash_attention`, from its output and the logarithms."""
+
+__all__ = [
+    "FakeTensor",
+    "assert_async",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
+    "has_values",
+    "is_mapped",
+    "is_traced",
+    "is_wrapped",
+    "pytree",
+    "unwrapped",
+]

@@ -24,7 +24,6 @@ Longer than other modules: both directions share the checks, the blocks, the sin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
@@ -39,12 +38,12 @@ from mhla_kernels.checks import as_index, check_devices, check_features, check_p
 from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
+from mhla_kernels.near_far import NearTokens, combine
 from mhla_kernels.problem import Problem, nothing, repeat_heads
+from mhla_kernels.torch_private import is_traced
 
-LEAST_WEIGHT = 0.8
-"""Exponent e: a sum of far weights below ``tiny ** e`` (4e-31 in float32) counts as this bound when the divisor is chosen."""
-MOST_GRADIENT = 0.5
-"""Exponent e: ``max ** e`` bounds the gradient of coefficients that are zero, which ``far`` can increase."""
+GATHERED = 2**22
+"""Numbers of keys that are gathered at once for the windows of attention to all tokens."""
 
 
 def mhla_window_attention(
@@ -82,7 +81,8 @@ def mhla_window_attention(
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
-        mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`.
+        mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``, they are
+            those of the blocks of the grid, without the block of sinks.
         block_size: tokens in a block. Give it or ``block_offsets``.
         block_offsets: index of the first token of each block, followed by N; only without ``causal``.
         causal: whether a token attends only to itself and earlier tokens.
@@ -105,6 +105,8 @@ def mhla_window_attention(
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     mixing = as_mixing(mixing)
+    if block_grid is not None and sinks:
+        mixing = DenseMixing(F.pad(mixing.matrix(prod(block_grid)), (1, 0, 1, 0)))
     problem = check_window(
         q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens, block_offsets, causal, sinks
     )
@@ -219,15 +221,14 @@ class CausalWindow(NamedTuple):
             scale: factor on the scores of near tokens.
         """
         slots = x.q.shape[-2]
-        own_block = x.visible[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=x.q.device).tril()
-        block_before = self.visible[:, None, :, None].expand(-1, -1, -1, slots, -1)
-        visible, keys, values = [block_before, own_block], [self.k, x.k], [self.v, x.v]
+        until_query = torch.ones(slots, slots, dtype=torch.bool, device=x.q.device).tril()
+        near = [
+            NearTokens(self.k, self.v, self.visible[:, None, :, None]),
+            NearTokens(x.k, x.v, x.visible[:, None, :, None] & until_query),
+        ]
         if self.sink_k.shape[-2]:
-            visible.append(self.sinks_visible[:, None].expand(-1, -1, x.q.shape[2], -1, -1))
-            keys.append(self.sink_k.expand(-1, -1, x.q.shape[2], -1, -1))
-            values.append(self.sink_v.expand(-1, -1, x.q.shape[2], -1, -1))
-        scores = (x.q * scale) @ torch.cat(keys, -2).transpose(-1, -2)
-        return combine(scores, torch.cat(visible, -1), torch.cat(values, -2), x.f, mixed, x.far)
+            near.append(NearTokens(self.sink_k, self.sink_v, self.sinks_visible[:, None]))
+        return combine(x.q * scale, near, x.f, mixed, x.far)
 
 
 def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, sinks: int, scale: float) -> Tensor:
@@ -244,40 +245,47 @@ def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, si
     axes, lead = ((number,), 0) if grid is None else (grid, int(sinks > 0))
     sinks_visible = x.visible[:, 0, :sinks]
     x = x.without_sinks(torch.arange(number, device=x.q.device) == 0, sinks)
-    slot, near = _window(axes, lead, x.q.shape[-2], x.q.device)
-    all_visible = torch.cat([sinks_visible, x.visible.flatten(1)], 1)
-    # the first S slots of the gathered keys and values are the sinks, for every block
-    slot = torch.cat([torch.arange(sinks, device=slot.device).expand(number, -1), slot + sinks], 1)
-    near = F.pad(near, (sinks, 0), value=True)
-    keys, values = (_gather(torch.cat([y[:, :, 0, :sinks], y.flatten(2, 3)], 2), slot) for y in (x.k, x.v))
-    visible = (all_visible[:, slot] & near)[:, None, :, None]
+    block, near = _window(axes, lead, x.q.device)
     matrix = mixing.matrix(number)
     if is_dynamic(number):  # blocks after the last token are empty, so their coefficients do not matter
         index = torch.arange(number, device=matrix.device).clamp(max=matrix.shape[-1] - 1)
         matrix = matrix[..., index[:, None], index]
     matrix = matrix[..., :number, :number].masked_fill(_are_near(axes, lead, x.q.device), 0)
     mixed = DenseMixing(matrix).mix(x.sums.flatten(3), False).view(x.sums.shape)
-    scores = (x.q * scale) @ keys.transpose(-1, -2)
-    return combine(scores, visible, values, x.f, mixed, x.far)
+    q = x.q * scale
+
+    def attend(first: int, last: int) -> Tensor:
+        part = block[first:last]
+        visible = (x.visible[:, part] & near[first:last, :, None]).flatten(2)
+        groups = [NearTokens(_gather(x.k, part), _gather(x.v, part), visible[:, None, :, None])]
+        if sinks:
+            groups.append(NearTokens(x.k[:, :, :1, :sinks], x.v[:, :, :1, :sinks], sinks_visible[:, None, None, None]))
+        return combine(q[:, :, first:last], groups, *(y[:, :, first:last] for y in (x.f, mixed, x.far)))
+
+    if torch.is_grad_enabled() or is_traced():
+        return attend(0, number)
+    # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
+    step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
+    return torch.cat([attend(first, at_most(first + step, number)) for first in range(0, number, step)], 2)
 
 
-def _gather(x: Tensor, slot: Tensor) -> Tensor:
-    """Return the values ``[B, H, M, R, D]`` of the slots that each block reads, from those of all slots, ``[B, H, n, D]``."""
-    return x.index_select(2, slot.flatten()).unflatten(2, slot.shape)
+def _gather(x: Tensor, block: Tensor) -> Tensor:
+    """Return the slots ``[B, H, M, R C, D]`` that each block reads, for the numbers ``[M, R]`` of the blocks that it reads."""
+    # complete blocks are copied: selecting single slots takes ten times as long on a CPU
+    return x.index_select(2, block.flatten()).unflatten(2, block.shape).flatten(3, 4)
 
 
-def _window(grid: Sequence[int], lead: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which slots each block reads: its own and those of the blocks next to it.
+def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which blocks each block reads: itself and those next to it.
 
     Args:
         grid: number of blocks along each axis.
         lead: number of blocks before the grid, which read nothing: 0 or 1.
-        slots: number of slots in a block, C.
         device: device of the results.
 
     Returns:
-        Indices of slots, counted over all M blocks, int64, and a mask that is False for slots that are not in the window; both
-        ``[M, R C]``, where R is the product of at most 3 blocks along each axis.
+        Numbers of blocks, int64, and a mask that is False for blocks that are not in the window; both ``[M, R]``, where R is
+        the product of at most 3 blocks along each axis.
     """
     block = torch.zeros(1, 1, dtype=torch.int64, device=device)
     near = torch.ones_like(block, dtype=torch.bool)
@@ -294,9 +302,7 @@ def _window(grid: Sequence[int], lead: int, slots: int, device: torch.device) ->
         size = (block.shape[0] * length, block.shape[1] * width)
         block = (block[:, None, :, None] * length + along[:, None]).reshape(size)
         near = (near[:, None, :, None] & inside[:, None]).reshape(size)
-    slot = (block + lead)[..., None] * slots + torch.arange(slots, device=device)
-    near = near[..., None].expand(slot.shape)
-    return F.pad(slot.flatten(1), (0, 0, lead, 0)), F.pad(near.flatten(1), (0, 0, lead, 0))
+    return F.pad(block + lead, (0, 0, lead, 0)), F.pad(near, (0, 0, lead, 0))
 
 
 def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
@@ -323,8 +329,9 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     no_features = q[..., :0]
     mixed = v.new_zeros(*v.shape[:2], 0, v.shape[-1] + 1)
-    scores = (q * scale) @ k.transpose(-1, -2)
-    return combine(scores, visible[:, None, None], v, no_features, mixed, torch.zeros_like(q[..., :1])).transpose(1, 2)
+    far = torch.zeros_like(q[..., :1])
+    near = [NearTokens(k, v, visible[:, None, None])]
+    return combine(q * scale, near, no_features, mixed, far).transpose(1, 2)
 
 
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
@@ -362,44 +369,6 @@ def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
 def _later(x: Tensor) -> Tensor:
     # concatenate first, then cut: torch.export would make a constant of M - 1 blocks, which may be 1
     return torch.cat([torch.zeros_like(x[:, :, :1]), x], 2)[:, :, :-1]
-
-
-def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
-    """Combine softmax attention to near tokens and linear attention to far tokens into one output for each query.
-
-    For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
-    autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
-    of zero would then get no gradient.
-
-    Args:
-        scores: scores of the S near tokens for each of C queries, ``[..., C, S]``.
-        visible: bool mask of the near tokens that a query attends to, broadcastable to ``scores``.
-        v: values of the near tokens, ``[..., S, V]``.
-        f: features of the queries, ``[..., C, K]``.
-        mixed: for each feature of the keys, V sums of weighted values and the sum of weights, ``[..., K, V + 1]``.
-        far: logarithm of a factor on the weights of far tokens, ``[..., C, 1]``.
-
-    Returns:
-        Outputs, ``[..., C, V]``; zeros for a query that attends to no token.
-    """
-    numbers = torch.finfo(f.dtype)
-    # normalize the features: with features near 1e-11, second derivatives square the inverse of their sum, which overflows
-    size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
-    size = size.masked_fill(size < numbers.tiny, 1)
-    sums = (f / size) @ mixed
-    far = far + size.log()
-    scores = scores.masked_fill(~visible, -torch.inf)
-    weight = sums.detach()[..., -1:]  # the divisor is a constant for autograd
-    no_far = weight <= 0
-    largest = (far.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(no_far, numbers.min)
-    log_divisor = torch.maximum(scores.detach().amax(-1, keepdim=True), largest)
-    near = (scores - log_divisor).exp()
-    # far weights that are all zero set no divisor; their factor must stay finite, or zero times it would be NaN
-    bound = torch.where(no_far, MOST_GRADIENT * math.log(numbers.max), torch.inf)
-    factor = torch.minimum(far - log_divisor, bound).exp()
-    total = near.sum(-1, keepdim=True) + factor * sums[..., -1:]
-    unseen = total <= 0  # adding it keeps 0 / 0 out of the forward and the backward pass
-    return ((near @ v + factor * sums[..., :-1]) / (total + unseen)).masked_fill(unseen, 0)
 
 
 def check_window(

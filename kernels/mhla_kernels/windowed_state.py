@@ -37,9 +37,10 @@ from mhla_kernels.generation import (
     take_back,
 )
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
+from mhla_kernels.near_far import NearTokens, combine
 from mhla_kernels.problem import Problem, repeat
 from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
-from mhla_kernels.windowed import CausalWindow, InBlocks, check_window, combine, heads_last, nothing_far
+from mhla_kernels.windowed import CausalWindow, InBlocks, check_window, heads_last, nothing_far
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,10 +273,10 @@ def mhla_window_step(
         in_window = (in_slot >= sinks) & (in_slot <= position[:, None])
         visible = torch.cat([torch.arange(sinks, device=q.device) <= position[:, None], in_window], 1)[:, None, None]
         keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
-        scores = (q * scale)[:, :, None] @ keys.transpose(-1, -2)
         far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
         mixture = _with_totals(opened.mixture, f.shape[-1])
-        out = combine(scores, visible, values, f[:, :, None], mixture, far_weight[..., None, None])[:, :, 0]
+        near = NearTokens(keys, values, visible)
+        out = combine((q * scale)[:, :, None], [near], f[:, :, None], mixture, far_weight[..., None, None])[:, :, 0]
         after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
         if donate_state:
             state.spend()

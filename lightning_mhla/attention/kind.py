@@ -52,6 +52,8 @@ class AttentionKind(nn.Module):
     """Options of :class:`AttentionConfig` that have no effect on the kind; the log names those that are set."""
     uses_blocks: ClassVar[bool] = False
     """Whether the layout needs ``block_grid`` or ``block_size``."""
+    mixes_prefix: ClassVar[bool] = True
+    """Whether prefix tokens form a block with mixing coefficients. If so, the number of blocks is the same for all images."""
     causal_only: ClassVar[bool] = False
     """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
     config: AttentionConfig

@@ -94,10 +94,13 @@ class MHLA(SummaryAttention, kind="mhla"):
             "trainable": config.mixing_trainable,
         }
         self.mixing: MixingCoefficients
+        mixed = layout
+        if layout.prefix_tokens and not self.mixes_prefix:
+            mixed = BlockLayout(layout.grid, None if layout.block_size else layout.blocks, layout.block_size)
         if config.mixing == "exponential":
-            self.mixing = ExponentialCoefficients(layout, config.mixing_terms, **options)
+            self.mixing = ExponentialCoefficients(mixed, config.mixing_terms, **options)
         else:
-            self.mixing = DenseCoefficients(layout, **options)
+            self.mixing = DenseCoefficients(mixed, **options)
 
     @override
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:

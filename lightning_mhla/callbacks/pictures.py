@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,7 +214,7 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
     figure, axes = make_panels(len(mixing), 4, (3.2, 3.3), (0, 0.5))
     for axis, (number, matrix) in zip(axes, mixing.items(), strict=True):
         layout = layouts[number]
-        first = int(layout.prefix_tokens > 0)
+        first = matrix.shape[-1] - math.prod(layout.block_grid)  # 1 if prefix tokens have coefficients, otherwise 0
         matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
         shown = axis.imshow(fold_mixing(matrix[first:, first:], layout), cmap="viridis", vmin=0)
         axis.set(title=f"layer {number}", xticks=[], yticks=[])

@@ -156,7 +156,8 @@ class SwappedAttention(nn.Module):
             raise ValueError(
                 "swapped attention is self-attention without a mask; encoder_hidden_states and attention_mask must be None"
             )
-        attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
+        attention = self.attention
+        layout = self.grid.layout(self.blocks, hidden_states.shape[1], type(attention))
         alone = fit(self, attention, layout, hidden_states.device)
         rotary = None
         if rotary_emb is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_mhla.swap.diffusers import DiffusersHost
+from lightning_mhla.swap.diffusers import DiffusersHost, SwappedAttention, attention_layers
 from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.saved import (
     NOTICE,
@@ -176,6 +176,13 @@ def __getattr__(name: str) -> Any:
 
 class DiffusersFolders(DiffusersHost):
     """Implementation of attention replacement for diffusers models, including saving and loading of the resulting models."""
+
+    @override
+    def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
+        for layer in attention_layers(model):
+            processor = layer.processor
+            if isinstance(processor, SwappedAttention) and processor.attention.uses_blocks:
+                processor.blocks, processor.fitted = block_grid, None
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -112,6 +112,18 @@ class HostLibrary(ABC):
         """Return the attention modules that were inserted into a model, by layer number."""
         return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
 
+    def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
+        """Divide the tokens of the model's next inputs into a different number of blocks, in layers whose kind has blocks.
+
+        Args:
+            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
+            block_grid: number of blocks along each axis.
+        """
+        layers = self.layers(model)
+        for index, attention in self.swapped(model).items():
+            if attention.uses_blocks:
+                layers[index].blocks, layers[index].fitted = block_grid, None
+
     def use_original(self, model: Any, layer: Any, original: bool) -> None:
         """Switch a layer with replaced attention to its original attention, or back to the new attention.
 
@@ -258,10 +270,11 @@ class TokenGrid:
         if torch.is_grad_enabled():
             self.recent.add(shape)
 
-    def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
+    def layout(self, blocks: tuple[int, ...], tokens: int, kind: type[Attention]) -> BlockLayout:
         """Return the partition of a layer's input tokens into blocks.
 
         Args:
+            kind: class of the layer's attention.
             blocks: number of blocks along each axis. An axis with fewer tokens than blocks gets one block per token.
             tokens: number of tokens in the layer's input, including prefix tokens.
 
@@ -270,7 +283,7 @@ class TokenGrid:
 
         Raises:
             ValueError: if the recorded grid has a different number of tokens, if several recorded grids match a recomputed
-                layer, or if an axis has fewer tokens than blocks in a model with prefix tokens.
+                layer, or as :func:`check_prefix` describes.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
@@ -281,13 +294,13 @@ class TokenGrid:
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
         if torch.compiler.is_compiling():  # sizes may be symbolic, so they cannot be keys of a dictionary
             if self.prefix_tokens:
-                check_prefix(self.prefix_tokens, blocks, shape)
+                check_prefix(kind, self.prefix_tokens, blocks, shape)
             return BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         key = (shape, fitted)
         if key in self.layouts:
             return self.layouts[key]
         if fitted != tuple(blocks):
-            check_prefix(self.prefix_tokens, blocks, shape)
+            check_prefix(kind, self.prefix_tokens, blocks, shape)
             log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, shape, fitted)
         layout = BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         if not makes_fake_tensors():  # a layout makes its tables on first use; fake ones must not be reused
@@ -312,20 +325,25 @@ class TokenGrid:
         return fitting[0] if fitting else present
 
 
-def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-    """Check that each axis has at least as many tokens as blocks if the model has prefix tokens, such as a class token.
+def check_prefix(kind: type[Attention], prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    """Check that each axis has at least as many tokens as blocks if prefix tokens, such as a class token, have coefficients.
 
     Prefix tokens form an additional block, and mixing coefficients with such a block cannot be resized to fewer blocks.
 
     Args:
+        kind: class of the attention.
         prefix_tokens: number of class and register tokens, which precede the tokens of the image.
         blocks: number of blocks along each axis.
         tokens: number of tokens along each axis.
 
     Raises:
-        ValueError: if there are prefix tokens and an axis has more blocks than tokens.
+        ValueError: if prefix tokens have coefficients and an axis has more blocks than tokens.
     """
-    if prefix_tokens and any(count > length for count, length in zip(blocks, tokens, strict=True)):
+    if (
+        prefix_tokens
+        and kind.mixes_prefix
+        and any(count > length for count, length in zip(blocks, tokens, strict=True))
+    ):
         raise ValueError(
             f"block_grid {list(blocks)} has more blocks than the image has tokens, {list(tokens)}; with class or register "
             "tokens an axis must have at least as many tokens as blocks"

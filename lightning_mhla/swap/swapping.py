@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from lightning_mhla.attention import MHLA, Attention, AttentionConfig
-from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
 from lightning_mhla.swap.diffusers_classes import DiffusersFolders
 from lightning_mhla.swap.host import SAVED, HostLibrary
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
@@ -101,33 +100,33 @@ def swapped_layers(model: nn.Module) -> dict[int, Attention]:
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Change the number of token blocks in the new attention of a diffusers model, for example for clips of a different size.
+    """Change the number of token blocks in the new attention of a model for images or video, for example for larger images.
 
-    The mixing coefficients are resized to the new number of blocks, which is also stored in the model's configuration.
+    The mixing coefficients are resized to the new number of blocks, which is also stored in the model's configuration. More
+    blocks make large images faster: in ``mhla_window``, softmax then covers a smaller part of the image.
 
     Args:
         model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
-            ``mhla``.
+            ``mhla`` or ``mhla_window``.
         block_grid: new number of blocks along each axis of the token grid.
 
     Raises:
-        ValueError: if no layer is of kind ``mhla``, or if ``block_grid`` does not have one entry for each axis of the model's
-            token grid.
+        ValueError: if no layer has such blocks, if ``block_grid`` does not have one positive entry for each axis of the model's
+            token grid, or for kind ``mhla`` in a model with class or register tokens, whose coefficients keep their size.
     """
-    new = tuple(block_grid)
-    processors = [layer.processor for layer in attention_layers(model) if isinstance(layer.processor, SwappedAttention)]
-    mixed = [processor for processor in processors if isinstance(processor.attention, MHLA)]
-    if not mixed or any(len(processor.blocks) != len(new) for processor in mixed):
+    new, host = tuple(block_grid), host_of(model)
+    mixed = [attention for attention in host.swapped(model).values() if isinstance(attention, MHLA)]
+    if not mixed or any(len(attention.config.block_grid or ()) != len(new) for attention in mixed) or min(new) < 1:
         raise ValueError(
-            f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla with as many axes"
+            f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla or mhla_window, with a block_grid "
+            "of as many axes"
         )
-    for processor in mixed:
-        assert isinstance(processor.attention, MHLA)
-        processor.attention.mixing.resize(new)
-        processor.attention.config = replace(processor.attention.config, block_grid=list(new))
-        processor.blocks = new
-    saved = dict(model.config[SAVED])
-    model.register_to_config(**{SAVED: {**saved, "attention": {**saved["attention"], "block_grid": list(new)}}})
+    for attention in mixed:
+        attention.mixing.resize(new)
+        attention.config = replace(attention.config, block_grid=list(new))
+    host.use_blocks(model, new)
+    record = dict(host.record(model) or {})
+    host.remember(model, {**record, "attention": {**record["attention"], "block_grid": list(new)}})
 
 
 def is_swapped(folder: str | Path) -> bool:

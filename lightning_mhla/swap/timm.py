@@ -83,7 +83,8 @@ class TimmHost(HostLibrary):
         for index, config in configs.items():
             if layers[index].proj.weight.dtype == torch.float16:
                 refuse_float16(index, Attention.kinds[config.kind])
-            check_prefix(transformer.num_prefix_tokens, blocks_along(2, config), transformer.patch_embed.grid_size)
+            prefix, tokens = transformer.num_prefix_tokens, transformer.patch_embed.grid_size
+            check_prefix(Attention.kinds[config.kind], prefix, blocks_along(2, config), tokens)
 
     @override
     def replace(

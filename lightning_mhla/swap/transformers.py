@@ -111,7 +111,8 @@ class TransformersHost(HostLibrary):
                 size = layers[index].config.image_size
                 size = (size, size) if isinstance(size, int) else size
                 tokens = [length // step for length, step in zip(size, patches.stride, strict=True)]
-                check_prefix(_prefix_tokens(layers[index]), blocks_along(2, config), tokens)
+                kind, blocks = Attention.kinds[config.kind], blocks_along(2, config)
+                check_prefix(kind, _prefix_tokens(layers[index]), blocks, tokens)
             elif Attention.kinds[config.kind].uses_blocks and config.block_size is None:
                 raise ValueError(
                     f"layer {index}: attention kind {config.kind!r} needs block_size, the number of tokens in a block"

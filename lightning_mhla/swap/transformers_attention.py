@@ -441,7 +441,7 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
     Returns:
         Outputs ``[B, N, H * D]``.
     """
-    layout = module.grid.layout(module.blocks, x.shape[1])
+    layout = module.grid.layout(module.blocks, x.shape[1], type(module.swapped))
     check_nothing_hidden(attention_mask)
     q, k, v = heads
     host = Projections(lambda _: (q, k, v), lambda out: out, in_raster=True)

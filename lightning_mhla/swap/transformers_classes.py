@@ -296,7 +296,11 @@ class TransformersFolders(TransformersHost):
 
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        shared, model_config = model.config, copy.copy(model.config)  # a different model may use the same configuration
+        shared = model.config
+        if isinstance(shared, SwappedConfig):
+            setattr(shared, SAVED, dict(record))
+            return
+        model_config = copy.copy(shared)  # a different model may use the same configuration
         model_config.__class__ = SwappedConfig.derive_from(type(shared))
         setattr(model_config, SAVED, {**record, "options": _unsaved(model, model.state_dict())})
         for module in model.modules():

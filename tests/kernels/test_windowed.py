@@ -13,11 +13,25 @@ from mhla_kernels import (
     mhla_window_attention,
     mhla_window_prefill,
     mhla_window_step,
+    near_far,
+    windowed,
 )
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 
 SIZE = 4
+WIDTH = {"value": 5}
+"""Width of a value in this test; with 6, as wide as a key, flash attention of torch computes the near part."""
+
+
+@pytest.fixture(autouse=True, params=["by scores", "by flash attention"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with both computations of the near part."""
+    if request.param == "by flash attention":
+        monkeypatch.setitem(WIDTH, "value", 6)
+        monkeypatch.setattr(near_far, "FEWEST_QUERIES", 1)
+        monkeypatch.setattr(near_far, "FEWEST_TRAINED", 1)
+        monkeypatch.setattr(windowed, "GATHERED", 100)
 
 
 def tensors(
@@ -25,7 +39,7 @@ def tensors(
 ) -> list[Tensor]:
     """Draw q, k, v, features of q and of k, and far weights."""
     torch.manual_seed(tokens)
-    shapes = [(heads, 6), (groups, 6), (groups, 5), (heads, 3), (heads, 3)]
+    shapes = [(heads, 6), (groups, 6), (groups, WIDTH["value"]), (heads, 3), (heads, 3)]
     q, k, v, f, g = (torch.randn(batch, tokens, *shape, dtype=dtype) for shape in shapes)
     return [2 * q, k, v, f.exp(), g.exp(), torch.randn(batch, tokens, heads, dtype=dtype)]
 
@@ -83,7 +97,7 @@ def test_gradients(kind: str, sinks: int) -> None:
     learned = [
         x.requires_grad_() for x in (*inputs, *([mixing] if isinstance(mixing, Tensor) else mixing.tensors.values()))
     ]
-    weight = torch.randn(2, 19, 4, 5, dtype=torch.float64)
+    weight = torch.randn(2, 19, 4, WIDTH["value"], dtype=torch.float64)
     out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, sinks=sinks, far=inputs[5])
     own = torch.autograd.grad((out * weight).sum(), learned)
     pairs = torch.autograd.grad((by_pairs(*inputs, matrix_of(mixing), sinks) * weight).sum(), learned)
@@ -114,6 +128,32 @@ def test_later_tokens_change_nothing() -> None:
             x[:, token:] = 1e30
         again = mhla_window_attention(*changed[:5], mixing, block_size=SIZE, far=inputs[5])
         assert torch.equal(again[:, :token], out[:, :token])
+
+
+def test_keys_whose_scores_overflow_are_exact_for_those_that_see_them() -> None:
+    inputs, mixing = [x.float() for x in tensors(23)], mixings(dtype=torch.float32)["dense"]
+    inputs[1][:, 9] *= 1e37 / inputs[1][:, 9].abs().amax()
+    inputs[0][:, 9:] = inputs[0][:, 9:].sign() * 1e-3
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5])
+    exact = by_pairs(*(x.double() for x in inputs), mixing.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_scores_are_stored_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_far, "FEWEST_QUERIES", 8)
+    monkeypatch.setattr(near_far, "FEWEST_TRAINED", 16)
+    computed: list[bool] = []
+    for name, with_flash in (("combine_scores", False), ("_with_flash", True)):
+        function = getattr(near_far, name)
+        monkeypatch.setattr(
+            near_far, name, lambda *args, f=function, flash=with_flash: (computed.append(flash), f(*args))[1]
+        )
+    suits = WIDTH["value"] == 6
+    for size, learned, flash in ((8, False, suits), (8, True, False), (16, True, suits), (4, False, False)):
+        inputs = [x.float() for x in tensors(32)]
+        computed.clear()
+        mhla_window_attention(*[x.requires_grad_(learned) for x in inputs[:5]], torch.ones(8, 8), block_size=size)
+        assert computed == [flash]
 
 
 @pytest.mark.parametrize("kind", mixings())
@@ -236,7 +276,11 @@ def test_the_state_does_not_grow() -> None:
 def test_nothing_to_attend_to() -> None:
     for shape in ((0, 5), (2, 0)):
         inputs = [x[: shape[0], : shape[1]].requires_grad_() for x in tensors(5)]
-        assert mhla_window_attention(*inputs[:5], mixings()["dense"], block_size=SIZE).shape == (*shape, 4, 5)
+        assert mhla_window_attention(*inputs[:5], mixings()["dense"], block_size=SIZE).shape == (
+            *shape,
+            4,
+            WIDTH["value"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -414,8 +458,10 @@ def both_ways(
     q, k, v, f, g, far = inputs
     tokens, sinks = q.shape[1], case.get("sinks", 0)
     offsets = case.get("block_offsets") or (*range(0, tokens, case["block_size"]), tokens)
+    has_lead = "block_grid" in case and sinks > 0
+    number = len(offsets) - 1 - has_lead
     if isinstance(mixing, Tensor):
-        mixing = mixing[..., : len(offsets) - 1, : len(offsets) - 1]
+        mixing = mixing[..., :number, :number]
     out = mhla_window_attention(*inputs[:5], mixing, far=far, causal=False, key_mask=mask, **options)
     block = torch.cat([torch.full((last - first,), i) for i, (first, last) in enumerate(pairwise(offsets))])
     if "block_grid" in case:  # the block of sinks is far from all others
@@ -427,7 +473,10 @@ def both_ways(
     near = ((place[:, None] - place[None]).abs() <= 1).all(-1)
     near |= (torch.arange(tokens) < sinks) | (torch.arange(tokens) < sinks)[:, None]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    m = matrix_of(mixing)[..., block[:, None], block[None]]
+    m = torch.nn.functional.pad(
+        matrix_of(mixing)[..., :number, :number], (int(has_lead), 0, int(has_lead), 0), value=1.0
+    )
+    m = m[..., block[:, None], block[None]]
     distant = far.transpose(1, 2)[..., None] + (m * torch.einsum("bthd,bjhd->bhtj", f, g)).log()
     logs = torch.where(near, torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5, distant)
     if mask is not None:
@@ -448,7 +497,8 @@ def test_attention_to_all_tokens(kind: str, case: str) -> None:
     torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
     mask = torch.rand(2, len(inputs[0][0])) > 0.4
     mask[:, 1] = True
-    out, exact = both_ways(inputs, mixing, GRIDS[case], mask)
+    with torch.no_grad():
+        out, exact = both_ways(inputs, mixing, GRIDS[case], mask)
     torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
 
 

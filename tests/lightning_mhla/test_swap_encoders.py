@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.attention import MHLA
-from lightning_mhla.swap import original_attention, swapped_layers, transfer_loss
+from lightning_mhla.swap import original_attention, resize_blocks, swapped_layers, transfer_loss
 from lightning_mhla.swap.transformers import IMAGE_ENCODERS, TEXT_ENCODERS
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -216,6 +216,37 @@ def test_images_of_another_size_have_blocks_of_their_own(family: str) -> None:
     (layer,) = {layer.layout.grid for layer in swapped_layers(other).values()}
     assert layer == (8, 4)
     assert torch.equal(hidden(other, pictures().float(), **options), before)
+
+
+@pytest.mark.parametrize("mixing", ["dense", "exponential"])
+@torch.no_grad()
+def test_blocks_of_a_window_grow_with_the_image(mixing: Any, tmp_path: Path) -> None:
+    """A window has no coefficients of the class token, so its blocks can be resized, and are saved."""
+    config = AttentionConfig(kind="mhla_window", block_grid=[2, 2], mixing=mixing)
+    model, images = tiny("Dinov2", images=True), pictures(48, 32).float()
+    other = swapped(model, config)
+    resize_blocks(other, [6, 4])
+    finer = copy.deepcopy(model)
+    for number, layer in swap_attention(finer, replace(config, block_grid=[6, 4])).items():
+        layer.load_state_dict(swapped_layers(other)[number].state_dict())
+    out = hidden(other, images)
+    torch.testing.assert_close(out, hidden(finer, images), rtol=1e-5, atol=1e-5)
+    assert (out - hidden(swapped(model, config), images)).abs().max() > 1e-3
+    other.save_pretrained(tmp_path)
+    again = load_swapped(tmp_path)
+    assert again.config.swapped_attention["attention"]["block_grid"] == [6, 4]
+    assert torch.equal(hidden(again, images), out)
+
+
+def test_blocks_that_cannot_be_resized_are_rejected_before_anything_changes() -> None:
+    with_class = swapped(tiny("Dinov2", images=True), IMAGES)
+    with pytest.raises(ValueError, match="prefix tokens"):
+        resize_blocks(with_class, [3, 3])
+    for model, grid in ((swapped(tiny("Bert"), TEXT), [4]), (with_class, [3]), (with_class, [0, 3])):
+        before = {name: x.clone() for name, x in model.state_dict().items()}
+        with pytest.raises(ValueError, match="cannot be resized"):
+            resize_blocks(model, grid)
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 @pytest.mark.parametrize(

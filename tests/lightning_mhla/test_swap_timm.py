@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.attention import BlockLayout
-from lightning_mhla.swap import original_attention, save_swapped, swapped_layers, transfer_loss
+from lightning_mhla.swap import original_attention, resize_blocks, save_swapped, swapped_layers, transfer_loss
 
 TINY: dict[str, Any] = {"img_size": 48, "depth": 2, "num_classes": 5}
 MODELS: dict[str, dict[str, Any]] = {
@@ -131,6 +131,19 @@ def test_images_of_any_size() -> None:
     assert all(torch.equal(*pair) for pair in zip(alone, again, strict=True))
     bare = swapped(tiny("vit_tiny_patch16_224", dynamic_img_size=True, class_token=False, global_pool="avg"))
     assert bare(torch.ones(1, 3, 16, 96)).isfinite().all()
+
+
+@torch.no_grad()
+def test_blocks_of_a_window_grow_with_the_image(tmp_path: Path) -> None:
+    model = swapped(tiny(dynamic_img_size=True), AttentionConfig(kind="mhla_window", block_grid=[2, 2]))
+    image = torch.randn(1, 3, 96, 96)
+    coarse = model(image)
+    resize_blocks(model, [6, 6])
+    assert {layer.mixing.weight.shape for layer in swapped_layers(model).values()} == {(36, 36)}
+    fine = model(image)
+    assert (fine - coarse).abs().max() > 1e-4
+    save_swapped(model, tmp_path)
+    assert torch.equal(load_swapped(tmp_path)(image), fine)
 
 
 def test_timms_own_tools() -> None:

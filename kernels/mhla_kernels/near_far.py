@@ -1,0 +1,236 @@
+"""One normalizer for two sums: softmax attention to near tokens, and linear attention to mixed summaries of far tokens.
+
+On a CPU, torch's flash attention computes the softmax part without storing the scores. It also returns the logarithm of each
+sum of weights, with which the parts are combined. Its backward pass takes the combined output and the combined logarithm in
+place of its own, and then returns the gradients of the combined attention. :func:`combine_scores` is the same function written
+out, for all devices, tracers and derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mhla_kernels.attention import without_autocast
+from mhla_kernels.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_values
+
+LEAST_WEIGHT = 0.8
+"""Exponent e: a sum of far weights below ``tiny ** e`` (4e-31 in float32) counts as this bound when the divisor is chosen."""
+MOST_GRADIENT = 0.5
+"""Exponent e: ``max ** e`` bounds the gradient of coefficients that are zero, which ``far`` can increase."""
+LARGEST = 0.47
+"""Exponent e: flash attention takes queries and keys up to ``max ** e`` (1e18 in float32), whose products do not overflow."""
+FEWEST_QUERIES, FEWEST_TRAINED = 8, 64
+"""Fewest queries in a block for which flash attention pays, without and with a backward pass."""
+
+
+class NearTokens(NamedTuple):
+    """Near tokens that the queries of a block attend to by softmax.
+
+    Attributes:
+        k: keys, ``[B, H, ..., S, Dk]``.
+        v: values, ``[B, H, ..., S, V]``.
+        visible: bool mask of the tokens that a query attends to, broadcastable to ``[B, 1, ..., C, S]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+
+
+def combine(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
+    """Combine softmax attention to near tokens and linear attention to far tokens into one output for each query.
+
+    Args:
+        q: queries, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``.
+        near: groups of near tokens, at least one. Their leading axes are those of ``q`` or 1.
+        f: features of the queries, ``[B, H, ..., C, K]``.
+        mixed: for each feature of the keys, V sums of weighted values and the sum of weights, ``[B, H, ..., K, V + 1]``.
+        far: logarithm of a factor on the weights of far tokens, ``[B, H, ..., C, 1]``.
+
+    Returns:
+        Outputs, ``[B, H, ..., C, V]``; zeros for a query that attends to no token.
+    """
+    if not _suits_flash(q, near, f, mixed, far):
+        return combine_scores(q, near, f, mixed, far)
+    # A masked score that overflows would make its row NaN, since flash attention adds the mask. Rows that see such a key are
+    # taken from the exact computation, and no others, because later tokens must not change a bit of them.
+    limit = torch.finfo(q.dtype).max ** LARGEST
+    if all(_largest(x) <= limit for x in (q, *(tokens.k for tokens in near))):
+        return _with_flash(q, near, f, mixed, far)
+    exact = combine_scores(q, near, f, mixed, far)
+    is_exact = ~_fit(q, limit)
+    bounded = []
+    for k, v, visible in near:
+        fits = _fit(k, limit)
+        bounded.append(NearTokens(k.where(fits, 0), v, visible))
+        is_exact = is_exact | (visible & ~fits.transpose(-1, -2)).any(-1, keepdim=True)
+    return exact.where(is_exact, _with_flash(q.where(_fit(q, limit), 0), bounded, f, mixed, far))
+
+
+def combine_scores(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
+    """Compute :func:`combine` from the scores of all near tokens.
+
+    For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
+    autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
+    of zero would then get no gradient.
+    """
+    numbers = torch.finfo(f.dtype)
+    sums, log_factor, _ = _far_sums(f, mixed, far)
+    weight = sums.detach()[..., -1:]  # the divisor is a constant for autograd
+    no_far = weight <= 0
+    largest = (log_factor.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(
+        no_far, numbers.min
+    )
+    scores = [(q @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf) for k, _, visible in near]
+    log_divisor = reduce(torch.maximum, [x.detach().amax(-1, keepdim=True) for x in scores if x.shape[-1]], largest)
+    weights = [(x - log_divisor).exp() for x in scores]
+    factor = _far_factor(log_factor, log_divisor, no_far)
+    total = sum((x.sum(-1, keepdim=True) for x in weights), factor * sums[..., -1:])
+    out = sum((x @ v for x, (_, v, _) in zip(weights, near, strict=True)), factor * sums[..., :-1])
+    unseen = total <= 0  # adding it keeps 0 / 0 out of the forward and the backward pass
+    return (out / (total + unseen)).masked_fill(unseen, 0)
+
+
+def _far_sums(f: Tensor, mixed: Tensor, far: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums over far tokens, ``[..., C, V + 1]``, the logarithm of the factor on them, and the size of the features.
+
+    The sums are those of features divided by their size, the largest of a query, and the logarithm contains the size. With
+    features near 1e-11, second derivatives would square the inverse of their sum, which overflows.
+    """
+    size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
+    size = size.masked_fill(size < torch.finfo(f.dtype).tiny, 1)
+    return (f / size) @ mixed, far + size.log(), size
+
+
+def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tensor:
+    """Return the factor on the sums over far tokens; it stays finite if these are all zero, or zero times it would be NaN."""
+    bound = torch.where(no_far, MOST_GRADIENT * math.log(torch.finfo(log_factor.dtype).max), torch.inf)
+    return torch.minimum(log_factor - log_divisor, bound).exp()
+
+
+def _suits_flash(q: Tensor, near: Sequence[NearTokens], *others: Tensor) -> bool:
+    """Return whether torch's flash attention for CPUs can compute the near part: plain tensors, values as wide as keys."""
+    if q.device.type != "cpu" or q.shape[-2] < FEWEST_QUERIES or q.shape[-1] != near[0].v.shape[-1]:
+        return False
+    tensors = (q, *others, *(x for tokens in near for x in tokens[:2]))
+    if q.shape[-2] < FEWEST_TRAINED and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return has_values(*tensors) and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest absolute value of a tensor: NaN if it contains NaN, 0 if it is empty."""
+    if not x.numel():
+        return 0.0
+    low, high = (bound.item() for bound in x.detach().aminmax())
+    return high if math.isnan(high) else max(-low, high)
+
+
+def _fit(x: Tensor, limit: float) -> Tensor:
+    """Return whether all numbers of each vector are at most ``limit`` in size, ``[..., 1]``; NaN is not."""
+    return (x.abs() <= limit).all(-1, keepdim=True)
+
+
+def _with_flash(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
+    lead = q.shape[:-2]
+    tokens = [x.expand(*lead, *x.shape[-2:]) for group in near if group.k.shape[-2] for x in group[:2]]
+    masks = [group.visible for group in near if group.k.shape[-2]]
+    out: Tensor = _Combined.apply(q, f, mixed, far, masks, *tokens)
+    return out
+
+
+class _Combined(torch.autograd.Function):
+    """Autograd function for :func:`combine` with torch's flash attention for CPUs.
+
+    Its tensors are those of :func:`combine`, a list of masks, and keys and values of each group of near tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, f: Tensor, mixed: Tensor, far: Tensor, masks: list[Tensor], *tokens: Tensor
+    ) -> Tensor:
+        sums, log_factor, _ = _far_sums(f, mixed, far)
+        no_far = sums[..., -1:] <= 0
+        log_total = (log_factor + sums[..., -1:].log()).masked_fill(no_far, -torch.inf)
+        groups = []
+        for k, v, visible in zip(tokens[::2], tokens[1::2], masks, strict=True):
+            near, log_near = cpu_flash_attention(*map(_rows, (q, k, v)), attn_mask=_added(visible, q), scale=1.0)
+            # torch returns 0, not minus infinity, for a query without near tokens
+            log_near = _unrows(log_near[..., None], q).masked_fill(~visible.any(-1, keepdim=True), -torch.inf)
+            log_total = torch.logaddexp(log_total, log_near)
+            groups.append((_unrows(near, q), log_near))
+        unseen = log_total == -torch.inf
+        log_total = log_total.masked_fill(unseen, 0)
+        out = _far_factor(log_factor, log_total, no_far) * sums[..., :-1]
+        for near, log_near in groups:
+            out.addcmul_(near, (log_near - log_total).exp())
+        out = out.masked_fill_(unseen, 0)
+        ctx.groups = len(masks)
+        ctx.save_for_backward(q, f, mixed, far, *masks, *tokens, out, log_total, unseen)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, f, mixed, far, *others = ctx.saved_tensors
+        masks, tokens, (out, log_total, unseen) = others[: ctx.groups], others[ctx.groups : -3], others[-3:]
+        if torch.is_grad_enabled():  # derivatives of these gradients are wanted, which torch does not have
+            return _gradients_of_scores(ctx.needs_input_grad, gradient, (q, f, mixed, far), masks, tokens)
+        with without_autocast(q.device.type):
+            gradient = gradient.masked_fill(unseen, 0)
+            of_q, of_tokens = torch.zeros_like(q), []
+            rows = [_rows(x) for x in (gradient, q, out, log_total)]
+            for k, v, visible in zip(tokens[::2], tokens[1::2], masks, strict=True):
+                parts = cpu_flash_attention_backward(
+                    *rows[:2], _rows(k), _rows(v), rows[2], rows[3][..., 0], 0.0, False,
+                    attn_mask=_added(visible, q), scale=1.0,
+                )  # fmt: skip
+                of_q += _unrows(parts[0], q)
+                of_tokens += [_unrows(x, q) for x in parts[1:]]
+            sums, log_factor, size = _far_sums(f, mixed, far)
+            factor = _far_factor(log_factor, log_total, sums[..., -1:] <= 0).masked_fill(unseen, 0)
+            # the last sum is that of the weights, which divides all
+            of_sums = factor * torch.cat([gradient, -(gradient * out).sum(-1, keepdim=True)], -1)
+            of_f = of_sums @ mixed.transpose(-1, -2) / size
+            of_mixed = (f / size).transpose(-1, -2) @ of_sums
+            of_far = (of_sums * sums).sum(-1, keepdim=True)
+        return (of_q, of_f, of_mixed, of_far, None, *of_tokens)
+
+
+def _gradients_of_scores(
+    needed: Sequence[bool],
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    masks: Sequence[Tensor],
+    tokens: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of :func:`combine_scores` for the arguments of :class:`_Combined`; they can be differentiated."""
+    q, f, mixed, far = inputs
+    near = list(map(NearTokens, tokens[::2], tokens[1::2], masks))
+    out = combine_scores(q, near, f, mixed, far)
+    tensors = (*inputs, None, *tokens)
+    chosen = [x for x, is_needed in zip(tensors, needed, strict=True) if is_needed and x is not None]
+    gradients = iter(torch.autograd.grad(out, chosen, gradient, create_graph=True, materialize_grads=True))
+    return tuple(next(gradients) if is_needed else None for is_needed in needed)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Move all axes but the heads and the last two into the batch: ``[B, H, ..., C, D]`` to ``[B ..., H, C, D]``."""
+    return x.movedim(1, -3).flatten(0, -4)
+
+
+def _unrows(x: Tensor, like: Tensor) -> Tensor:
+    """Undo :func:`_rows`, for tensors with the leading axes of ``like``."""
+    return x.unflatten(0, (like.shape[0], *like.shape[2:-2])).movedim(-3, 1)
+
+
+def _added(visible: Tensor, q: Tensor) -> Tensor:
+    """Return a mask in the form that flash attention adds to scores, ``[B ..., 1, C or 1, S]``: 0, or minus infinity."""
+    visible = visible.expand(q.shape[0], 1, *q.shape[2:-2], *visible.shape[-2:])
+    return _rows(q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf))
