@@ -5,16 +5,19 @@
 
 Texts are held-out sections and passages of :mod:`benchmarks.real_texts`, cut to 64, 128 and 512 tokens. Agreement is the cosine
 similarity of the embeddings (the mean of the token vectors), the share of ten nearest neighbors that are found if both or only
-the query are embedded by the linearized model, and of images the cosine similarity of patches and class token at 224, 518 and
-1,022 pixels. Computed in float32 with one thread.
+the query are embedded by the linearized model, and of images the cosine similarity of patches and class token at four sizes,
+with the numbers of blocks that ``--blocks`` names. A linear probe (ridge regression of the class token) tells from which
+picture a random quarter of its area was cut; it is trained on some cuts of each picture and tested on others. Computed in
+float32 with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,14 +34,18 @@ from transformers import AutoModel, AutoTokenizer
 from benchmarks.machine import describe
 from lightning_mhla import load_swapped
 from lightning_mhla.data.images import decode_file
+from lightning_mhla.swap import resize_blocks, swapped_layers
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.training.neighbors import EmbeddingPairs
 
 TOKENS = {64: 2000, 128: 2000, 512: 605}
 """Number of held-out texts by the number of tokens to which they are cut."""
 
-PIXELS = {224: 64, 518: 16, 1022: 4}
+PIXELS = {224: 64, 518: 16, 756: 8, 1022: 4}
 """Number of held-out pictures by their size in pixels."""
+
+PROBED, TRAIN_CUTS, TEST_CUTS, RIDGE = 48, 6, 4, 1.0
+"""Pictures of the linear probe, cuts of each to train and to test it, and weight of the squared coefficients."""
 
 BATCH, REPEATS = 16, 5
 """Texts that are embedded at once, and timed calls of each model."""
@@ -90,21 +97,59 @@ def compare_texts(models: dict[str, Any], source: str, folder: Path) -> dict[str
     return results
 
 
-def read_picture(file: Path, pixels: int) -> Tensor:
-    """Read a picture, resize it to a square, and normalize it as for ImageNet: ``[3, pixels, pixels]``."""
-    resized = decode_file(file).resize((pixels, pixels), Image.Resampling.BICUBIC)
+def read_picture(file: Path, pixels: int, box: tuple[float, float, float, float] | None = None) -> Tensor:
+    """Read a picture, resize it to a square, and normalize it as for ImageNet: ``[3, pixels, pixels]``.
+
+    Args:
+        file: file of the picture.
+        pixels: side of the square.
+        box: left, upper, right and lower edge of the part to read, as shares of the picture; None for all of it.
+    """
+    picture = decode_file(file)
+    if box is not None:
+        left, upper, right, lower = (round(share * side) for share, side in zip(box, picture.size * 2, strict=True))
+        picture = picture.crop((left, upper, right, lower))
+    resized = picture.resize((pixels, pixels), Image.Resampling.BICUBIC)
     values = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)
     mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     return (values - mean) / std
 
 
-def compare_images(models: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return agreement and time of an image encoder by size."""
+def probe(models: dict[str, Any], files: list[Path]) -> dict[str, float]:
+    """Return the share of test cuts whose picture a linear probe of the class tokens names, for each model."""
+    draw, cuts = random.Random(0), []
+    for file in files[:: max(1, len(files) // PROBED)][:PROBED]:
+        corners = [(draw.uniform(0, 0.5), draw.uniform(0, 0.5)) for _ in range(TRAIN_CUTS + TEST_CUTS)]
+        cuts += [read_picture(file, 224, (left, top, left + 0.5, top + 0.5)) for left, top in corners]
+    result = {}
+    for name, model in models.items():
+        batches = torch.stack(cuts).split(BATCH)
+        tokens = torch.cat([model(pixel_values=batch).last_hidden_state[:, 0] for batch in batches])
+        vectors = F.normalize(tokens, dim=-1).view(-1, TRAIN_CUTS + TEST_CUTS, tokens.shape[-1])
+        pictures, train = len(vectors), vectors[:, :TRAIN_CUTS].flatten(0, 1)
+        wanted = torch.eye(pictures).repeat_interleave(TRAIN_CUTS, 0)
+        gram = train.T @ train + RIDGE * torch.eye(train.shape[-1])
+        scores = vectors[:, TRAIN_CUTS:] @ torch.linalg.solve(gram, train.T @ wanted)
+        result[name] = (scores.argmax(-1) == torch.arange(pictures)[:, None]).float().mean().item()
+    return result
+
+
+def compare_images(models: dict[str, Any], folder: Path, blocks: Sequence[int]) -> dict[str, Any]:
+    """Return agreement and time of an image encoder by size.
+
+    Args:
+        models: the original and the linearized encoder.
+        folder: folder of held-out pictures.
+        blocks: number of blocks along each side, for each size; empty for those of the model.
+    """
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".jpg", ".png", ".webp"))
     if not files:
         raise SystemExit(f"no pictures in {folder}")
-    results = {}
-    for pixels, count in PIXELS.items():
+    results: dict[str, Any] = {"probe": probe(models, files)}
+    print("linear probe", json.dumps(results["probe"]), flush=True)
+    for number, (pixels, count) in enumerate(PIXELS.items()):
+        if blocks:
+            resize_blocks(models["linearized"], [blocks[number]] * 2)
         cosines = []
         for file in files[:: max(1, len(files) // count)][:count]:
             original, linearized = (
@@ -114,6 +159,7 @@ def compare_images(models: dict[str, Any], folder: Path) -> dict[str, Any]:
         values = torch.stack(cosines)
         x = torch.zeros(1, 3, pixels, pixels)
         row = {
+            "blocks": next(iter(swapped_layers(models["linearized"]).values())).config.block_grid,
             "pictures": len(values), "tokens": values.shape[1], "class_cosine": values[:, 0].mean().item(),
             "patch_cosine": values[:, 1:].mean().item(),
             "seconds": seconds({name: partial(model, pixel_values=x) for name, model in models.items()}),
@@ -132,6 +178,14 @@ def main() -> None:
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--texts", type=Path, help="folder that lightning bench real_texts wrote")
     data.add_argument("--photos", type=Path, help="folder of held-out pictures")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs=len(PIXELS),
+        default=[],
+        metavar="N",
+        help=f"blocks along a side of pictures of {', '.join(map(str, PIXELS))} pixels (default: those of the model)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -140,7 +194,7 @@ def main() -> None:
     if options.texts is not None:
         results = compare_texts(models, options.original, options.texts)
     else:
-        results = compare_images(models, options.photos)
+        results = compare_images(models, options.photos, options.blocks)
     file = options.out / "real-encoders" / f"{options.linearized.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps({**describe(torch.device("cpu")), "results": results}, indent=1) + "\n")

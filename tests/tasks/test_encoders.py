@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,24 @@ def test_both_stages_bring_it_closer_and_it_is_exported(texts: MiniTexts, bert: 
         torch.testing.assert_close(pooled, model.eval()(batch))
     assert (tmp_path / "out/tokenizer.json").exists()
     assert "AutoModel.from_pretrained" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("mixing", "length", "warns"), [("dense", 48, True), ("exponential", 48, False), ("dense", 128, False)]
+)
+def test_coefficients_that_no_training_text_reaches_are_named(
+    texts: MiniTexts, bert: str, tmp_path: Path, mixing: Any, length: int, warns: bool
+) -> None:
+    attention = AttentionConfig(kind="mhla", block_size=16, mixing=mixing)
+    model = encoder(bert, attention=attention, distillation=EncoderDistillation(teacher=bert))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, 1, limit_val_batches=0).fit(model, passages(texts, bert, length=length))
+    messages = [str(warning.message) for warning in caught if "untrained coefficients" in str(warning.message)]
+    assert bool(messages) is warns
+    if warns:
+        assert "8 blocks (128 tokens)" in messages[0]
+        assert "at most 3 blocks (data.length=48)" in messages[0]
 
 
 def test_padding_changes_no_embedding_and_no_loss(texts: MiniTexts, bert: str) -> None:

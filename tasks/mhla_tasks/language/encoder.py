@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla import AttentionConfig
+from lightning_mhla import MHLA, AttentionConfig
+from lightning_mhla.attention.mixing import DenseCoefficients
+from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
 from lightning_mhla.training.options import TrainingOptions
@@ -78,6 +82,27 @@ class LinearizedTextEncoder(LinearizedEncoder):
             raise ValueError(f"data.length={length} is above the {limit} tokens that the encoder allows")
         if tokenizer is not None:
             self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
+        if stage == "fit" and length:
+            self._warn_of_untrained_blocks(length)
+
+    def _warn_of_untrained_blocks(self, length: int) -> None:
+        """Warn if dense mixing coefficients exist for longer texts than those of the training data, which do not train them.
+
+        Args:
+            length: maximum number of tokens in a training text.
+        """
+        dense = [
+            layer.layout
+            for layer in swapped_layers(self.network).values()
+            if isinstance(layer, MHLA) and isinstance(layer.mixing, DenseCoefficients)
+        ]
+        if dense and length < (tokens := dense[0].num_tokens):
+            size = dense[0].block_size or tokens
+            rank_zero_warn(
+                f"dense mixing coefficients cover {dense[0].num_blocks} blocks ({tokens} tokens), but training texts have at "
+                f"most {math.ceil(length / size)} blocks (data.length={length}); longer texts will use untrained coefficients. "
+                "Prefer attention.mixing=exponential, which takes any length, or train on longer texts"
+            )
 
     @override
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:
