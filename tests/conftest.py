@@ -64,6 +64,7 @@ SLOW = (
     "test_swap_folders", "test_swap_transformers", "test_linearized_settings", "test_encoders", "test_language_peft",
     "test_text_to_image_training", "test_accumulation", "test_resume_options", "test_kinds", "test_data_modules", "test_vlt",
     "test_diffusion_metrics", "test_language_networks", "test_classification", "test_portable", "test_language_transformers",
+    "test_block_causal",
 )  # fmt: skip
 """Test files that take more than ten seconds: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
 
@@ -85,6 +86,8 @@ LONG = (
     "test_benchmarks::test_losses_are_compared_to_the_last_bit",
     "test_benchmarks::test_what_sana_takes_is_counted",
     "test_benchmarks::test_what_wan_takes_is_counted",
+    "test_block_causal::test_nor_in_the_kernels",
+    "test_block_causal::test_random_calls_of_the_kernels_agree_with_the_definition",
     "test_chat::test_in_a_terminal_a_reply_can_be_stopped",
     "test_chat::test_messages_from_a_pipe",
     "test_checkpoint_choice::test_a_run_that_a_tuner_began_resumes_with_what_it_found",

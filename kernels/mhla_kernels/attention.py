@@ -112,7 +112,7 @@ def mhla_attention(
     check_devices(problem)
     if form == "spanning":
         check_span(problem)
-    fused = causal != "block" and choose_backend(backend, q, k, v, form) == "triton"
+    fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or v.numel() == 0:
         return nothing(problem)
     with without_autocast(q.device.type):

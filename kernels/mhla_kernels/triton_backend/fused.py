@@ -58,12 +58,13 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
         layout.cu_seqlens,
         layout.block_size,
         None if layout.block_offsets is None else list(layout.block_offsets),
-        weighting.causal,
+        bool(weighting.causal),
         relu,
         weighting.eps if weighting.normalize else None,
         form,
         mixer,
         guard,
+        weighting.causal == "block",
     )
     return out.to(problem.v.dtype)
 
@@ -109,6 +110,7 @@ def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], d
         block_size=layout.block_size if layout.block_offsets is None else layout.largest,
         many=form == "chunked" and (layout.is_open or layout.blocks > MANY),  # an open number counts as many
         terms=coefficients[-1].shape[-1] if len(coefficients) > 1 else 0,
+        block_causal=problem.weighting.causal == "block",
     )
 
 
