@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-ABBREVIATIONS = {"c": "config", "h": "help"}
+ABBREVIATIONS = {"c": "config", "h": "help", "frames": "model.sampling.frames"}
 """Long names of options by their short names."""
 
 WITHOUT_VALUE = ("help", "print_config")
