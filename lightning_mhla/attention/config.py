@@ -36,7 +36,8 @@ OWN_KIND_HINT = (
 )
 
 MIXING_OPTIONS = (
-    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
+    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable",
+    "mixing_min_decay",
 )  # fmt: skip
 """Options of :class:`AttentionConfig` that only kinds of mhla use."""
 
@@ -60,6 +61,9 @@ class AttentionConfig:
         mixing_init: initial mixing coefficients. locality gives nearby blocks more weight, uniform gives all blocks the same.
         mixing_per_head: whether each head has its own mixing coefficients.
         mixing_trainable: whether the mixing coefficients are trained.
+        mixing_min_decay: smallest decay per block of exponential mixing, from 1e-5 to 2.5: a layer forgets a block after about
+            1 / mixing_min_decay blocks. For sequences much longer than those in training, choose it such that a layer forgets
+            within the training length.
         normalize: whether the attention weights of each query are divided by their sum, the normalizer (mhla, linear).
         feature_map: feature map of queries and keys (mhla, mhla_window, linear): relu, elu, softplus, sana, identity or
             learned. relu is relu(x) + 1e-6, and elu is elu(x) + 1. sana is relu(x), and adds 1e-15 instead of 1e-6 to the
@@ -97,6 +101,7 @@ class AttentionConfig:
     mixing_init: Literal["locality", "uniform"] = "locality"
     mixing_per_head: bool = False
     mixing_trainable: bool = True
+    mixing_min_decay: float = 1e-5
     normalize: bool = True
     feature_map: Features = "relu"
     lepe: int = 0

@@ -97,7 +97,9 @@ class MHLA(SummaryAttention, kind="mhla"):
         }
         self.mixing: MixingCoefficients
         if config.mixing == "exponential":
-            self.mixing = ExponentialCoefficients(layout, config.mixing_terms, **options)
+            self.mixing = ExponentialCoefficients(
+                layout, config.mixing_terms, min_decay=config.mixing_min_decay, **options
+            )
         else:
             self.mixing = DenseCoefficients(layout, **options)
 

@@ -102,7 +102,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         if cu_seqlens is not None:
             bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
             parts = [slice(start, end) for start, end in pairwise(bounds) if end > start]
-            return torch.cat([self._attend_row(*(x[:, part] for x in (q, k, v)), None) for part in parts], 1)
+            return torch.cat([self._attend_row(q[:, part], k[:, part], v[:, part], None) for part in parts], 1)
         return hide_rows(self._attend_row(q, k, v, key_mask), key_mask)
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -179,7 +179,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Build an attention mask, ``[B, 1, N, N]`` bool, or ``[N, N]`` without a key mask. True where a query attends to a key.
+        """Build an attention mask, bool, True where a query attends to a key.
 
         Each query attends to its own token even if ``key_mask`` hides it, so that each row has at least one True entry.
 
@@ -188,7 +188,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
             key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
 
         Returns:
-            The mask; None without a key mask, unless attention is block-causal.
+            ``[B, 1, N, N]``, or ``[N, N]`` without ``key_mask``; None without ``key_mask`` if attention is not block-causal.
         """
         if key_mask is None and self.causal != "block":
             return None

@@ -179,7 +179,7 @@ class SampleFolder(Callback):
         origin = redacted(json.loads(json.dumps(origin)))
         recorded = json.loads(path.read_text()) if path.exists() else origin
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
-        groups = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
+        groups: dict[str, type[Any]] = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
         for record in (origin, recorded):  # records of earlier versions have fewer options
             record |= {name: asdict(as_dataclass(groups[name], record[name])) for name in groups if name in record}
         differing = [name for name in origin if recorded.get(name) != origin[name]]

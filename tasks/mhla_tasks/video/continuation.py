@@ -224,7 +224,7 @@ class VideoContinuation(GenerativeModule):
         """
         requests = [
             {
-                "file": f"{int(batch['index'][slot]):04d}-{batch['caption'][slot]}.mp4",
+                "file": f"{int(batch['index'][slot]):04d}.mp4",
                 "prompt": batch["caption"][slot],
                 "index": int(batch["index"][slot]),
             }
