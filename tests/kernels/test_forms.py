@@ -230,8 +230,8 @@ class CountNumbers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", ["chunked", "spanning"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_exponential_mixing_works_in_linear_time_backwards_too(causal: bool, form: Any) -> None:
+@pytest.mark.parametrize("causal", [False, True, "block"])
+def test_exponential_mixing_works_in_linear_time_backwards_too(causal: Any, form: Any) -> None:
     """Twice the tokens are at most a little more than twice the work."""
     counts = []
     for tokens in (4096, 8192):
