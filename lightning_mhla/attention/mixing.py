@@ -373,7 +373,7 @@ class ExponentialCoefficients(MixingCoefficients):
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
         with torch.no_grad():
-            self.decay.copy_(self._rescaled(block_grid))
+            self.decay.copy_(self._rescaled(block_grid).clamp(min=self.min_decay))
         self.grid = None if self.grid is None else tuple(block_grid)
         self.blocks = math.prod(block_grid)
 
@@ -398,6 +398,7 @@ class ExponentialCoefficients(MixingCoefficients):
             return None
         if name == "decay" and self.grid is not None and block_grid is not None and len(block_grid) == len(self.grid):
             values = values * values.new_tensor([a / b for a, b in zip(block_grid, self.grid, strict=True)])
+        values = values if name == "amplitude" else values.clamp(min=self.min_decay)
         fitted = _for_heads(values, parameter)
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
 
