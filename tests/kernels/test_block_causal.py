@@ -30,6 +30,7 @@ from mhla_kernels import (
     mhla_window_attention,
 )
 from mhla_kernels.forms import spanning
+from mhla_kernels.forms.cost import cheapest_form
 from oracle import equal_starts, exponential_matrix, oracle, relative_error
 from toeplitz import Toeplitz, toeplitz_matrix
 from torch import Tensor
@@ -271,15 +272,15 @@ def test_between_causal_and_bidirectional(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("offsets", [(0, 1, 30, 31, 70), (0, 33, 64, 70)], ids=str)
-def test_frames_of_different_lengths(implementation: str, offsets: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", ["dense", "exponential"])
+def test_frames_of_different_lengths(implementation: str, kind: str) -> None:
     """Blocks of one token beside blocks that are longer than a tile."""
     check: dict[str, Any] = {"causal": "block", "normalize": True}
-    tensors = torch.rand(1, 70, 2, 4), torch.rand(1, 70, 2, 4), torch.randn(1, 70, 2, 3), torch.rand(2, 6, 6)
+    mixing = [torch.rand(2, 6, 6)] if kind == "dense" else [torch.rand(2, 3) + 0.05, torch.rand(2, 3) + 0.05]
+    tensors = torch.rand(1, 70, 2, 4), torch.rand(1, 70, 2, 4), torch.randn(1, 70, 2, 3), *mixing
+    offsets = [0, 1, 34, 35, 66, 70]
     with small_tiles():
-        check_against_definition(
-            (implementation,), tensors, {"block_offsets": offsets, **check}, [list(offsets)], check
-        )
+        check_against_definition((implementation,), tensors, {"block_offsets": offsets, **check}, [offsets], check)
 
 
 def test_the_matrix_of_weights_is_zero_above_the_blocks() -> None:
@@ -290,6 +291,11 @@ def test_the_matrix_of_weights_is_zero_above_the_blocks() -> None:
     torch.testing.assert_close(
         torch.einsum("bhtj,bjhd->bthd", weights, v), mhla_attention(q, k, v, MIXINGS["dense"], **CALL)
     )
+
+
+def test_no_pairs_inside_a_block_are_counted_in_the_choice_of_a_form() -> None:
+    assert cheapest_form(128, 1, 64, 64, True) == "parallel"
+    assert cheapest_form(128, 1, 64, 64, "block") == "chunked"
 
 
 # Causality between blocks
