@@ -64,6 +64,7 @@ SLOW = (
     "test_swap_folders", "test_swap_transformers", "test_linearized_settings", "test_encoders", "test_language_peft",
     "test_text_to_image_training", "test_accumulation", "test_resume_options", "test_kinds", "test_data_modules", "test_vlt",
     "test_diffusion_metrics", "test_language_networks", "test_classification", "test_portable", "test_language_transformers",
+    "test_block_causal",
 )  # fmt: skip
 """Test files that take more than ten seconds: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
 
@@ -85,6 +86,8 @@ LONG = (
     "test_benchmarks::test_losses_are_compared_to_the_last_bit",
     "test_benchmarks::test_what_sana_takes_is_counted",
     "test_benchmarks::test_what_wan_takes_is_counted",
+    "test_block_causal::test_nor_in_the_kernels",
+    "test_block_causal::test_random_calls_of_the_kernels_agree_with_the_definition",
     "test_chat::test_in_a_terminal_a_reply_can_be_stopped",
     "test_chat::test_messages_from_a_pipe",
     "test_checkpoint_choice::test_a_run_that_a_tuner_began_resumes_with_what_it_found",
@@ -187,6 +190,7 @@ LONG = (
     "test_verdicts::test_a_kernel_that_fails_after_its_trial_is_withdrawn",
     "test_verdicts::test_a_trial_that_ended_its_process_is_not_repeated",
     "test_verdicts::test_one_trial_that_was_stopped_condemns_nothing",
+    "test_video_continuation::test_fit_resume_and_predict",
     "test_video_training::test_distillation_matches_layers_then_the_velocity",
     "test_video_training::test_fine_tuning_starts_from_the_checkpoint",
     "test_video_training::test_resume_is_bitwise_exact",

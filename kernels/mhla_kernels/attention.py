@@ -21,7 +21,7 @@ from mhla_kernels.features import FeatureMap
 from mhla_kernels.forms.attend import attend, attention_weights
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import MixingLike
-from mhla_kernels.problem import Problem, nothing, prepare
+from mhla_kernels.problem import Causal, Problem, nothing, prepare
 
 
 def mhla_attention(
@@ -32,7 +32,7 @@ def mhla_attention(
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
-    causal: bool = False,
+    causal: Causal = False,
     normalize: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -66,9 +66,10 @@ def mhla_attention(
             grid of blocks), at a cost that is linear in this number. (Bidirectional attention on Triton is an exception: it
             computes the matrix.) Other subclasses of :class:`mhla_kernels.mixing.Mixing` are accepted too.
         block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
-        block_offsets: M + 1 integers for blocks of uneven size: the index of the first token of each block, followed by N. For
-            bidirectional attention only. Prefer a tuple: reading a tensor on an accelerator waits for the device.
-        causal: whether token t attends to tokens ``j <= t`` only.
+        block_offsets: M + 1 integers for blocks of uneven size: the index of the first token of each block, followed by N. Not
+            for ``causal=True``. Prefer a tuple: reading a tensor on an accelerator waits for the device.
+        causal: whether token t attends to tokens ``j <= t`` only. With ``"block"``, it attends to all tokens of its own block
+            and of all blocks before it: ``b(j) <= b(t)``.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
@@ -94,7 +95,9 @@ def mhla_attention(
         With ``causal``, a finite query, key or value at a later token does not change a single bit of an earlier output, with
         any algorithm. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or
         value that is infinite or NaN makes the rows of its block non-finite, from its own row on. Rows of later blocks are then
-        meaningless (with ``"parallel"`` they are non-finite).
+        meaningless (with ``"parallel"`` they are non-finite). With ``causal="block"``, the same is true of tokens in later
+        blocks, and all rows of the block become non-finite. Gradients of earlier outputs keep their bits even if a later block
+        overflows.
 
     Raises:
         ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
@@ -132,7 +135,7 @@ def attention_matrix(
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
-    causal: bool = False,
+    causal: Causal = False,
     normalize: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -151,7 +154,8 @@ def attention_matrix(
         mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
-        causal: whether token t attends to tokens ``j <= t`` only.
+        causal: whether token t attends to tokens ``j <= t`` only; ``"block"`` if it attends to all tokens of its own block and
+            of the blocks before it.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the weights, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
@@ -193,8 +197,8 @@ def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
     if fused and layout.cu_seqlens is not None:
         sequences = max(1, len(layout.cu_seqlens) - 1)
         tokens, blocks, rows = divide_up(tokens, sequences), divide_up(blocks, sequences), rows * sequences
-    work = mixing.work(blocks, causal, fused)
-    terms = mixing.span_terms(causal) if layout.block_offsets is None else None
+    work = mixing.work(blocks, bool(causal), fused)
+    terms = mixing.span_terms(bool(causal)) if layout.block_offsets is None else None
     backend: Literal["torch", "triton"] = "triton" if fused else "torch"
     return cheapest_form(
         tokens, blocks, q.shape[-1], problem.v.shape[-1], causal, work=work, terms=terms, rows=rows, backend=backend

@@ -225,6 +225,11 @@ class TokenBlocks:
     block: Tensor
     sequence: Tensor | None = None
 
+    @property
+    def order(self) -> Tensor:
+        """Number of each token's block, ``[N]`` int64, that increases from block to block and from sequence to sequence."""
+        return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
+
 
 class BlockPartition(NamedTuple):
     """Assignment of the tokens of a batch row to M blocks of C slots each; a slot without a token holds zeros.

@@ -16,7 +16,7 @@ from torch import Tensor
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.features import FeatureMap
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
-from mhla_kernels.problem import Problem, Weighting
+from mhla_kernels.problem import Causal, Problem, Weighting
 from mhla_kernels.torch_private import FakeTensor, assert_async, has_values, is_mapped, is_traced, unwrapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -30,7 +30,7 @@ def check_problem(
     *,
     block_size: int | None,
     block_offsets: Tensor | Sequence[int] | None = None,
-    causal: bool = False,
+    causal: Causal = False,
     normalize: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -43,10 +43,13 @@ def check_problem(
     :func:`mhla_kernels.mhla_attention` documents the arguments and the errors. This function does not check that all tensors
     are on the same device; :func:`check_devices` does.
     """
+    if causal not in (False, True, "block"):
+        raise ValueError(f"causal={causal!r} is not one of False, True, 'block'")
+    causal = "block" if causal == "block" else bool(causal)
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
     _check_tensors(q, k, v)
-    _check_mixing(mixing, q, causal)
+    _check_mixing(mixing, q, bool(causal))
     batch, tokens, _, width = q.shape
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
@@ -207,7 +210,7 @@ def check_span(problem: Problem) -> None:
             symbolic.
     """
     mixing, layout = problem.mixing, problem.layout
-    if mixing.span_terms(problem.weighting.causal) is None:
+    if mixing.span_terms(bool(problem.weighting.causal)) is None:
         raise ValueError(
             f"form='spanning' takes an ExponentialMixing without a grid, not {mixing}; use form='chunked' or 'auto'"
         )
@@ -224,7 +227,7 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
         raise ValueError(f"{error}{hint}") from None
 
 
-def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Tensor) -> None:
+def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: Causal, q: Tensor) -> None:
     """Raise ValueError unless the mixing coefficients cover all blocks.
 
     Causal attention accepts coefficients for more blocks than there are; bidirectional attention does not.
@@ -242,9 +245,10 @@ def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: bool, q: Ten
             f"{blocks}; change the blocks, or resize mixing to the new block grid with mhla_kernels.resize_mixing"
             f"{_sdpa_order(q)}"
         )
+    fewer = f"at most N={size * block_size} tokens, block_size={-(-tokens // size)} or more"
     raise ValueError(
-        f"{source} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * block_size} "
-        f"tokens, block_size={-(-tokens // size)} or more, or extend mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
+        f"{source} make {blocks} blocks, but mixing is for {size} at most: use {fewer if block_size else 'fewer blocks'}, "
+        f"or extend mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
     )
 
 
@@ -291,11 +295,13 @@ def _check_bounds(values: tuple[int, ...], tokens: int, name: str, least: int) -
 def _check_offsets(
     block_offsets: Tensor | Sequence[int],
     tokens: int,
-    causal: bool,
+    causal: Causal,
     cu_seqlens: Tensor | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    if causal:
-        raise ValueError("block_offsets is for bidirectional attention; causal blocks are equal: give block_size")
+    if causal is True:
+        raise ValueError(
+            "block_offsets is for bidirectional attention and causal='block'; causal blocks are equal: give block_size"
+        )
     if cu_seqlens is not None:
         raise ValueError("block_offsets and cu_seqlens cannot be combined; packed sequences take block_size")
     offsets = _as_integers(block_offsets, "block_offsets")
@@ -304,7 +310,7 @@ def _check_offsets(
 
 
 def _check_cu_seqlens(
-    cu_seqlens: Tensor | Sequence[int], q: Tensor, mixing: Mixing, layout: TokenLayout, causal: bool
+    cu_seqlens: Tensor | Sequence[int], q: Tensor, mixing: Mixing, layout: TokenLayout, causal: Causal
 ) -> Tensor:
     batch, tokens, block_size = q.shape[0], layout.tokens, layout.block_size
     if batch != 1:

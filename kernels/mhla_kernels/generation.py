@@ -9,7 +9,7 @@ This module is longer than others because both of its public functions document 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from mhla_kernels.checks import check_block_size, check_devices, check_problem, 
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
-from mhla_kernels.problem import nothing, prepare, repeat, repeat_heads
+from mhla_kernels.problem import Causal, nothing, prepare, repeat, repeat_heads
 from mhla_kernels.state import (
     BlockState,
     MHLAState,
@@ -42,6 +42,7 @@ def mhla_prefill(
     mixing: MixingLike,
     *,
     block_size: int,
+    causal: Literal[True, "block"] = True,
     lengths: Tensor | Sequence[int] | None = None,
     state: MHLAState | None = None,
     normalize: bool = True,
@@ -53,8 +54,8 @@ def mhla_prefill(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the generation state after them.
 
-    The state replaces the keys and values of earlier tokens. A sequence may be split into several calls at any token. The
-    outputs equal those of one causal call for the complete sequence.
+    The state replaces the keys and values of earlier tokens. A sequence may be split into several calls at any token, or, with
+    ``causal="block"``, at the end of any block. The outputs equal those of one causal call for the complete sequence.
 
     Args:
         q: queries, ``[B, N, H, K]``, for B batch rows, N tokens and H heads of width K. With ``normalize``, nonnegative after
@@ -64,6 +65,8 @@ def mhla_prefill(
         mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover all blocks up to
             the last of the new tokens.
         block_size: tokens in a block.
+        causal: True, or ``"block"`` if a token attends to all tokens of its own block and of all blocks before it. The new
+            tokens of a row then are complete blocks. The last block may be shorter, but no call can continue the row after it.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
             no padding. Reading a tensor on an accelerator waits for the device.
         state: state that the last call of this function or of :func:`mhla_step` returned; None at the start. It is not changed.
@@ -82,6 +85,7 @@ def mhla_prefill(
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_tokens(q)
+    check_causal(causal)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
@@ -89,14 +93,15 @@ def mhla_prefill(
     previous_lengths = state.lengths if state is not None else (0,) * batch
     mask = mask_of_counts(counts, q)
     problem = check_problem(
-        q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
+        q, k, v, mixing, block_size=block_size, causal=causal, normalize=normalize, scale=scale, eps=eps,
         feature_map=feature_map, key_mask=mask,
     )  # fmt: skip
     check_devices(problem)
     check_reach(mixing, block_size, previous_lengths, counts)
-    kind = kind_of(q, v, mixing, block_size)
+    kind = kind_of(q, v, mixing, block_size, block_causal=causal == "block")
     if state is not None:
         state.check(kind, batch, q.shape[2], problem.accumulate)
+        check_complete(state, counts)
     k, v = repeat_heads(q, k, v)
 
     with without_autocast(q.device.type):
@@ -104,7 +109,7 @@ def mhla_prefill(
         mapped, mixing = prepared[:3], prepared.mixing
         if state is None:  # an ordinary pass, which the fused kernels can run
             out = mhla_attention(
-                q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
+                q, k, v, mixing, block_size=block_size, causal=causal, normalize=normalize, scale=scale, eps=eps,
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
             )  # fmt: skip
             start = MHLAState((0,) * batch, **empty_tensors(q, v, mixing, problem.accumulate), kind=kind)
@@ -131,6 +136,7 @@ def mhla_step(
     state: MHLAState,
     *,
     block_size: int,
+    causal: Literal[True, "block"] = True,
     donate_state: bool = False,
     normalize: bool = True,
     scale: float | None = None,
@@ -142,15 +148,20 @@ def mhla_step(
     The state replaces the keys and values of earlier tokens. A step takes time ``O(K V)``. Where a block begins, it takes
     ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
 
+    With ``causal="block"``, a step takes one more block of every row instead of one token.
+
     Args:
         q: query, ``[B, H, K]``, for B batch rows and H heads of width K. With ``normalize``, nonnegative after the feature map.
-        k: key, ``[B, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
-        v: value, ``[B, Hkv, V]``.
+            With ``causal="block"``, the queries of the C tokens of a block, ``[B, C, H, K]``.
+        k: key, ``[B, Hkv, K]`` or ``[B, C, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
+        v: value, ``[B, Hkv, V]`` or ``[B, C, Hkv, V]``.
         mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover the block of the
             new token.
         state: state that the last call of this function or of :func:`mhla_prefill` returned. It is not changed unless
             ``donate_state`` is on.
         block_size: tokens in a block.
+        causal: True, or ``"block"`` if a token attends to all tokens of its own block and of all blocks before it. The block of
+            a step may have fewer than ``block_size`` tokens, but no call can continue the state after it.
         donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards. By default,
             the sums of the current block are copied at every token, and those of all finished blocks whenever a block begins.
         normalize: whether each row of attention weights is divided by its sum.
@@ -159,47 +170,74 @@ def mhla_step(
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
 
     Returns:
-        Outputs ``[B, H, V]`` in the dtype of v, and the new state.
+        Outputs, ``[B, H, V]`` or ``[B, C, H, V]`` in the dtype of v, and the new state.
 
     Raises:
         ValueError: for arguments that :func:`mhla_attention` rejects, or if ``state`` does not fit the call, or was passed to
             an earlier call with ``donate_state``.
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
-    check_one_token(q, k, v)
-    batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
-    token = q[:, None], k[:, None], v[:, None]
+    check_causal(causal)
+    block_size = check_block_size(block_size)
+    if causal == "block":
+        check_one_block(q, k, v, block_size)
+        tokens = q, k, v
+    else:
+        check_one_token(q, k, v)
+        tokens = q[:, None], k[:, None], v[:, None]
+    (batch, count, heads, key_width), mixing = tokens[0].shape, as_mixing(mixing)
     problem = check_problem(
-        *token, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
+        *tokens, mixing, block_size=block_size, causal=causal, normalize=normalize, scale=scale, eps=eps,
         feature_map=feature_map,
     )  # fmt: skip
     check_devices(problem)
-    check_reach(mixing, block_size, state.lengths, (1,) * batch)
-    state.check(kind_of(q, v, mixing, block_size), batch, q.shape[1], problem.accumulate)
-    heads = q.shape[1] // max(1, k.shape[1])
-    k, v = repeat(k, heads, 1), repeat(v, heads, 1)
+    check_reach(mixing, block_size, state.lengths, (count,) * batch)
+    kind = kind_of(q, v, mixing, block_size, block_causal=causal == "block")
+    state.check(kind, batch, heads, problem.accumulate)
+    check_complete(state, (count,) * batch)
+    repeats = heads // max(1, problem.k.shape[2])
+    if causal == "block":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = repeat(k, repeats, 1), repeat(v, repeats, 1)
     with without_autocast(q.device.type):
         dtype = problem.accumulate
         mixing = mixing.to(dtype)
         q, k, v = map_features(q.to(dtype), k.to(dtype), v.to(dtype), feature_map, None)
         writes = state.may_write(q, k, v, *mixing.tensors.values())
         opened = state.advance(mixing, (True,) * batch, writes, donate_state)
-        summary = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
+        if causal == "block":
+            summary = torch.cat([(k.transpose(-1, -2) @ v).flatten(2), k.sum(-2)], -1)
+        else:
+            summary = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
+            q = q[..., None, :]
         # if no block was opened, `opened` is the caller's state, which keeps its tensors unless it is donated
         is_new = donate_state or opened is not state
         owned = opened.owned if is_new else ()
         total = opened.open.add_(summary) if writes and "open" in owned else opened.open + summary
         coefficients = own_coefficients(mixing, [length // block_size for length in state.lengths])
         mixture = torch.addcmul(opened.mixture, coefficients, total)
-        width = q.shape[-1] * v.shape[-1]
-        out = (q[..., None, :] @ mixture[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
-        total_weight = (q * mixture[..., width:]).sum(-1, keepdim=True)
+        width = key_width * v.shape[-1]
+        out = q @ mixture[..., :width].unflatten(-1, (key_width, -1))
+        total_weight = (q * mixture[..., None, width:]).sum(-1, keepdim=True)
         out = out / (total_weight + eps) if problem.weighting.scale is None else out * problem.weighting.scale
-        lengths = tuple(length + 1 for length in state.lengths)
+        lengths = tuple(length + count for length in state.lengths)
         after = opened.with_tensors({"open": total}, lengths, opened.written(owned))
         if donate_state:
             state.spend()
+        out = out.transpose(1, 2) if causal == "block" else out.squeeze(-2)
         return out.to(problem.v.dtype), after
+
+
+def check_causal(causal: Causal) -> None:
+    """Check that attention is causal, as generation requires.
+
+    Raises:
+        ValueError: if ``causal`` is neither True nor ``"block"``.
+    """
+    if causal not in (True, "block"):
+        raise ValueError(
+            f"causal={causal!r} is not one of True, 'block': generation attends to no later token or block"
+        )
 
 
 def check_tokens(q: Tensor) -> None:
@@ -221,6 +259,41 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; several go to mhla_prefill")
+
+
+def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
+    """Check that ``q``, ``k`` and ``v`` have four axes and the tokens of one block, as a block-causal step requires.
+
+    Raises:
+        ValueError: if one of them does not, or if there are no tokens or more than ``block_size``.
+    """
+    shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or not 1 <= q.shape[1] <= block_size:
+        raise ValueError(
+            f"q, k, v have shapes {shapes}; a step with causal='block' takes one block, [B, C, H, D] with C from 1 to "
+            f"block_size={block_size}; several blocks go to mhla_prefill"
+        )
+
+
+def check_complete(state: BlockState, counts: Sequence[int]) -> None:
+    """Check that every row that gets new tokens ends with a complete block, as a block-causal state requires.
+
+    Args:
+        state: generation state before the new tokens.
+        counts: number of new tokens in each row.
+
+    Raises:
+        ValueError: if such a row ends with a shorter block, whose tokens cannot attend to the new ones any more.
+    """
+    size = state.kind.block_size
+    if not state.kind.block_causal:
+        return
+    for row, (length, count) in enumerate(zip(state.lengths, counts, strict=True)):
+        if count and length % size:
+            raise ValueError(
+                f"row {row} has {length} tokens, so that its last block has {length % size} of block_size={size} tokens and "
+                "is final with causal='block'; pass complete blocks to the calls before"
+            )
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:

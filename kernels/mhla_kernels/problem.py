@@ -5,7 +5,7 @@ Shape letters: B batch, N tokens, H heads, Hkv heads of keys and values, Dk and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +14,22 @@ from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.mixing import Mixing
 
+Causal = bool | Literal["block"]
+"""Tokens that a token attends to: all of them (False), those up to itself (True), or the tokens of its own block and of all
+blocks before it (``"block"``)."""
+
 
 class Weighting(NamedTuple):
     """Options that turn products of queries and keys into attention weights: causality, and normalization or a scale.
 
     Attributes:
-        causal: whether token t attends to tokens ``j <= t`` only.
+        causal: whether token t attends to tokens ``j <= t`` only; ``"block"`` if it attends to all tokens of its own block and
+            of the blocks before it.
         scale: factor on the outputs; None if each row of weights is divided by its sum + ``eps`` instead.
         eps: number that is added to the sum of each row of weights before dividing by it.
     """
 
-    causal: bool
+    causal: Causal
     scale: float | None
     eps: float
 

@@ -46,6 +46,7 @@ class StateKind:
         near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
             there is no softmax attention.
         sinks: number of first tokens that every token attends to by softmax.
+        block_causal: whether tokens attend to all tokens of their own block, so that a call completes a block.
     """
 
     mixing: str
@@ -55,11 +56,13 @@ class StateKind:
     value_width: int
     near: tuple[int, int] | None = None
     sinks: int = 0
+    block_causal: bool = False
 
     def __str__(self) -> str:
         keys = f"Dk={self.key_width}" if self.near is None else "K={}, Hkv={}, Dk={}".format(self.key_width, *self.near)
         sinks = f", sinks={self.sinks}" if self.sinks else ""
-        return f"{self.mixing}, block_size={self.block_size}, {keys}, Dv={self.value_width}{sinks}"
+        blocks = ", causal='block'" if self.block_causal else ""
+        return f"{self.mixing}, block_size={self.block_size}, {keys}, Dv={self.value_width}{sinks}{blocks}"
 
 
 Context = tuple[StateKind, tuple[int, ...], bool]
@@ -373,7 +376,13 @@ torch.serialization.add_safe_globals([StateKind])
 
 
 def kind_of(
-    q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[int, int] | None = None, sinks: int = 0
+    q: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    block_size: int,
+    near: tuple[int, int] | None = None,
+    sinks: int = 0,
+    block_causal: bool = False,
 ) -> StateKind:
     """Return the properties that a generation state must have so that a call can continue it.
 
@@ -385,8 +394,10 @@ def kind_of(
         near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
             there is no softmax attention.
         sinks: number of first tokens that every token attends to by softmax.
+        block_causal: whether tokens attend to all tokens of their own block.
     """
-    return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1], near, sinks)
+    sizes = block_size, q.shape[-1], v.shape[-1]
+    return StateKind(str(mixing), mixing.running_sums, *sizes, near, sinks, block_causal)
 
 
 def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> dict[str, Any]:

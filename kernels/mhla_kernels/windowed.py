@@ -389,6 +389,8 @@ def check_window(
 
     :func:`mhla_window_attention` documents the arguments and the errors.
     """
+    if causal not in (False, True):
+        raise ValueError(f"causal={causal!r} is not one of False, True; causal='block' is for mhla_attention")
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")

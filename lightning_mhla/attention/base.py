@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mhla.attention.config import KINDS, AttentionConfig, report_unused
+from lightning_mhla.attention.config import KINDS, AttentionConfig, Causal, report_unused
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.kind import AttentionKind
 from lightning_mhla.attention.layout import BlockLayout, Placement
@@ -46,7 +46,8 @@ class Attention(AttentionKind):
         key_width: width of the keys of one head; None for ``dim // heads``.
         value_width: width of the values of one head; None for ``dim // heads``.
         bias: whether the projections have a bias.
-        causal: whether each token attends only to itself and earlier tokens. This requires a 1-D grid.
+        causal: True if each token attends only to itself and earlier tokens, or ``"block"`` if each token attends to all tokens
+            of its own block and of earlier blocks (block-causal attention). Both require a 1-D grid.
         block_ordered: whether inputs and outputs are in block order, in which the tokens of each block are contiguous, instead
             of raster order. :class:`lightning_mhla.Backbone` sets this, and reorders the tokens once for all layers.
         projections: whether the layer has its own projections. If not, callers pass the projections of another module to
@@ -73,7 +74,7 @@ class Attention(AttentionKind):
         key_width: int | None = None,
         value_width: int | None = None,
         bias: bool = True,
-        causal: bool = False,
+        causal: Causal = False,
         block_ordered: bool = False,
         projections: bool = True,
         gate: bool | None = None,
@@ -82,7 +83,9 @@ class Attention(AttentionKind):
         key_value_heads = key_value_heads or heads
         check_heads(dim, heads, key_value_heads, key_width, value_width)
         self.check_supported(config, layout, causal)
-        report_unused(config, [name for name in self.unused if projections or name != "rotary"])
+        used = {"block_size"} if causal == "block" else set()
+        used |= set() if projections else {"rotary"}
+        report_unused(config, [name for name in self.unused if name not in used])
         self.config, self.causal, self.block_ordered, self.projects = config, causal, block_ordered, projections
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
@@ -137,7 +140,8 @@ class Attention(AttentionKind):
         """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same."""
         assert self.causal
         # causal layers have blocks of equal sizes, however many the layout was built with
-        size = self.layout.block_size or (self.layout.block_sizes[0] if self.uses_blocks else tokens)
+        in_blocks = self.uses_blocks or self.causal == "block"
+        size = self.layout.block_size or (self.layout.block_sizes[0] if in_blocks else tokens)
         self.layout = BlockLayout((tokens,), block_size=size)
 
     def forward(
@@ -198,6 +202,8 @@ class Attention(AttentionKind):
     ) -> tuple[Tensor, Any]:
         """Compute the outputs of the next tokens of each row during generation. The layer must be causal.
 
+        A block-causal layer takes complete blocks, because a token's output depends on all tokens of its block.
+
         Args:
             x: tokens ``[B, N, dim]``. Rows with fewer than N tokens are padded on the right.
             state: state after the previous tokens, as this method returned it; None for the first tokens. It is modified in
@@ -210,11 +216,14 @@ class Attention(AttentionKind):
             Outputs ``[B, N, dim]``, and the state after these tokens.
 
         Raises:
-            ValueError: if the kind of attention does not support generation token by token, or the layer is not causal.
+            ValueError: if the kind of attention does not support generation token by token, the layer is not causal, or a
+                block-causal layer gets a part of a block.
         """
         self.require("state")
         if not self.causal:
             raise ValueError("only causal attention generates token by token; build the layer with causal=True")
+        if self.causal == "block":
+            check_complete_blocks(counts, int(self.layout.operator_blocks["block_size"]))
         projections = self._own_projections() if projections is None else projections
         q, k, v = projections.split(x)
         if not isinstance(self.rotary, SequenceRotary):
@@ -279,8 +288,10 @@ class Attention(AttentionKind):
         layout: BlockLayout | None = None,
     ) -> None:
         """Raise ValueError if the number of tokens does not fit the layout or exceeds the maximum sequence length."""
-        if share is not None and (not self.causal or key_mask is not None or cu_seqlens is not None):
-            raise ValueError("a sequence spread over processes is causal, without padding and not packed")
+        if share is not None and (self.causal is not True or key_mask is not None or cu_seqlens is not None):
+            raise ValueError(
+                "a sequence spread over processes is causal (not block-causal), without padding and not packed"
+            )
         tokens, present = x.shape[1] if share is None else share.tokens, self.layout if layout is None else layout
         if not self.causal and tokens != present.num_tokens:
             raise ValueError(f"{tokens} tokens for a layout of {present.num_tokens} ({present})")
@@ -309,6 +320,24 @@ class Attention(AttentionKind):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.qkv is not None, "a layer without projections is given those of another module"
         return split_heads(self.qkv(x), self.sections, self.key_width, self.value_width)
+
+
+def check_complete_blocks(counts: Sequence[int], block_size: int) -> None:
+    """Check that block-causal generation receives complete blocks.
+
+    Args:
+        counts: number of new tokens in each row.
+        block_size: number of tokens in a block.
+
+    Raises:
+        ValueError: if a number of tokens is not a multiple of ``block_size``.
+    """
+    for count in counts:
+        if count % block_size:
+            raise ValueError(
+                f"block-causal attention generates complete blocks of {block_size} tokens, but got {count} tokens; each "
+                "token needs all others of its block"
+            )
 
 
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:

@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 
 Features = Literal["relu", "elu", "softplus", "sana", "identity", "learned"]
 GateActivation = Literal["silu", "identity"]
+Causal = bool | Literal["block"]
+"""Tokens that a token attends to: False for all; True for itself and earlier ones; ``"block"`` for those of its own block and
+of earlier blocks (block-causal attention)."""
 
 CHOICES = {
     "mixing": ("dense", "exponential"),
@@ -33,7 +36,8 @@ OWN_KIND_HINT = (
 )
 
 MIXING_OPTIONS = (
-    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
+    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable",
+    "mixing_min_decay",
 )  # fmt: skip
 """Options of :class:`AttentionConfig` that only kinds of mhla use."""
 
@@ -49,7 +53,7 @@ class AttentionConfig:
             that --allow=MODULE imports. An unknown name raises an error that lists the known ones.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: number of tokens in a block (sequences). mhla and mhla_window need either block_grid or block_size; no other
-            kind uses them.
+            kind uses them. In block-causal attention, every kind needs block_size.
         mixing: parametrization of the mixing coefficients, the weights with which a block reads the summaries of other blocks.
             dense has one free coefficient for each pair of blocks. exponential is a sum of exponentials of the distance between
             blocks, and its cost is linear in the number of blocks.
@@ -57,6 +61,9 @@ class AttentionConfig:
         mixing_init: initial mixing coefficients. locality gives nearby blocks more weight, uniform gives all blocks the same.
         mixing_per_head: whether each head has its own mixing coefficients.
         mixing_trainable: whether the mixing coefficients are trained.
+        mixing_min_decay: smallest decay per block of exponential mixing, from 1e-5 to 2.5: a layer forgets a block after about
+            1 / mixing_min_decay blocks. For sequences much longer than those in training, choose it such that a layer forgets
+            within the training length.
         normalize: whether the attention weights of each query are divided by their sum, the normalizer (mhla, linear).
         feature_map: feature map of queries and keys (mhla, mhla_window, linear): relu, elu, softplus, sana, identity or
             learned. relu is relu(x) + 1e-6, and elu is elu(x) + 1. sana is relu(x), and adds 1e-15 instead of 1e-6 to the
@@ -94,6 +101,7 @@ class AttentionConfig:
     mixing_init: Literal["locality", "uniform"] = "locality"
     mixing_per_head: bool = False
     mixing_trainable: bool = True
+    mixing_min_decay: float = 1e-5
     normalize: bool = True
     feature_map: Features = "relu"
     lepe: int = 0
@@ -187,19 +195,22 @@ def _report(kind: str, names: tuple[str, ...]) -> None:
         log.info("attention kind %s does not use %s", kind, ", ".join(names))
 
 
-def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
+def layout_for(
+    configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0, causal: Causal = False
+) -> BlockLayout:
     """Build the token layout that all layers of a model share. It has a single block if no layer uses blocks.
 
     Args:
         configs: configurations of the layers.
         grid: number of tokens along each axis.
         prefix_tokens: number of tokens before the grid, such as class tokens.
+        causal: tokens that a token attends to. Every layer uses blocks if it is ``"block"``.
 
     Raises:
         ValueError: if two layers need different blocks, or a layer that uses blocks sets neither ``block_grid`` nor
             ``block_size``.
     """
-    using = [config for config in configs if KINDS[config.kind].uses_blocks]
+    using = [config for config in configs if causal == "block" or KINDS[config.kind].uses_blocks]
     if not using:
         return BlockLayout(tuple(grid), blocks=(1,) * len(grid), prefix_tokens=prefix_tokens)
     first = using[0]

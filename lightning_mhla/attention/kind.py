@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_mhla.attention.config import KINDS, AttentionConfig
+from lightning_mhla.attention.config import KINDS, AttentionConfig, Causal
 from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import LocalPositionalEncoding
@@ -56,6 +56,8 @@ class AttentionKind(nn.Module):
     """Whether prefix tokens form a block with mixing coefficients. If so, the number of blocks is the same for all images."""
     causal_only: ClassVar[bool] = False
     """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
+    block_causal: ClassVar[bool] = False
+    """Whether the kind supports block-causal attention, in which a token attends to its own block and to earlier ones."""
     config: AttentionConfig
     heads: int
     key_value_heads: int
@@ -72,18 +74,22 @@ class AttentionKind(nn.Module):
             cls.kind = kind
             KINDS[kind] = cls
 
-    def check_supported(self, config: AttentionConfig, layout: BlockLayout, causal: bool) -> None:
+    def check_supported(self, config: AttentionConfig, layout: BlockLayout, causal: Causal) -> None:
         """Check that this kind of attention supports a configuration and a token layout.
 
         Args:
             config: configuration of the layer.
             layout: token grid and its partition into blocks.
-            causal: whether the layer is causal.
+            causal: whether the layer is causal, or ``"block"`` for a block-causal layer.
 
         Raises:
             ValueError: if the configuration names a different kind, the kind supports only causal attention but the layer is
-                not causal, or a causal layer has ``lepe``, prefix tokens or a grid with more than one axis.
+                not causal, the kind does not support block-causal attention but the layer has it, a causal layer has ``lepe``,
+                prefix tokens or a grid with more than one axis, a block-causal layer has uneven blocks, or ``causal`` is
+                neither a bool nor ``"block"``.
         """
+        if causal not in (False, True, "block"):
+            raise ValueError(f"causal={causal!r} must be True, False or 'block'")
         if self.kind not in (None, config.kind):
             raise ValueError(
                 f"{type(self).__name__} computes attention kind {self.kind!r}, but its configuration has kind "
@@ -95,6 +101,13 @@ class AttentionKind(nn.Module):
             raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
         if causal and config.lepe:
             raise ValueError("lepe sees later tokens too; leave it out of causal attention")
+        if causal != "block":
+            return
+        if not self.block_causal:
+            able = sorted(kind for kind, layer in KINDS.items() if layer.block_causal)
+            raise ValueError(f"attention kind {config.kind!r} is not block-causal; choose one of {', '.join(able)}")
+        if "block_size" not in layout.operator_blocks:
+            raise ValueError(f"block-causal attention needs equal blocks, such as block_size=64, not those of {layout}")
 
     def projected_heads(self) -> tuple[int, int, int]:
         """Return the numbers of query, key and value heads that the input projection computes."""

@@ -25,6 +25,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
     """
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
+    block_causal = True
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
@@ -39,9 +40,10 @@ class LinearAttention(SummaryAttention, kind="linear"):
         """
         if self.causal:
             ones = q.new_ones(1)
-            return ExponentialMixing(ones, ones - 1), {"block_size": CHUNK}
+            blocks = self.layout.operator_blocks if self.causal == "block" else {"block_size": CHUNK}
+            return ExponentialMixing(ones, ones - 1), blocks
         return q.new_ones(1, 1), {"block_size": q.shape[1]}
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        return self.summary_flops(tokens, CHUNK if self.causal else None, 0.0)
+        return self.summary_flops(tokens, CHUNK if self.causal is True else None, 0.0)

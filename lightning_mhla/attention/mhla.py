@@ -9,7 +9,7 @@ from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.config import AttentionConfig, Causal
 from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.mixing import DenseCoefficients, ExponentialCoefficients, MixingCoefficients
 from lightning_mhla.attention.summaries import SummaryAttention
@@ -37,7 +37,8 @@ class MHLA(SummaryAttention, kind="mhla"):
         key_width: width of the keys of one head; None for ``dim // heads``.
         value_width: width of the values of one head; None for ``dim // heads``.
         bias: whether the projections have a bias.
-        causal: whether each token attends only to itself and earlier tokens. This requires a 1-D grid.
+        causal: True if each token attends only to itself and earlier tokens, or ``"block"`` if each token attends to all tokens
+            of its own block and of earlier blocks (block-causal attention). Both require a 1-D grid.
         block_ordered: whether inputs and outputs are in block order, in which the tokens of each block are contiguous.
         projections: whether the layer has its own projections. If not, callers pass the projections of another module to
             :meth:`forward`.
@@ -48,6 +49,7 @@ class MHLA(SummaryAttention, kind="mhla"):
     """
 
     uses_blocks = True
+    block_causal = True
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         key_width: int | None = None,
         value_width: int | None = None,
         bias: bool = True,
-        causal: bool = False,
+        causal: Causal = False,
         block_ordered: bool = False,
         projections: bool = True,
     ) -> None:
@@ -90,7 +92,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         options: dict[str, Any] = {
             "heads": heads if config.mixing_per_head else None,
             "init": config.mixing_init,
-            "causal": self.causal,
+            "causal": bool(self.causal),
             "trainable": config.mixing_trainable,
         }
         self.mixing: MixingCoefficients
@@ -98,7 +100,9 @@ class MHLA(SummaryAttention, kind="mhla"):
         if layout.prefix_tokens and not self.mixes_prefix:
             mixed = BlockLayout(layout.grid, None if layout.block_size else layout.blocks, layout.block_size)
         if config.mixing == "exponential":
-            self.mixing = ExponentialCoefficients(mixed, config.mixing_terms, **options)
+            self.mixing = ExponentialCoefficients(
+                mixed, config.mixing_terms, min_decay=config.mixing_min_decay, **options
+            )
         else:
             self.mixing = DenseCoefficients(mixed, **options)
 
@@ -163,6 +167,8 @@ class MHLA(SummaryAttention, kind="mhla"):
         if isinstance(self.mixing, ExponentialCoefficients):
             # each term keeps a running sum of summaries, updated and read once for each block
             return 2 * self.mixing.amplitude.shape[-1] * blocks
+        if self.causal == "block":
+            return blocks * (blocks + 1) / 2
         return blocks * (blocks - 1) / 2 if self.causal else blocks**2
 
     @override
@@ -173,4 +179,4 @@ class MHLA(SummaryAttention, kind="mhla"):
             tokens: number of tokens of the sequence.
         """
         size = self.layout.num_tokens / self.layout.num_blocks
-        return self.summary_flops(tokens, size if self.causal else None, self.summaries_mixed(tokens))
+        return self.summary_flops(tokens, size if self.causal is True else None, self.summaries_mixed(tokens))

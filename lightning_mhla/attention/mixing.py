@@ -302,9 +302,11 @@ class ExponentialCoefficients(MixingCoefficients):
             for decays close to 0, so that all blocks have about the same weight.
         causal: whether blocks read only themselves and earlier blocks. Causal coefficients fit any number of blocks.
         trainable: whether the coefficients are trained.
+        min_decay: smallest decay per block, from 1e-5 to 2.5. Initial decays lie between it and 2.5 if it is above 0.05.
 
     Raises:
-        ValueError: if the layout has prefix tokens, ``init`` is unknown, or ``terms`` is less than 1.
+        ValueError: if the layout has prefix tokens, ``init`` is unknown, ``terms`` is less than 1, or ``min_decay`` is out of
+            range.
     """
 
     def __init__(
@@ -315,23 +317,28 @@ class ExponentialCoefficients(MixingCoefficients):
         init: MixingInit = "locality",
         causal: bool = False,
         trainable: bool = True,
+        min_decay: float = LOWER,
     ) -> None:
         super().__init__()
         _check_init(init)
         if terms < 1:
             raise ValueError(f"mixing_terms={terms} must be positive")
+        if not LOWER <= min_decay <= FASTEST:
+            raise ValueError(f"mixing_min_decay={min_decay} must lie between {LOWER} and {FASTEST}")
         if layout.prefix_tokens:
             raise ValueError(
                 f"exponential mixing has no position for the {layout.prefix_tokens} prefix tokens; use dense"
             )
         self.grid = None if causal or len(layout.grid) == 1 else layout.block_grid
         self.blocks = layout.num_blocks
+        self.min_decay = min_decay
         cpu = torch.device("cpu")
-        rate = torch.tensor([SLOWEST], device=cpu)
+        slowest = max(SLOWEST, min_decay)
+        rate = torch.tensor([slowest], device=cpu)
         if terms > 1:
-            rate = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), terms, device=cpu)
+            rate = torch.logspace(math.log10(slowest), math.log10(FASTEST), terms, device=cpu)
         if init == "uniform":
-            rate = torch.full((terms,), LOWER, device=cpu)
+            rate = torch.full((terms,), min_decay, device=cpu)
         amplitude = torch.full((terms,), 1 / terms, device=cpu)
         if self.grid is not None:
             rate = rate[:, None].repeat(1, len(self.grid))
@@ -359,14 +366,14 @@ class ExponentialCoefficients(MixingCoefficients):
         """
         amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
-            return ExponentialMixing(amplitude, bounded(self.decay, high=LARGEST_DECAY), self.grid)
+            return ExponentialMixing(amplitude, self._decays(), self.grid)
         assert block_grid is not None
         return ExponentialMixing(amplitude, self._rescaled(block_grid), block_grid)
 
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
         with torch.no_grad():
-            self.decay.copy_(self._rescaled(block_grid))
+            self.decay.copy_(self._rescaled(block_grid).clamp(min=self.min_decay))
         self.grid = None if self.grid is None else tuple(block_grid)
         self.blocks = math.prod(block_grid)
 
@@ -391,14 +398,19 @@ class ExponentialCoefficients(MixingCoefficients):
             return None
         if name == "decay" and self.grid is not None and block_grid is not None and len(block_grid) == len(self.grid):
             values = values * values.new_tensor([a / b for a, b in zip(block_grid, self.grid, strict=True)])
+        values = values if name == "amplitude" else values.clamp(min=self.min_decay)
         fitted = _for_heads(values, parameter)
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
+
+    def _decays(self) -> Tensor:
+        """Return the decays per block, in the shape of the parameter, reflected into the allowed range."""
+        return bounded(self.decay, self.min_decay, LARGEST_DECAY)
 
     def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
         """Rescale the decays per block to a different block grid, keeping the decay over the full length of each axis."""
         grid = (self.blocks,) if self.grid is None else self.grid
         scale = self.decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
-        return bounded(self.decay, high=LARGEST_DECAY) * (scale[0] if self.grid is None else scale)
+        return self._decays() * (scale[0] if self.grid is None else scale)
 
     @override
     def matrix(self) -> Tensor:
@@ -408,7 +420,7 @@ class ExponentialCoefficients(MixingCoefficients):
     @override
     def bring_inside_(self) -> None:
         self.amplitude.copy_(bounded(self.amplitude))
-        self.decay.copy_(bounded(self.decay, high=LARGEST_DECAY))
+        self.decay.copy_(self._decays())
 
     @override
     def extend(self, blocks: int) -> None:

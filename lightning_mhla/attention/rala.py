@@ -36,6 +36,7 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """
 
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
+    block_causal = False
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         if options.get("causal"):

@@ -82,6 +82,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
+    block_causal = True
 
     @override
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -101,11 +102,12 @@ class SoftmaxAttention(Attention, kind="softmax"):
         if cu_seqlens is not None:
             bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
             parts = [slice(start, end) for start, end in pairwise(bounds) if end > start]
-            outs = [self._scaled(*(x[:, part] for x in (q, k, v)), is_causal=self.causal) for part in parts]
-            return torch.cat(outs, 1)
+            return torch.cat([self._attend_row(q[:, part], k[:, part], v[:, part], None) for part in parts], 1)
+        return hide_rows(self._attend_row(q, k, v, key_mask), key_mask)
+
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         mask = self._visible(q, key_mask)
-        out = self._scaled(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
-        return hide_rows(out, key_mask)
+        return self._scaled(q, k, v, attn_mask=mask, is_causal=self.causal is True and mask is None)
 
     def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare) -> Tensor:
         """Compute the outputs of this process's tokens in causal sequences that are distributed over processes.
@@ -132,11 +134,14 @@ class SoftmaxAttention(Attention, kind="softmax"):
         previous_lengths, state = state.lengths, state.append(k, v, counts)
         longest = max(state.lengths)
         keys, values = state.keys[:, :longest], state.values[:, :longest]
-        if len(set(state.lengths)) == 1 and (tokens == 1 or not any(previous_lengths)):
+        even = len(set(state.lengths)) == 1
+        if even and (tokens == 1 or (self.causal is True and not any(previous_lengths))):
             return self._scaled(q, keys, values, is_causal=tokens > 1), state
+        if even and tokens == self.block_tokens:  # one block, which sees all tokens so far
+            return self._scaled(q, keys, values), state
         position = torch.arange(longest, device=q.device)
         last = torch.tensor(previous_lengths, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
-        visible = position <= last[..., None]
+        visible = self._is_earlier(position, last[..., None])
         return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
 
     @override
@@ -146,7 +151,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * self.key_width**-0.5
         mask = self._visible(q.transpose(1, 2), key_mask)
-        if mask is None and self.causal:
+        if mask is None and self.causal is True:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -161,7 +166,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         Args:
             tokens: number of tokens of the sequence.
         """
-        pairs = tokens * (tokens + 1) / 2 if self.causal else tokens**2
+        pairs = tokens * (tokens + self.block_tokens) / 2 if self.causal else tokens**2
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -174,13 +179,31 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Build an attention mask, ``[B, 1, N, N]`` bool, True where a query attends to a key; None without a key mask.
+        """Build an attention mask, bool, True where a query attends to a key.
 
         Each query attends to its own token even if ``key_mask`` hides it, so that each row has at least one True entry.
+
+        Args:
+            q: queries ``[B, N, H, Dk]``.
+            key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
+
+        Returns:
+            ``[B, 1, N, N]``, or ``[N, N]`` without ``key_mask``; None without ``key_mask`` if attention is not block-causal.
         """
-        if key_mask is None:
+        if key_mask is None and self.causal != "block":
             return None
-        tokens = q.shape[1]
-        diagonal = torch.eye(tokens, dtype=torch.bool, device=q.device)
-        visible = key_mask[:, None, None, :] | diagonal
-        return visible.tril() if self.causal else visible
+        position = torch.arange(q.shape[1], device=q.device)
+        earlier = self._is_earlier(position, position[:, None])
+        if key_mask is None:
+            return earlier
+        visible = key_mask[:, None, None, :] | (position == position[:, None])
+        return visible & earlier if self.causal else visible
+
+    @property
+    def block_tokens(self) -> int:
+        """Number of tokens that see each other in causal attention: those of a block in block-causal attention, otherwise 1."""
+        return int(self.layout.operator_blocks["block_size"]) if self.causal == "block" else 1
+
+    def _is_earlier(self, key: Tensor, query: Tensor) -> Tensor:
+        """Return where a key position is in the block of a query position or before it, as a bool tensor."""
+        return key // self.block_tokens <= query // self.block_tokens

@@ -101,6 +101,10 @@ class SummaryAttention(Attention):
     @override
     def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
         (q, k, mixing, options), v = self._operands(inputs), inputs.v
+        if self.causal == "block":
+            if state is not None and set(counts) == {options["block_size"]} == {q.shape[1]}:
+                return mhla_step(q, k, v, mixing, state, causal="block", donate_state=True, **options)
+            return mhla_prefill(q, k, v, mixing, causal="block", lengths=counts, state=state, **options)
         if state is not None and q.shape[1] == 1 and all(counts):
             out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)
             return out[:, None], state
@@ -113,7 +117,8 @@ class SummaryAttention(Attention):
 
         Args:
             tokens: number of tokens of the sequence.
-            chunk: number of tokens in a causal block; None to leave out attention in blocks, as for bidirectional attention.
+            chunk: number of tokens in a causal block; None to leave out attention in blocks, as for bidirectional and
+                block-causal attention.
             mixed: number of weighted summaries that mixing adds up in each head, for all blocks of the sequence together.
         """
         width = self.key_width if self.features is None else 2 * self.key_width

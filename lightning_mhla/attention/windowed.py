@@ -92,6 +92,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     Options = WindowOptions
     mixes_prefix = False  # prefix tokens are sinks
+    block_causal = False
     handles = ("key_mask", "rotary", "cu_seqlens")
     unused = ("normalize", "normalize_before_rotary", "key_weighting", "output_norm")
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_mhla.attention import AttentionConfig, layout_for
+from lightning_mhla.attention.config import Causal
 from lightning_mhla.attention.layout import LayoutTables
 from lightning_mhla.attention.positions import Rotary, SequenceRotary, next_positions, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
@@ -45,7 +46,8 @@ class Backbone(LayoutTables):
         mlp_norm_eps: epsilon of the norms before the MLPs.
         condition_dim: width of the conditioning vector, see :class:`Block`; None for no conditioning.
         context_dim: width of the tokens of cross-attention; None for no cross-attention.
-        causal: whether the self-attention is causal.
+        causal: True if the self-attention is causal, or ``"block"`` if each token attends to all tokens of its own block and of
+            earlier blocks.
         bias: whether the linear layers of attention and MLPs have a bias.
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
@@ -76,7 +78,7 @@ class Backbone(LayoutTables):
         mlp_norm_eps: float = 1e-6,
         condition_dim: int | None = None,
         context_dim: int | None = None,
-        causal: bool = False,
+        causal: Causal = False,
         bias: bool = True,
         key_value_heads: int | None = None,
         key_width: int | None = None,
@@ -86,7 +88,7 @@ class Backbone(LayoutTables):
         configs = [attention] * depth if isinstance(attention, AttentionConfig) else list(attention)
         if len(configs) != depth:
             raise ValueError(f"attention lists {len(configs)} layers, but depth={depth}")
-        self.layout = layout_for(configs, grid, prefix_tokens)
+        self.layout = layout_for(configs, grid, prefix_tokens, causal)
         self.checkpointing = checkpointing
         self.blocks = nn.ModuleList(
             block(

@@ -10,6 +10,7 @@ from timm.layers import DropPath, Mlp, SwiGLU
 from torch import Tensor, nn
 
 from lightning_mhla.attention import AttentionConfig, build_attention
+from lightning_mhla.attention.config import Causal
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.attention.sequence import SequenceShare
@@ -63,7 +64,8 @@ class Block(nn.Module):
         condition_dim: width of a conditioning vector that shifts, scales and gates attention and MLP (adaLN-Zero, DiT,
             arXiv 2212.09748); None for no conditioning. The gates start at zero.
         context_dim: width of the tokens that cross-attention attends to; None for no cross-attention.
-        causal: whether the self-attention is causal.
+        causal: True if the self-attention is causal, or ``"block"`` if each token attends to all tokens of its own block and of
+            earlier blocks.
         bias: whether the linear layers of attention and MLP have a bias.
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
@@ -86,7 +88,7 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         condition_dim: int | None = None,
         context_dim: int | None = None,
-        causal: bool = False,
+        causal: Causal = False,
         bias: bool = True,
         key_value_heads: int | None = None,
         key_width: int | None = None,

@@ -15,7 +15,7 @@ def oracle(
     mixing: Tensor,
     starts: list[list[int]],
     *,
-    causal: bool,
+    causal: bool | str,
     normalize: bool,
     eps: float = 1e-6,
     key_mask: Tensor | None = None,
@@ -29,7 +29,7 @@ def oracle(
         v: values, ``[B, N, H, Dv]``.
         mixing: mixing coefficients, ``[M, M]`` or ``[H, M, M]``.
         starts: first token of each block, and the end, for each packed sequence.
-        causal: whether attention is causal.
+        causal: whether attention is causal; ``"block"`` if tokens attend to all of their own block and to earlier blocks.
         normalize: whether weights are divided by their sum.
         eps: term added to the normalizer.
         key_mask: mask of the keys to attend to, ``[B, N]`` bool; None for all.
@@ -49,6 +49,8 @@ def oracle(
     }
     owner, block = (torch.tensor(each) for each in zip(*(place[t] for t in range(tokens)), strict=True))
     order = torch.arange(tokens)
+    if causal == "block":
+        order = block
     visible = (owner[:, None] == owner) & ((order <= order[:, None]) | torch.tensor(not causal))
     coefficient = mixing[:, block][:, :, block] * visible
     rows = []

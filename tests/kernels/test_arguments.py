@@ -100,7 +100,9 @@ def test_numpys_integers_will_do() -> None:
     offsets = np.array([0, 4, 8, 10])
     assert torch.equal(mhla_attention(Q, Q, Q, M, block_offsets=offsets), want)
     whole = mhla_attention(Q, Q, Q, M, block_size=np.int32(4), causal=True, cu_seqlens=np.array([0, 10]))
-    torch.testing.assert_close(whole, mhla_attention(Q, Q, Q, M, block_size=4, causal=True))
+    causal = mhla_attention(Q, Q, Q, M, block_size=4, causal=True)
+    torch.testing.assert_close(whole, causal)
+    assert torch.equal(mhla_attention(Q, Q, Q, M, block_size=4, causal=np.True_), causal)
 
 
 @pytest.mark.parametrize("exponential", [False, True], ids=["dense", "exponential"])

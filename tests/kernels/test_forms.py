@@ -1,7 +1,4 @@
-"""Every form of both backends against the definition: values and gradients of q, k, v and mixing.
-
-One file, since all tests share one generator of problems.
-"""
+"""Every form of both backends against the definition: values and gradients of q, k, v and mixing."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import Case, build, check_against_definition, definition, gradients, random_cases, spans
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from implementations import DEVICE, IMPLEMENTATIONS, SHORT_CHUNKS, SPANNING, TORCH, TRITON, attend, small_tiles
 from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
 from mhla_kernels.blocks import TokenLayout
@@ -26,162 +23,9 @@ from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.dense import DenseMixing
 from mhla_kernels.problem import Weighting
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
-from toeplitz import toeplitz_matrix
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-@dataclass(frozen=True)
-class Case:
-    """A random problem."""
-
-    batch: int
-    tokens: int
-    heads: int
-    key_width: int
-    value_width: int
-    block_size: int
-    causal: bool
-    normalize: bool
-    per_head: bool
-    masked: bool
-    layout: str
-    relu: bool
-    mixing: str
-    seed: int
-
-
-def random_cases(tokens: int, heads: int) -> st.SearchStrategy[Case]:
-    widths = st.integers(1, 9) if DEVICE == "cpu" else st.sampled_from([5, 8])  # a kernel is compiled for each
-    return st.builds(
-        Case,
-        batch=st.integers(1, 2),
-        tokens=st.integers(1, tokens),
-        heads=st.integers(1, heads),
-        key_width=widths,
-        value_width=widths,
-        block_size=st.integers(1, 45),
-        causal=st.booleans(),
-        normalize=st.booleans(),
-        per_head=st.booleans(),
-        masked=st.booleans(),
-        layout=st.sampled_from(["equal", "equal", "uneven", "packed"]),
-        relu=st.booleans(),
-        mixing=st.sampled_from(["dense", "dense", "exponential", "toeplitz"]),
-        seed=st.integers(0, 2**16),
-    )
-
-
-def spans(case: Case) -> bool:
-    """Whether the spanning form takes it."""
-    return case.mixing == "exponential" and (case.layout != "uneven" or case.causal)
-
-
-def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int]], dict[str, Any]]:
-    """Tensors, the operator's options, block starts, and the oracle's options."""
-    draw = torch.Generator().manual_seed(case.seed)
-    packed = case.layout == "packed"
-    batch, n, c = 1 if packed else case.batch, case.tokens, case.block_size
-    options: dict[str, Any] = {"causal": case.causal, "normalize": case.normalize}
-    if case.layout == "uneven" and not case.causal:
-        cuts = torch.randperm(max(n - 1, 1), generator=draw)[: torch.randint(0, n, (1,), generator=draw)] + 1
-        starts = [sorted({0, n, *(int(cut) for cut in cuts if cut < n)})]
-        options["block_offsets"] = starts[0]
-        blocks = len(starts[0]) - 1
-    elif packed and case.causal:
-        bounds = sorted([0, n, *torch.randint(0, n + 1, (3,), generator=draw).tolist()])
-        starts = packed_starts(bounds, c)
-        options |= {"block_size": c, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
-        blocks = max(len(s) - 1 for s in starts)
-    elif packed:
-        blocks = max(1, min(3, n // 2))
-        c = max(1, n // (2 * blocks))
-        short = (blocks - 1) * c + 1
-        n = blocks * c + short
-        starts = packed_starts([0, blocks * c, n], c)
-        options |= {"block_size": c, "cu_seqlens": [0, blocks * c, n]}
-    else:
-        starts = equal_starts(n, c)
-        options["block_size"] = c
-        blocks = len(starts[0]) - 1
-    size = blocks + int(case.causal) * 2
-    per_head = [case.heads] if case.per_head else []
-    check = {"causal": case.causal, "normalize": case.normalize, "toeplitz": case.mixing == "toeplitz"}
-    options["toeplitz"] = case.mixing == "toeplitz"
-    if case.mixing == "exponential":
-        terms = 1 + case.seed % 3
-        mixing = [torch.rand(*per_head, terms, generator=draw) + 0.05 for _ in range(2)]
-    elif case.mixing == "toeplitz":
-        mixing = [torch.rand(*per_head, 1 + case.seed % (size + 2), generator=draw) + 0.05]
-    else:
-        mixing = [torch.rand(*per_head, size, size, generator=draw) + 0.05]
-    q, k = (torch.rand(batch, n, case.heads, case.key_width, generator=draw) + 0.05 for _ in range(2))
-    v = torch.randn(batch, n, case.heads, case.value_width, generator=draw)
-    if case.relu:
-        shift = torch.tensor(
-            [0.0] + [0.3] * (case.key_width - 1)
-        )  # one feature stays, or rows would see next to nothing
-        q, k = q - shift, k - shift
-        options["feature_map"] = "relu"
-    if case.masked:
-        mask = torch.rand(batch, n, generator=draw) > 0.3
-        mask[:, 0] = True
-        options["key_mask"] = check["key_mask"] = mask
-    return (q, k, v, *mixing), options, starts, check
-
-
-def definition(*tensors: Tensor, starts: list[list[int]], relu: bool, toeplitz: bool = False, **check: Any) -> Tensor:
-    """The oracle with the feature map, and with exponential mixing where there is a fifth tensor."""
-    q, k, v, mixing, *decay = tensors
-    if relu:
-        q, k = q.relu() + 1e-6, k.relu() + 1e-6
-    if decay:
-        mixing = exponential_matrix(mixing, decay[0], max(len(s) - 1 for s in starts))
-    if toeplitz:
-        mixing = toeplitz_matrix(mixing, max(len(s) - 1 for s in starts))
-    return oracle(q, k, v, mixing, starts, **check)
-
-
-def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out = run(*leaves)
-    return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
-
-
-def gradient_scales(
-    want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
-) -> list[float]:
-    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the terms that it is the sum of.
-
-    Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
-    is left), float32 has no five digits to give.
-    """
-    magnitudes = tuple(x.abs() for x in tensors)
-    _, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())
-    return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
-
-
-def check_against_definition(
-    implementations: tuple[str, ...],
-    tensors: tuple[Tensor, ...],
-    options: dict[str, Any],
-    starts: list[list[int]],
-    check: dict[str, Any],
-) -> None:
-    """Values and all gradients, in float32, to 1e-5."""
-    want = partial(definition, starts=starts, relu=options.get("feature_map") == "relu", **check)
-    cotangent = torch.randn(tensors[2].shape)
-    exact = tuple(x.double() for x in tensors)
-    want_out, want_grads = gradients(want, exact, cotangent)
-    scales = gradient_scales(want, exact, cotangent, want_grads)
-    for implementation in implementations:
-        got, grads = gradients(partial(attend, implementation, **options), tensors, cotangent)
-        assert relative_error(f"{implementation}: output", got, want_out) < 1e-5
-        names = ("q", "k", "v", "mixing or amplitude", "decay")
-        for name, grad, exact_grad, scale in zip(names, grads, want_grads, scales, strict=False):
-            error = float((grad.double() - exact_grad).norm()) / max(scale, 1e-12)
-            assert error < 1e-5, f"{implementation}: gradient of {name} is off by {error:.1e}"
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -386,8 +230,8 @@ class CountNumbers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", ["chunked", "spanning"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_exponential_mixing_works_in_linear_time_backwards_too(causal: bool, form: Any) -> None:
+@pytest.mark.parametrize("causal", [False, True, "block"])
+def test_exponential_mixing_works_in_linear_time_backwards_too(causal: Any, form: Any) -> None:
     """Twice the tokens are at most a little more than twice the work."""
     counts = []
     for tokens in (4096, 8192):

@@ -30,6 +30,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "bidirectional": {"block_size": 8, "feature_map": "relu"},
     "causal": {"block_size": 8, "causal": True, "normalize": False},
     "uneven": {"block_offsets": (0, 5, 20)},
+    "block-causal": {"block_size": 8, "causal": "block", "feature_map": "relu"},
+    "block-causal, uneven": {"block_offsets": (0, 5, 20), "causal": "block", "normalize": False},
     "masked": {"block_size": 8, "key_mask": (torch.arange(20) < 15)[None]},
 }  # fmt: skip
 BACKENDS = (*TRITON, "torch chunked", "torch parallel")
@@ -58,6 +60,9 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     calls = [
         Arguments(q, k, v, [mixing], tables, None, None, 8, None, True, True, None, form, "dense", ""),
         Arguments(q, k, v, [shared], tables, mask, None, 8, None, False, False, 1e-6, form, "dense", ""),
+        Arguments(
+            q, k, v, [mixing], tables, mask, None, 8, None, True, True, 1e-6, form, "dense", "", block_causal=True
+        ),
     ]
     if form == "chunked":
         sums = problem(exponential=True)[3:]
@@ -87,12 +92,14 @@ def test_compiles_as_one_graph(implementation: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_packed_and_exponential_compile_as_one_graph(implementation: str) -> None:
+@pytest.mark.parametrize("causal", [True, "block"])
+def test_packed_and_exponential_compile_as_one_graph(implementation: str, causal: Any) -> None:
     backend, form = implementation.split()
     q, k, v, amplitude, decay = problem(exponential=True)
 
     def layer(q: Tensor, bounds: Tensor, mixing: ExponentialMixing) -> Tensor:
-        return mhla_attention(q, k, v, mixing, block_size=4, causal=True, cu_seqlens=bounds, form=form, backend=backend)
+        options: dict[str, Any] = {"block_size": 4, "causal": causal, "form": form, "backend": backend}
+        return mhla_attention(q, k, v, mixing, cu_seqlens=bounds, **options)
 
     bounds, mixing = torch.tensor([0, 7, 20], device=DEVICE), ExponentialMixing(amplitude, decay)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -190,10 +197,11 @@ def test_only_what_is_asked_for_is_computed(implementation: str) -> None:
     assert mixing.grad is None
 
 
-def test_the_torch_forms_take_double_gradients() -> None:
+@pytest.mark.parametrize("causal", [False, "block"])
+def test_the_torch_forms_take_double_gradients(causal: Any) -> None:
     leaves = [x.double()[:, :6, :1, :2] if x.dim() == 4 else x.double()[:1, :2, :2] for x in problem()]
     assert torch.autograd.gradgradcheck(
-        lambda *x: mhla_attention(*x, block_size=3, backend="torch", form="chunked"),
+        lambda *x: mhla_attention(*x, block_size=3, causal=causal, backend="torch", form="chunked"),
         [x.detach().requires_grad_() for x in leaves],
         atol=1e-4,
     )
@@ -202,7 +210,7 @@ def test_the_torch_forms_take_double_gradients() -> None:
 class Operator(nn.Module):
     """The operator as a model to be exported."""
 
-    def __init__(self, form: str, causal: bool) -> None:
+    def __init__(self, form: str, causal: Any) -> None:
         super().__init__()
         self.form, self.causal = form, causal
 
@@ -216,7 +224,7 @@ def test_export_leaves_the_number_of_tokens_open(form: str, kind: str, tmp_path:
     """One exported graph, written and read back, for 2 to 4,096 tokens; exponential mixing is an input of the graph."""
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     mixing: Any = torch.rand(256, 256) if kind == "dense" else ExponentialMixing(torch.rand(3), torch.rand(3))
-    for causal in (True, False) if kind == "exponential" else (True,):
+    for causal in (True, "block", False) if kind == "exponential" else (True, "block"):
         example = [torch.rand(1, 100, 2, 8) for _ in range(3)]  # one tensor for all three would be one input
         shapes = (*[{1: tokens}] * 3, None if kind == "dense" else [None, None])
         network = Operator(form, causal)
@@ -255,10 +263,10 @@ def test_wrong_bounds_are_refused_in_a_compiled_graph_too() -> None:
 
 
 @pytest.mark.parametrize("implementation", TRITON)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, True, "block"])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2)], ids=str)
 def test_only_gradients_that_are_asked_for(
-    implementation: str, causal: bool, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    implementation: str, causal: Any, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are what they are among all; of v alone, without a normalizer, one kernel over token pairs runs."""
     form, modes = implementation.split()[1], []
@@ -280,8 +288,8 @@ def test_only_gradients_that_are_asked_for(
         assert modes == [attend.DV.value]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_backward_keeps_two_sets_of_summaries(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("causal", [False, True, "block"])
+def test_backward_keeps_two_sets_of_summaries(causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the largest tensors of a layer: 0.1 to 0.5 GB each at the paper's shapes."""
     made: list[weakref.ref[Tensor]] = []
     most = [0]

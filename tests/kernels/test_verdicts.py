@@ -359,6 +359,8 @@ def test_rotary_is_guarded_too(calls: range) -> None:
         {"layout": "packed", "normalize": False},
         {"many": True, "key_width": 24, "value_width": 40},
         {"mixer": "exponential", "terms": 3, "causal": True, "block_size": 32},
+        {"causal": True, "block_causal": True, "layout": "uneven"},
+        {"mixer": "exponential", "terms": 3, "causal": True, "block_causal": True},
     ],
     ids=str,
 )

@@ -625,3 +625,97 @@ def test_a_layer_built_with_a_number_of_blocks_is_extended_by_blocks_of_their_si
     layer.extend(128)
     assert layer.layout.block_sizes == (8,) * 16
     torch.testing.assert_close(layer(x)[:, :64], short)
+
+
+BLOCK_CAUSAL: dict[str, dict[str, Any]] = {
+    "dense": {"mixing_per_head": True},
+    "exponential": {"mixing": "exponential", "normalize": False, "rotary": True},
+    "linear": {"kind": "linear"},
+    "softmax": {"kind": "softmax", "rotary": True},
+}
+"""Options of block-causal attention."""
+
+
+def block_causal_layer(options: dict[str, Any]) -> Attention:
+    layout = BlockLayout((20,), block_size=5)
+    settings = AttentionConfig(**{"block_size": 5, "gate": True, **options})
+    return build_attention(settings, 16, 2, layout, key_value_heads=1, causal="block").double()
+
+
+@pytest.mark.parametrize("options", BLOCK_CAUSAL.values(), ids=BLOCK_CAUSAL)
+def test_block_causal_tokens_see_their_block_and_those_before_it(options: dict[str, Any]) -> None:
+    """The last block is short. A change of token 12 reaches all of its block and later blocks, and not one bit before."""
+    layer, x = block_causal_layer(options), torch.randn(2, 18, 16, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 12] += 1
+    out, other = layer(x), layer(changed)
+    assert torch.equal(out[:, :10], other[:, :10])
+    assert ((out - other)[:, 10:].abs().amax(-1) > 1e-9).all()
+    weights = layer.attention_matrix(x)[0]
+    blocks = torch.arange(18) // 5
+    assert ((weights != 0) == (blocks <= blocks[:, None])).all()
+
+
+@pytest.mark.parametrize("options", BLOCK_CAUSAL.values(), ids=BLOCK_CAUSAL)
+def test_block_causal_layers_hide_and_pack_tokens(options: dict[str, Any]) -> None:
+    layer, x = block_causal_layer(options), torch.randn(1, 18, 16, dtype=torch.float64)
+    packed = layer(x, cu_seqlens=[0, 7, 18])  # blocks are counted from the start of each sequence
+    torch.testing.assert_close(packed, torch.cat([layer(x[:, :7]), layer(x[:, 7:])], 1))
+    mask = torch.ones(1, 18, dtype=torch.bool)
+    mask[:, 15:] = False
+    torch.testing.assert_close(layer(x, mask)[:, :15], layer(x[:, :15]))
+
+
+@pytest.mark.parametrize("options", BLOCK_CAUSAL.values(), ids=BLOCK_CAUSAL)
+def test_blocks_are_generated_one_after_the_other(options: dict[str, Any]) -> None:
+    """Two blocks at once, then one at a time, equal one pass; only softmax stores more with every block."""
+    layer, x = block_causal_layer(options), torch.randn(2, 20, 16, dtype=torch.float64)
+    out, state = layer.next_tokens(x[:, :10], None, [10, 10])
+    parts, sizes = [out], []
+    for start in (10, 15):
+        sizes.append(state.bytes)
+        out, state = layer.next_tokens(x[:, start : start + 5], state, [5, 5])
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+    grows = layer.config.kind == "softmax" or "mixing_per_head" in options
+    assert (state.bytes > sizes[0]) == grows
+    assert grows or state.bytes == sizes[1] == sizes[0]
+
+
+@pytest.mark.parametrize("options", BLOCK_CAUSAL.values(), ids=BLOCK_CAUSAL)
+def test_rows_of_different_lengths_generate_blocks(options: dict[str, Any]) -> None:
+    """Rows of one, two and no new blocks: padding on the right changes nothing."""
+    layer, x = block_causal_layer(options), torch.randn(3, 20, 16, dtype=torch.float64)
+    _, state = layer.next_tokens(x[:, :5], None, [5, 5, 5])
+    out, state = layer.next_tokens(x[:, 5:15], state, [5, 10, 0])
+    assert state.lengths == (10, 15, 5)
+    torch.testing.assert_close(out[0, :5], layer(x[:1, :10])[0, 5:])
+    torch.testing.assert_close(out[1], layer(x[1:2, :15])[0, 5:])
+    order = [0, 2, 1]
+    _, selected = layer.next_tokens(x[order, 15:], state.select(torch.tensor(order)), [5, 5, 5])
+    assert selected.lengths == (15, 10, 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "causal", "message"),
+    [
+        ({"kind": "gla"}, "block", "attention kind 'gla' is not block-causal; choose one of .*linear, mhla.*softmax"),
+        ({"kind": "mhla_window"}, "block", "'mhla_window' is not block-causal"),
+        ({"kind": "gated_conv"}, "block", "'gated_conv' is not block-causal"),
+        ({"lepe": 3}, "block", "lepe sees later tokens too"),
+        ({}, "blocks", "causal='blocks' must be True, False or 'block'"),
+    ],
+)
+def test_block_causal_attention_rejects(options: dict[str, Any], causal: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_attention(
+            AttentionConfig(block_size=5, **options), 16, 2, BlockLayout((20,), block_size=5), causal=causal
+        )
+
+
+def test_block_causal_generation_takes_complete_blocks() -> None:
+    layer = block_causal_layer(BLOCK_CAUSAL["softmax"])
+    with pytest.raises(ValueError, match=r"complete blocks of 5 tokens, but got 7"):
+        layer.next_tokens(torch.randn(1, 7, 16, dtype=torch.float64), None, [7])
+    with pytest.raises(ValueError, match="'linear' needs block_grid"):
+        Backbone(16, 1, 2, (20,), AttentionConfig(kind="linear"), causal="block")

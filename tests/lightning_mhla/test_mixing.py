@@ -255,6 +255,8 @@ def test_exponential_coefficients_start_and_learn_without_decay() -> None:
     [
         ({"init": "random"}, "'random' is not one of"),
         ({"terms": 0}, "positive"),
+        ({"min_decay": 0.0}, "mixing_min_decay=0.0 must lie between 1e-05 and 2.5"),
+        ({"min_decay": 3.0}, "mixing_min_decay=3.0 must lie between 1e-05 and 2.5"),
         ({"prefix": 1}, "no position for the 1 prefix tokens"),
     ],
 )
@@ -262,6 +264,22 @@ def test_exponential_coefficients_refuse(change: dict[str, object], message: str
     layout = BlockLayout((4, 4), (2, 2), prefix_tokens=change.pop("prefix", 0))
     with pytest.raises(ValueError, match=message):
         ExponentialCoefficients(layout, **change)
+
+
+def test_decays_stay_above_the_smallest_one() -> None:
+    """From the start, after an optimizer step past the bound, and if they come from another layer or number of blocks."""
+    options = AttentionConfig(mixing="exponential", mixing_terms=3, mixing_min_decay=0.5)
+    mixing = MHLA(16, 2, BlockLayout((32,), block_size=4), options, causal=True).mixing
+    torch.testing.assert_close(mixing.decay.detach(), torch.tensor([0.5, 1.25**0.5, 2.5]))
+    with torch.no_grad():
+        mixing.decay[0] = 0.4
+    torch.testing.assert_close(mixing().decay.detach()[0], torch.tensor(0.6), msg="reflected at the bound")
+    torch.testing.assert_close(
+        mixing.carried("decay", torch.tensor([0.1, 0.7, 30.0]), None)[:2], torch.tensor([0.5, 0.7])
+    )
+    grid = ExponentialCoefficients(BlockLayout((8, 8), (2, 2)), terms=1, min_decay=0.5)
+    grid.resize((8, 2))
+    torch.testing.assert_close(grid().decay.detach(), torch.tensor([[0.5, 0.5]]))
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (2, 5), (2, 3, 4)], ids=str)

@@ -79,14 +79,16 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return world
 
 
-def predict_options(domain: str, world: Path) -> list[str]:
+def predict_options(path: Path, world: Path) -> list[str]:
+    if path.stem == "continue":
+        return ["--frames=12"]
     return {
         "classification": [f"--data.predict_dir={world}/images/val"],
         "diffusion": ["--data.samples.classes=[0,2]"],
         "language": [f"--data.prompts={world}/prompts.txt", "--model.generation.max_new_tokens=4"],
         "text_to_image": ["--data.prompts.prompts=['a red three']"],
         "video": ["--data.prompts.prompts=['a one moving up']"],
-    }[domain]
+    }[path.parent.name]
 
 
 def named(path: Path) -> str:
@@ -116,7 +118,7 @@ def test_a_shipped_configuration_from_fit_to_export(
     if asks or path.stem.startswith(("digits", "stdlib", "linearize")):  # as fit validates, in all others
         commands.append(["validate", "--run_dir=run"])
     if not asks:
-        commands.append(["predict", "--run_dir=run", *predict_options(domain, world)])
+        commands.append(["predict", "--run_dir=run", *predict_options(path, world)])
         commands.append(["export", "run", str(exported)])
     results = run_in_turn(*commands, folder=tmp_path, **cache)
     for status, text in results:

@@ -199,6 +199,14 @@ MODULES: dict[str, Case] = {
         {"video": (torch.float32, (1, 3, 22, 24), -1, 1), "caption": CAPTION, "index": INDEX},
         {**COMMON, **PROMPTS, "frames": (4, SAMPLES), "height": (23, SAMPLES), "width": (23, SAMPLES)},
     ),
+    "video.BouncingDigits": Case(
+        {"frames": 3, "height": 22, "width": 24, "speed": 2},
+        {"video": (torch.float32, (1, 3, 22, 24), -1, 1), "caption": CAPTION, "index": INDEX},
+        {
+            **COMMON, "digits": ("mnist", ORDER), "frames": (4, SAMPLES), "height": (23, SAMPLES), "width": (23, SAMPLES),
+            "speed": (1, SAMPLES), "clips": (4, PREDICTION),
+        },
+    ),
     "video.VideoShards": Case(
         {**FOLDERS, "frames": 3, "height": 16, "width": 24, "fps": None},
         {"video": (torch.float32, (3, 3, 16, 24), None, None), "caption": CAPTION, "index": INDEX},

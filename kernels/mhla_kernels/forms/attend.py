@@ -86,7 +86,7 @@ def _chunked(problem: Problem) -> Tensor:
 def _spanning(problem: Problem) -> Tensor:
     layout, weighting = problem.layout, problem.weighting
     in_chunk = divide_up(chunk_tokens(layout.tokens, layout.block_size), layout.block_size)
-    span = problem.mixing.span(in_chunk, weighting.causal)
+    span = problem.mixing.span(in_chunk, bool(weighting.causal))
     return attend_span(problem.q, problem.k, problem.v, span, layout, weighting)
 
 
@@ -120,7 +120,7 @@ def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
     """
     q, k, v, mixing, layout, weighting = problem[:6]
     batch, tokens, heads, key_width = q.shape
-    terms = mixing.span_terms(weighting.causal) or 0
+    terms = mixing.span_terms(bool(weighting.causal)) or 0
     numbers = numbers_held(form, tokens, layout.most_blocks, key_width, v.shape[-1], terms)
     rows = max(1, PART // max(1, numbers * v.element_size()))
     if rows >= batch * heads:

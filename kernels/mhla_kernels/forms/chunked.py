@@ -7,7 +7,8 @@
 The number of operations grows linearly with the number of tokens. In causal attention, only the part of the mixing matrix ``m``
 below its diagonal is applied to the summaries. In addition, each query in block i attends to the tokens of its own block up to
 itself, weighted by ``m[i, i]``. A block of more than 128 tokens (``TILE``) is processed in tiles, so that the cost of the token
-pairs inside a block does not grow with C squared.
+pairs inside a block does not grow with C squared. In block-causal attention, each query in block i attends to all tokens of its
+block, whose sums are weighted by ``m[i, i]``.
 
 Shape letters: B batch, H heads, M blocks, C slots of a block, J tiles of a block, T slots of a tile, K key width, V value
 width.
@@ -98,8 +99,8 @@ def chunked(q_BHMCK: Tensor, k_BHMCK: Tensor, v_BHMCV: Tensor, mixer: Mixer, wei
     Returns:
         Outputs, ``[B, H, M, C, V]``.
     """
-    run = _bidirectional
-    if weighting.causal:
+    run = _block_causal if weighting.causal == "block" else _bidirectional
+    if weighting.causal is True:
         run = _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
     out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, weighting.normalize)
     if weighting.scale is not None:
@@ -113,6 +114,27 @@ def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: boo
     if not normalize:
         return out, None
     return out, (q @ mixer(k.sum(-2), causal=False)[..., None]).squeeze(-1)
+
+
+def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    summary, total = k.transpose(-1, -2) @ v, k.sum(-2)
+    # Sums that overflow become finite, since the blocks before them multiply them by zero. The block itself reads NaN,
+    # so that it does not return wrong numbers. Its normalizer stays finite: the gradient of an output that has none is zero.
+    spoilt = torch.where(_are_finite(summary, total), mixer.own, torch.nan)
+    summary = finite_(summary)
+    out = q @ torch.addcmul(mixer(summary, causal=True), spoilt[..., None, None], summary)
+    if not normalize:
+        return out, None
+    total = finite_(total)
+    return out, (q @ torch.addcmul(mixer(total, causal=True), mixer.own[..., None], total)[..., None]).squeeze(-1)
+
+
+def _are_finite(summary: Tensor, total: Tensor) -> Tensor:
+    """Return for each block whether all its sums, ``[B, H, M, K, V]`` and ``[B, H, M, K]``, are finite: ``[B, H, M]`` bool."""
+    # the largest of them, as a norm, which reads the sums once and copies none
+    of_products = torch.linalg.vector_norm(summary.detach(), torch.inf, (-2, -1))
+    of_keys = torch.linalg.vector_norm(total.detach(), torch.inf, -1)
+    return of_products.isfinite() & of_keys.isfinite()
 
 
 def summarize(k: Tensor, v: Tensor) -> Tensor:

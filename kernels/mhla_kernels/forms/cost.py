@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mhla_kernels.backend import ChosenForm
 from mhla_kernels.forms.chunked import TILE
 from mhla_kernels.forms.spanning import chunk_tokens
+from mhla_kernels.problem import Causal
 
 CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
 """Costs by backend, in multiply-adds, in addition to those of the products.
@@ -65,7 +66,7 @@ def cheapest_form(
     blocks: int,
     key_width: int,
     value_width: int,
-    causal: bool,
+    causal: Causal,
     *,
     work: int | None = None,
     terms: int | None = None,
@@ -83,7 +84,7 @@ def cheapest_form(
         blocks: number of blocks M.
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
-        causal: whether attention is causal.
+        causal: whether attention is causal; ``"block"`` for block-causal attention.
         work: number of block summaries that are added up to mix one block; None for all M.
         terms: number of running sums that the spanning form carries between chunks; None excludes this form.
         rows: batch size times number of heads.
@@ -106,7 +107,7 @@ def cheapest_form(
     mixed = blocks if work is None else work
     summary = key_width * value_width
     chunked = (products * tokens + mixing * blocks * mixed + cost["summary"] * blocks) * summary
-    if causal:
+    if causal is True:  # pairs inside a block are scored
         chunked += cost["token"] * tokens * (key_width + value_width)
         chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * inside
     costs: dict[ChosenForm, float] = {"parallel": parallel, "chunked": chunked}
@@ -117,7 +118,9 @@ def cheapest_form(
         products, moved, pair = 2, 0.0, key_width + value_width
         if fused:  # weighted tokens and sums are two bfloat16 pieces each
             products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
-        spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (1 + (causal and fused))
+        spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (
+            1 + (causal is True and fused)
+        )
         costs["spanning"] = spanning + cost["token"] * tokens * (key_width + value_width)
     if _limit < float("inf"):
         sums = 0 if terms is None else terms

@@ -8,8 +8,10 @@ Shape letters: B batch, H heads, N tokens (with the padding of blocks), M blocks
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from mhla_kernels.forms.later import hide_later
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
 
@@ -27,14 +29,19 @@ def parallel(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNV: Tensor, mixing: Tensor, wei
     Returns:
         Outputs, ``[B, H, N, V]``.
     """
-    scores = q_BHNK @ k_BHNK.transpose(-1, -2)
+    scores, causal = q_BHNK @ k_BHNK.transpose(-1, -2), weighting.causal
     shape, blocks = scores.shape, mixing.shape[-1]
     slots = shape[-1] // blocks
+    block = torch.arange(shape[-1], device=scores.device) // slots if causal == "block" else None
+    if (
+        causal == "block"
+    ):  # hide them before the product too: zero times an overflowed score would be NaN in its gradient
+        scores = hide_later(scores, causal, block)
     # a view by blocks: expanding the coefficients to N x N would cost another matrix of this size
     by_block = scores.view(shape[0], shape[1], blocks, slots, blocks, slots)
     scores = (by_block * mixing.unsqueeze(-1).unsqueeze(-3)).view(shape)
-    if weighting.causal:
-        scores = scores.tril()
+    if causal:
+        scores = hide_later(scores, causal, block)
     out = scores @ v_BHNV
     if weighting.scale is not None:
         return out * weighting.scale

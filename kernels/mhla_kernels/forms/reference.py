@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.blocks import TokenBlocks
+from mhla_kernels.forms.later import hide_later
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
 
@@ -17,7 +18,7 @@ def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, 
     """Compute the attention weights of all token pairs directly from their definition.
 
     The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero for
-    tokens of different packed sequences and, with causality, for keys after the query. Then each row is divided by its sum +
+    tokens of different packed sequences and, with causality, for later keys. Then each row is divided by its sum +
     eps, or is multiplied by a scale, as ``weighting`` says.
 
     Args:
@@ -30,18 +31,22 @@ def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, 
     Returns:
         Weights, ``[B, H, N, N]``.
     """
-    block = where.block
+    block, causal = where.block, weighting.causal
     products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BNHK)
+    if (
+        causal == "block"
+    ):  # hide them before the product too: zero times an overflowed score would be NaN in its gradient
+        products = hide_later(products, causal, where.order)
     products = products * mixing[..., block[:, None], block[None, :]]
     if where.sequence is not None:
         products = products * (where.sequence[:, None] == where.sequence[None, :])
-    if weighting.causal:
-        products = products.tril()
+    if causal:
+        products = hide_later(products, causal, where.order)
     if weighting.scale is not None:
         return products * weighting.scale
     shares = divide(products, products.sum(-1, keepdim=True), weighting.eps)
-    # tril again: no gradient comes from above the diagonal, even if it overflows
-    return shares.tril() if weighting.causal else shares
+    # hide them again: no gradient comes from later keys, even if it overflows
+    return hide_later(shares, causal, where.order)
 
 
 def attend(weights_BHNN: Tensor, v_BNHV: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from mhla_kernels.blocks import BlockPartition, at_most
 from mhla_kernels.finite import finite_
+from mhla_kernels.forms.later import hide_later
 from mhla_kernels.mixing.exponential import earlier
 from mhla_kernels.mixing.span import Span
 from mhla_kernels.normalizer import divide
@@ -76,7 +77,7 @@ def spanning(
     scores = q @ k.transpose(-1, -2)
     matrix = span.matrix[:, None, block][..., block]
     # mask before the product too: a masked score that overflowed would make the gradient of the matrix NaN
-    scores = (scores.tril() * matrix).tril() if weighting.causal else scores * matrix
+    scores = hide_later(hide_later(scores, weighting.causal, block) * matrix, weighting.causal, block)
     out = scores @ v
     if q.shape[2] > 1:
         reading, writing = (x[:, None, :, block].transpose(-1, -2) for x in (span.reading, span.writing))

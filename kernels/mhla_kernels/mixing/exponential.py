@@ -95,7 +95,9 @@ class ExponentialMixing(Mixing):
     def check(self, heads: int, causal: bool) -> None:
         super().check(heads, causal)
         if causal and self.grid is not None:
-            raise ValueError(f"causal attention needs a sequence; give ExponentialMixing without grid={self.grid}")
+            raise ValueError(
+                f"causal attention needs a sequence of blocks; give ExponentialMixing without grid={self.grid}"
+            )
         _check_decay(self.decay)
 
     def dense(self, blocks: int | None = None) -> Tensor:

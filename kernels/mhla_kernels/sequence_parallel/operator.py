@@ -35,7 +35,7 @@ from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked, summarize
 from mhla_kernels.mixing import MixingLike, as_mixing
 from mhla_kernels.normalizer import divide
-from mhla_kernels.problem import Problem, prepare
+from mhla_kernels.problem import Causal, Problem, prepare
 from mhla_kernels.sequence_parallel.collectives import gather_shares
 from mhla_kernels.sequence_parallel.plan import SequencePlan, block_bounds, share_blocks, traffic
 
@@ -52,7 +52,7 @@ def mhla_sequence_parallel(
     tokens: int,
     block_size: int | None = None,
     block_offsets: Sequence[int] | None = None,
-    causal: bool = False,
+    causal: Causal = False,
     normalize: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -77,8 +77,9 @@ def mhla_sequence_parallel(
         block_size: tokens in a block; the last block of the sequence may be shorter. Give exactly one of this and
             ``block_offsets``.
         block_offsets: for M uneven blocks of the complete sequence, M + 1 integers: the index of the first token of each block,
-            followed by N. For bidirectional attention only.
-        causal: whether token t attends to tokens ``j <= t`` only.
+            followed by N. Not for ``causal=True``.
+        causal: whether token t attends to tokens ``j <= t`` only; ``"block"`` if it attends to all tokens of its own block and
+            of all blocks before it.
         normalize: whether each row of attention weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
@@ -123,7 +124,7 @@ def mhla_sequence_parallel(
     if exchange == "auto":
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
         terms, token_bytes = mixing.boundary_sums, k.element_size()
-        exchange = traffic(*sizes, terms=terms, causal=causal, normalize=normalize, token_bytes=token_bytes).least
+        exchange = traffic(*sizes, terms=terms, causal=bool(causal), normalize=normalize, token_bytes=token_bytes).least
     plan = SequencePlan(processes, bounds, shares, rank)
     with without_autocast(q.device.type):
         all_summaries = None

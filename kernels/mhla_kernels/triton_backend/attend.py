@@ -14,6 +14,9 @@ pairs inside one block i, and c = m[i, i].
     | DV     | k  | q  | dO | dS = m^T R         | j >= t         |
     | DK     | v  | dO | q  | dS transposed      | j >= t         |
 
+In block-causal attention, the last column compares blocks in place of tokens. In its chunked form, the mixed summaries include
+the block itself, so that no pairs are scored.
+
 Here dO is the gradient of the outputs, S the summary of a block, and R the gradient of the mixed summaries S~.
 
 With the normalizer n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Let w_t = sum_j c(t, j) k_j, and let
@@ -38,7 +41,16 @@ from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import Call, alignment, strides
 from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.triton_backend.pairs import products
-from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply, round_to
+from mhla_kernels.triton_backend.primitives import (
+    BLOCKS,
+    TOKENS,
+    dot,
+    kernel,
+    load_tokens,
+    load_visible,
+    multiply,
+    round_to,
+)
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
 from mhla_kernels.triton_backend.tables import LOW as _LOW
@@ -263,7 +275,14 @@ def attend_kernel(
 
     if PAIRS:
         last = high
-        if CAUSAL:  # skip the columns that no row of this tile may see
+        if CAUSAL == BLOCKS:
+            if not SUMMARY and not PACKED:  # the table has a column for each block
+                if LATER:  # a multiple of COLUMNS, as SPAN requires
+                    low = tl.load(table + START * table_size + tl.load(token_row + start)) // COLUMNS * COLUMNS
+                else:
+                    last_block = tl.load(token_row + tl.minimum(high, start + ROWS) - 1)
+                    last = tl.load(table + END * table_size + last_block)
+        elif CAUSAL:  # skip the columns that no row of this tile may see
             if LATER:
                 low = start
             else:
@@ -280,7 +299,7 @@ def attend_kernel(
                 scores *= tl.load(inverse_normalizer + columns, mask=shown, other=0.0)[None, :]
                 if MODE == DK:
                     scores += tl.load(normalizer_gradient + columns, mask=shown, other=0.0)[None, :]
-            if CAUSAL:
+            if CAUSAL == TOKENS:
                 counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
             if MATRIX:
                 # Load one coefficient for each row token and column block, and expand it to the columns by a product with a
@@ -288,6 +307,12 @@ def attend_kernel(
                 row_block = tl.load(token_row + rows, mask=rows < high, other=0)
                 first_block = tl.load(token_row + first)
                 in_tile = tl.load(token_row + columns, mask=columns < last, other=-1) - first_block
+                if CAUSAL == BLOCKS:
+                    column_block = first_block + in_tile
+                    if LATER:
+                        counts = column_block[None, :] >= row_block[:, None]
+                    else:
+                        counts = column_block[None, :] <= row_block[:, None]
                 slots = tl.arange(0, SPAN)
                 blocks = first_block + slots
                 if LATER:
@@ -421,6 +446,7 @@ def attend(
     chunked = mixed is not None
     full_width = mode == DQ.value and call.normalize  # the gradient of the normalizer sums over all features of q
     terms = call.terms if chunked else 0
+    order = 0 if chunked and not terms and call.block_causal else call.order  # mixed summaries contain the block itself
     pairwise = not chunked or terms > 0
     short = terms > 0 and (mode in (DQ.value, DK.value) or call.chip not in (config.HOPPER, 100))
     tiles = config.attend_tiles(x.dtype, x.shape[-1], out.shape[-1], full_width, pairwise, call.chip, short, chunked)
@@ -452,7 +478,7 @@ def attend(
         call.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
         call.coefficients[0].shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0,
         call.eps, MODE=mode, SUMMARY=chunked, TERMS=terms, PACKED=call.tables.packed,
-        RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
+        RUNNING=running is not None, CAUSAL=order, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
         OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(tiles),

@@ -47,7 +47,7 @@ class Arguments(NamedTuple):
             without packing.
         block_size: tokens in a block; 0 for uneven blocks.
         block_offsets: index of the first token of each uneven block, followed by N; None for blocks of equal size.
-        causal: whether token t attends to tokens ``j <= t`` only.
+        causal: whether token t attends to tokens ``j <= t`` only, or, with ``block_causal``, to its own block and earlier ones.
         relu: whether the kernels apply the feature map ``relu(x) + 1e-6`` to q and k.
         eps: number added to the normalizer; None if outputs are not divided by the normalizer.
         form: algorithm: ``"parallel"`` for products of all token pairs, ``"chunked"`` for sums over each block (summaries), or
@@ -55,6 +55,7 @@ class Arguments(NamedTuple):
         mixer: name of the kernels that apply the coefficients to block summaries: ``"dense"`` or ``"exponential"``.
         guard: name under which the kernels are disabled in this process if they fail; PyTorch then computes the result. If
             empty, errors are raised instead.
+        block_causal: whether causal attention hides later blocks only, instead of all later tokens.
     """
 
     q: Tensor
@@ -72,6 +73,7 @@ class Arguments(NamedTuple):
     form: str
     mixer: str
     guard: str
+    block_causal: bool = False
 
     @property
     def layout(self) -> TokenLayout:
@@ -98,6 +100,8 @@ class Call:
         self.token_row: Tensor | None = token_rows[0] if token_rows else None
         self.key_mask = arguments.key_mask
         self.causal, self.relu = arguments.causal, arguments.relu
+        self.block_causal = arguments.causal and arguments.block_causal
+        self.token_causal = arguments.causal and not arguments.block_causal
         # a kernel takes a number in any case, and does not read it without a normalizer
         self.normalize, self.eps = arguments.eps is not None, arguments.eps or 0.0
         self.chunked = arguments.form == "chunked"
@@ -136,6 +140,11 @@ class Call:
         return self.key_width * (self.value_width + 1)
 
     @property
+    def order(self) -> int:
+        """Constant of the kernels: 0 if they hide nothing, ``TOKENS`` to hide later tokens, ``BLOCKS`` to hide later blocks."""
+        return self.causal + self.block_causal
+
+    @property
     def chip(self) -> int:
         """Compute capability of the GPU times ten, for example 90 for Hopper; 90 on a CPU."""
         return chip_of(self.q.device)
@@ -160,7 +169,7 @@ class Call:
         largest = self.tables.layout.largest
         if self.terms:
             return 1, largest
-        longest = config.PIECE if self.causal else config.SPLIT
+        longest = config.PIECE if self.token_causal else config.SPLIT
         pieces = -(-largest // longest)
         return pieces, -(-largest // pieces)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mhla_kernels.features import map_features
 from mhla_kernels.forms.attend import attend, attend_span
 from mhla_kernels.mixing.span import Span
-from mhla_kernels.problem import Problem, Weighting
+from mhla_kernels.problem import Causal, Problem, Weighting
 from mhla_kernels.triton_backend.call import Arguments
 from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.verdicts import in_own_thread
@@ -28,7 +28,8 @@ def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     q, k, v = (x.to(dtype) for x in arguments[:3])
     q, k, v = map_features(q, k, v, "relu" if arguments.relu else "identity", arguments.key_mask)
-    weighting = Weighting(arguments.causal, None if arguments.eps is not None else 1.0, arguments.eps or 0.0)
+    causal: Causal = "block" if arguments.causal and arguments.block_causal else arguments.causal
+    weighting = Weighting(causal, None if arguments.eps is not None else 1.0, arguments.eps or 0.0)
     if arguments.form == "spanning":
         matrix, reading, writing, decay = (x.to(dtype) for x in arguments.coefficients)
         span = Span(matrix, reading, writing, decay, 0 if arguments.causal else decay.shape[-1] // 2)

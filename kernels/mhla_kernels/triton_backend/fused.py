@@ -58,12 +58,13 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
         layout.cu_seqlens,
         layout.block_size,
         None if layout.block_offsets is None else list(layout.block_offsets),
-        weighting.causal,
+        bool(weighting.causal),
         relu,
         weighting.eps if weighting.normalize else None,
         form,
         mixer,
         guard,
+        weighting.causal == "block",
     )
     return out.to(problem.v.dtype)
 
@@ -78,7 +79,7 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
     Returns:
         Kind of kernels, ``"dense"`` or ``"exponential"``, and the float32 tensors, which include the scale of the outputs.
     """
-    layout, causal, scale = problem.layout, problem.weighting.causal, problem.weighting.scale
+    layout, causal, scale = problem.layout, bool(problem.weighting.causal), problem.weighting.scale
     mixing, factor = problem.mixing.to(torch.float32), 1.0 if scale is None else scale
     if form == "spanning":
         in_chunk = divide_up(chunk_tokens(layout.tokens, layout.block_size, "triton"), layout.block_size)
@@ -101,7 +102,7 @@ def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], d
         dtype="float32" if dtype is torch.float32 else "bfloat16",
         key_width=problem.q.shape[-1],
         value_width=problem.v.shape[-1],
-        causal=problem.weighting.causal,
+        causal=bool(problem.weighting.causal),
         normalize=problem.weighting.normalize,
         relu=problem.feature_map == "relu",
         masked=problem.key_mask is not None,
@@ -109,6 +110,7 @@ def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], d
         block_size=layout.block_size if layout.block_offsets is None else layout.largest,
         many=form == "chunked" and (layout.is_open or layout.blocks > MANY),  # an open number counts as many
         terms=coefficients[-1].shape[-1] if len(coefficients) > 1 else 0,
+        block_causal=problem.weighting.causal == "block",
     )
 
 

@@ -15,7 +15,7 @@ from mhla_kernels.triton_backend.attend import DK, DQ, DV, OUT, attend
 from mhla_kernels.triton_backend.call import Call
 from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.triton_backend.pairs import pair_gradient
-from mhla_kernels.triton_backend.summaries import summarize
+from mhla_kernels.triton_backend.summaries import are_overflowed, summarize
 
 
 def forward(call: Call) -> Tensor:
@@ -30,6 +30,8 @@ def forward(call: Call) -> Tensor:
     if call.chunked:
         summary, running = summarize(call, call.k, call.v)
         mixed = MIXERS[call.arguments.mixer].mix(call, summary)
+        if call.block_causal:  # as in the PyTorch form, a block whose own sums overflowed reads NaN, not a wrong number
+            mixed.masked_fill_(are_overflowed(summary)[..., None], torch.nan)
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
 
 
@@ -73,12 +75,12 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
             assert summary is not None
             coefficients = mixer.gradients(call, d_mixed, summary)
         summary = None
-        if of_k or of_v or call.causal:
+        if of_k or of_v or call.token_causal:
             mixed = mixer.mix(call, d_mixed, transposed=True)
     if of_v:
         dv, _ = attend(call, DV.value, (k, q, gradient), k, mixed, later, weights)
     # pairs inside a block have the coefficient m[i, i]; the mixing of summaries does not see them in the causal form
-    needs_diagonal = of_mixing and call.chunked and call.causal
+    needs_diagonal = of_mixing and call.chunked and call.token_causal
     if of_k or needs_diagonal:
         dk, diagonal = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)
     if of_mixing and not call.chunked:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import TL_DTYPES, Call, sum_at
-from mhla_kernels.triton_backend.primitives import kernel, multiply, round_to
+from mhla_kernels.triton_backend.primitives import BLOCKS, kernel, multiply, round_to
 from mhla_kernels.triton_backend.tables import FIRST as _FIRST
 from mhla_kernels.triton_backend.tables import LAST as _LAST
 from mhla_kernels.triton_backend.tables import ROW as _ROW
@@ -40,9 +40,10 @@ def mix_kernel(
     """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
     A block summary is a sum over the tokens of the block, for example of key-value products.
-    With ``CAUSAL`` the sum is over ``b < i``. With ``TRANSPOSED`` the coefficient is ``mixing[b, i]``, and a causal sum is over
-    ``b > i``. ``table`` holds the row of each block in ``mixing`` and the range of blocks of its sequence. ``summary`` and
-    ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
+    With ``CAUSAL`` the sum is over ``b < i``, and if it is ``BLOCKS`` over ``b <= i``. With ``TRANSPOSED`` the coefficient is
+    ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row of each block in ``mixing`` and
+    the range of blocks of its sequence. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid:
+    ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -69,7 +70,12 @@ def mix_kernel(
         b_first = tl.load(table + FIRST * blocks + b, mask=b < blocks, other=-1)
         # Only blocks of one sequence, which have the same first block, are mixed.
         counts = i_first[:, None] == b_first[None, :]
-        if CAUSAL:
+        if CAUSAL == BLOCKS:
+            if TRANSPOSED:
+                counts = counts & (b[None, :] >= i[:, None])
+            else:
+                counts = counts & (b[None, :] <= i[:, None])
+        elif CAUSAL:
             if TRANSPOSED:
                 counts = counts & (b[None, :] > i[:, None])
             else:
@@ -105,7 +111,8 @@ def mixing_gradient_kernel(
     """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
     Blocks are counted from the start of each packed sequence, and the results of all sequences are added up. With ``CAUSAL``
-    the result is 0 unless ``b < i``. ``sequences`` holds the first block and the number of blocks of each sequence.
+    the result is 0 unless ``b < i``, and if it is ``BLOCKS`` unless ``b <= i``. ``sequences`` holds the first block and the
+    number of blocks of each sequence.
 
     ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient`` is
     ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid:
@@ -136,7 +143,9 @@ def mixing_gradient_kernel(
                     other=0.0,
                 )
                 total = multiply(r, tl.trans(s), total, INPUT)
-    if CAUSAL:
+    if CAUSAL == BLOCKS:
+        total = tl.where(b[None, :] <= i[:, None], total, 0.0)
+    elif CAUSAL:
         total = tl.where(b[None, :] < i[:, None], total, 0.0)
     mixing_gradient += (part * (tl.num_programs(0) // tiles) + row) * size * size
     offset = mixing_gradient + i[:, None] * size + b[None, :]
@@ -166,7 +175,7 @@ class DenseMixer:
         matrix, *matrix_strides = self.pairs(call)
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
             matrix, summary, mixed, call.tables.table, *matrix_strides, blocks, call.heads,
-            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
             TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
         return mixed
@@ -207,7 +216,7 @@ class DenseMixer:
         gradient = call.q.new_empty(parts, call.rows, size, size, dtype=torch.float32)
         mixing_gradient_kernel[(call.rows * side, side, parts)](
             d_mixed, summary, gradient, call.tables.sequences, blocks, call.tables.sequences.shape[1], size,
-            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows,
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, WIDTH=width, ROWS=tiles.rows,
             COLUMNS=config.mixing_gradient_columns(call.chip),
             **call.schedule(tiles),
         )  # fmt: skip

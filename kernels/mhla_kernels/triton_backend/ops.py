@@ -28,7 +28,11 @@ SCHEMA_TYPES: dict[Any, str] = {
     float | None: "float?",
     str: "str",
 }
-SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
+SCHEMA = ", ".join(
+    f"{SCHEMA_TYPES[kind]} {name}"
+    + (f"={Arguments._field_defaults[name]}" if name in Arguments._field_defaults else "")
+    for name, kind in get_type_hints(Arguments).items()
+)
 TENSORS = Arguments._fields.index("block_size")
 """Number of leading arguments that are tensors or lists of tensors."""
 
@@ -143,12 +147,13 @@ def _operations(shapes: Any) -> int:
         shapes: an :class:`Arguments` object with shapes in place of tensors.
     """
     batch, tokens, heads, key_width = shapes.q
-    width, causal = shapes.v[-1], shapes.causal
+    width, token_causal = shapes.v[-1], shapes.causal and not shapes.block_causal
+    halved = token_causal or (shapes.causal and shapes.form == "parallel")
     chunked = shapes.form != "parallel"
     layout, blocks = TokenLayout(tokens, shapes.block_size, shapes.block_offsets), shapes.tables[0][1]
     if shapes.form == "spanning":
         layout = layout.in_chunks(shapes.coefficients[0][-1])
-    pairs = tokens * (layout.largest if chunked else tokens) / (2 if causal else 1) * (key_width + width)
+    pairs = tokens * (layout.largest if chunked else tokens) / (2 if halved else 1) * (key_width + width)
     if not chunked:
         return int(2 * batch * heads * pairs)
     terms = shapes.coefficients[1][1] if shapes.form == "spanning" else 1
@@ -156,7 +161,7 @@ def _operations(shapes: Any) -> int:
         0 if shapes.form == "spanning" else blocks * (blocks if shapes.mixer == "dense" else shapes.coefficients[0][1])
     )
     products = (2 * tokens * terms + mixed) * key_width * width
-    return int(2 * batch * heads * (products + (pairs if causal or shapes.form == "spanning" else 0)))
+    return int(2 * batch * heads * (products + (pairs if token_causal or shapes.form == "spanning" else 0)))
 
 
 @register_flop_formula(torch.ops.mhla.attention)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import Call, alignment, strides, sum_at
-from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply
+from mhla_kernels.triton_backend.primitives import BLOCKS, dot, kernel, load_tokens, load_visible, multiply
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
 from mhla_kernels.triton_backend.tables import LOW as _LOW
@@ -190,7 +190,11 @@ def pair_gradient_kernel(
 
     rows = start + tl.arange(0, ROWS)
     visible = load_visible(key_mask, rows, high, HAS_MASK)
-    if CAUSAL:
+    if CAUSAL == BLOCKS:
+        row_block = tl.load(token_row + rows, mask=rows < high, other=0)
+        if not CHUNKS and not PACKED:  # begin at the block of the first key, at a multiple of COLUMNS as SPAN requires
+            low = tl.load(table + START * table_size + tl.load(token_row + start)) // COLUMNS * COLUMNS
+    elif CAUSAL:
         low = start
     total = tl.zeros([SPAN, SPAN], tl.float32)
     held = tl.full([SPAN], -1, tl.int32)
@@ -208,7 +212,10 @@ def pair_gradient_kernel(
             k, rows, visible, k_stride_n, k_stride_d, q, columns, shown, q_stride_n, q_stride_d,
             KEY_WIDTH, RELU, ROWS, COLUMNS, SLICE,
         )  # fmt: skip
-        if CAUSAL:
+        if CAUSAL == BLOCKS:
+            column_block = tl.load(token_row + columns, mask=columns < high, other=0)
+            pairs = tl.where(column_block[None, :] >= row_block[:, None], pairs, 0.0)
+        elif CAUSAL:
             pairs = tl.where(columns[None, :] >= rows[:, None], pairs, 0.0)
         total, held = _add_block_sums(
             total,
@@ -258,7 +265,7 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     pair_gradient_kernel[(call.rows * count,)](
         q, k, v, gradient, call.mask_bytes, inverse, normalizer_gradient, out, table, call.token_row,
         *strides(aligned, q, k, v, gradient), call.tables.tokens, table.shape[1],
-        call.heads, count, in_chunk, size, CHUNKS=call.terms > 0, PACKED=call.tables.packed, CAUSAL=call.causal,
+        call.heads, count, in_chunk, size, CHUNKS=call.terms > 0, PACKED=call.tables.packed, CAUSAL=call.order,
         NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,

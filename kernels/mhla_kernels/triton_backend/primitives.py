@@ -22,6 +22,9 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Whether the kernels of this process run in Triton's interpreter."""
 
 
+TOKENS, BLOCKS = tl.constexpr(1), tl.constexpr(2)
+"""Values of the constant ``CAUSAL`` of a kernel that hides later tokens, or later blocks; 0 hides nothing."""
+
 SIZES = (
     "tokens",
     "blocks",

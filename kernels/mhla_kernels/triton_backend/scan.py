@@ -7,6 +7,8 @@ same sums from the last block to the first. Let R_i be the gradient of S~_i. The
 also use Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), which is the sum of (i - b) e^{-lambda_r (i - b)} S_b over earlier b:
 
     da_r = sum_i <R_i, e^{-lambda_r} P_r(i - 1)>,     dlambda_r = -a_r sum_i <R_i, Q_r(i)>
+
+In block-causal attention, the kernels mix the block itself too: ``S~_i`` and ``da_r`` have P_r(i) for e^{-lambda_r} P_r(i - 1).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ def scan_kernel(
     blocks,
     heads,
     REVERSE: tl.constexpr,
+    INCLUSIVE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
@@ -44,10 +47,10 @@ def scan_kernel(
 ):
     """Mix block summaries by exponentials of block distance: ``mixed[i]`` is a weighted sum over the earlier blocks.
 
-    With ``REVERSE``, the sum is over the later blocks. Only blocks of the same sequence are mixed. ``summary`` and ``mixed``
-    are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32. ``table`` gives the bounds
-    of each block's sequence. A program mixes ``COLUMNS`` of the ``WIDTH`` entries of the summaries. Grid: ``(B * H * parts)``,
-    with one part for every ``COLUMNS`` entries.
+    With ``REVERSE``, the sum is over the later blocks, and with ``INCLUSIVE``, block i itself is added. Only blocks of the same
+    sequence are mixed. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are
+    ``[H or 1, TERMS]`` float32. ``table`` gives the bounds of each block's sequence. A program mixes ``COLUMNS`` of the
+    ``WIDTH`` entries of the summaries. Grid: ``(B * H * parts)``, with one part for every ``COLUMNS`` entries.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -68,9 +71,12 @@ def scan_kernel(
         else:
             new = tl.load(table + FIRST * blocks + i) == i
         state = tl.where(new, 0.0, state * fade[:, None])
+        if INCLUSIVE:
+            state += tl.load(summary + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
         out = tl.sum(a[:, None] * state, 0)
         tl.store(mixed + offset, round_to(out, mixed.dtype.element_ty), mask=inside)
-        state += tl.load(summary + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if not INCLUSIVE:
+            state += tl.load(summary + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @kernel
@@ -85,6 +91,7 @@ def scan_gradient_kernel(
     stride_h,
     blocks,
     heads,
+    INCLUSIVE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
@@ -115,10 +122,13 @@ def scan_gradient_kernel(
         # slope is Q(i): it needs P(i - 1), so it is updated before the state
         slope = tl.where(new, 0.0, (slope + state) * fade[:, None])
         state = tl.where(new, 0.0, state * fade[:, None])
+        if INCLUSIVE:  # at distance 0, where the decay has no effect
+            state += tl.load(summary + offset, mask=inside, other=0.0)[None, :]
         r = tl.load(gradient + offset, mask=inside, other=0.0)
         da += tl.sum(state * r[None, :], 1)
         dl += tl.sum(slope * r[None, :], 1)
-        state += tl.load(summary + offset, mask=inside, other=0.0)[None, :]
+        if not INCLUSIVE:
+            state += tl.load(summary + offset, mask=inside, other=0.0)[None, :]
     share = (row * parts + part) * TERMS + terms
     tl.store(amplitude_gradient + share, da, mask=terms < TERMS)
     tl.store(decay_gradient + share, -a * dl, mask=terms < TERMS)
@@ -128,7 +138,7 @@ class ExponentialMixer:
     """Launcher of the Triton kernels for causal exponential mixing, with amplitudes and decays ``[1, R]`` or ``[H, R]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mix block summaries by running sums over the earlier blocks.
+        """Mix block summaries by running sums over the earlier blocks and, in block-causal attention, the block itself.
 
         Args:
             call: arguments of the attention operator, which include amplitudes and decays.
@@ -144,8 +154,8 @@ class ExponentialMixer:
         tiles = config.scan_tiles(terms)
         scan_kernel[(call.rows * triton.cdiv(width, tiles.columns),)](
             amplitude, decay, summary, mixed, call.tables.table, _head_stride(amplitude), blocks, call.heads,
-            REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
-            **call.schedule(tiles),
+            REVERSE=transposed, INCLUSIVE=call.block_causal, WIDTH=width, COLUMNS=tiles.columns,
+            TERMS=terms, TERMS_PADDED=tiles.terms, **call.schedule(tiles),
         )  # fmt: skip
         return mixed
 
@@ -184,8 +194,8 @@ class ExponentialMixer:
         of_amplitude, of_decay = (d_mixed.new_empty(call.rows, parts, terms) for _ in range(2))
         scan_gradient_kernel[(call.rows * parts,)](
             amplitude, decay, d_mixed, summary, of_amplitude, of_decay, call.tables.table, _head_stride(amplitude),
-            blocks, call.heads, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
-            **call.schedule(tiles),
+            blocks, call.heads, INCLUSIVE=call.block_causal, WIDTH=width, COLUMNS=tiles.columns,
+            TERMS=terms, TERMS_PADDED=tiles.terms, **call.schedule(tiles),
         )  # fmt: skip
         return [of_amplitude.sum(1), of_decay.sum(1)]
 

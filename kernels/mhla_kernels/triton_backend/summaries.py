@@ -210,9 +210,25 @@ def summarize(
     )  # fmt: skip
     if pieces == 1:
         return summary, None
+    if call.block_causal and not reverse:  # sums of pieces that overflowed may cancel
+        overflowed = are_overflowed(summary).view(call.rows, blocks, pieces).any(-1)
     total = call.q.new_empty(call.rows, blocks, width, dtype=torch.float32)
     columns = 1024
     running_kernel[(call.rows * blocks, triton.cdiv(width, columns))](
         summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns, num_warps=4
     )
-    return total, summary if call.causal else None
+    if call.block_causal and not reverse:
+        total.masked_fill_(overflowed[..., None], _LARGEST)
+    return total, summary if call.token_causal else None
+
+
+def are_overflowed(summary: Tensor) -> Tensor:
+    """Return for each block whether one of its sums has overflowed, which a causal call replaces by a large finite number.
+
+    Args:
+        summary: summaries with W numbers each, ``[..., W]``.
+
+    Returns:
+        Mask of blocks, ``[...]`` bool.
+    """
+    return torch.linalg.vector_norm(summary, torch.inf, -1) >= _LARGEST

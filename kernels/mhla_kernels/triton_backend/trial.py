@@ -42,6 +42,7 @@ class Kind(NamedTuple):
             PyTorch.
         many: whether the form is chunked and there are more than 32 blocks, for which the kernels use larger tiles.
         terms: number of exponential terms, or of running sums in the spanning form; 0 if the coefficients are a matrix.
+        block_causal: whether a causal call hides later blocks only, instead of all later tokens.
     """
 
     form: str
@@ -57,9 +58,12 @@ class Kind(NamedTuple):
     block_size: int
     many: bool
     terms: int
+    block_causal: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("causal", "normalize", "relu", "masked", "many") if getattr(self, name)]
+        flags = [
+            name for name in ("causal", "block_causal", "normalize", "relu", "masked", "many") if getattr(self, name)
+        ]
         mixer = f"{self.mixer}{self.terms}" if self.terms else self.mixer
         shape = f"{self.key_width}x{self.value_width}", f"{self.layout}{self.block_size}"
         return "-".join([self.form, mixer, self.dtype, *shape, *flags])
@@ -131,6 +135,7 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
         form=kind.form,
         mixer=kind.mixer,
         guard="",
+        block_causal=kind.block_causal,
     )
 
 

@@ -25,9 +25,6 @@ from mhla_tasks.captioned.text import TextConfig, read_prompts
 SHOWN = 8
 """Maximum number of samples in the overview picture."""
 
-ORIGIN = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
-"""Names of the module's options that the samples depend on."""
-
 Row = dict[str, Any]
 
 
@@ -125,6 +122,9 @@ class SampleFolder(Callback):
     kind: ClassVar[str]
     """Name of the folder, in the plural: ``videos`` or ``images``."""
 
+    origin: ClassVar[tuple[str, ...]] = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
+    """Names of the module's options that the samples depend on."""
+
     def __init__(self, folder: str | None) -> None:
         self._asked = folder
         self.folder = Path()
@@ -174,15 +174,14 @@ class SampleFolder(Callback):
         origin = {
             "weights": str(weights),
             "written": weights.stat().st_mtime_ns if weights.is_file() else None,  # last.ckpt is overwritten
-            **{name: pl_module.hparams[name] for name in ORIGIN},
+            **{name: pl_module.hparams[name] for name in self.origin},
         }
         origin = redacted(json.loads(json.dumps(origin)))
         recorded = json.loads(path.read_text()) if path.exists() else origin
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
+        groups: dict[str, type[Any]] = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
         for record in (origin, recorded):  # records of earlier versions have fewer options
-            record["attention"] = asdict(as_dataclass(AttentionConfig, record["attention"]))
-            record["sampling"] = asdict(as_dataclass(sampling, record["sampling"]))
-            record["text"] = asdict(as_dataclass(TextConfig, record["text"]))
+            record |= {name: asdict(as_dataclass(groups[name], record[name])) for name in groups if name in record}
         differing = [name for name in origin if recorded.get(name) != origin[name]]
         if differing:
             raise ValueError(

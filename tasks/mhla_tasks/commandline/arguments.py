@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-ABBREVIATIONS = {"c": "config", "h": "help"}
-"""Long names of options by their short names."""
+ABBREVIATIONS = {"c": "config", "h": "help", "frames": "model.sampling.frames"}
+"""Long names of options by their short names; ``--frames`` is the length of clips that video models draw."""
 
 WITHOUT_VALUE = ("help", "print_config")
 """Options that never take the next argument as their value."""

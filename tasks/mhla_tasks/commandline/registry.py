@@ -25,7 +25,7 @@ LIGHTNING = {
     "fit": "Train and validate; --run_dir=FOLDER resumes, --sweep KEY=VALUE,VALUE trains several runs.",
     "validate": "Evaluate weights on the validation data.",
     "test": "Evaluate weights on the test data.",
-    "predict": "Write the outputs of a model: samples, classes, clips, text.",
+    "predict": "Write the outputs of a model: samples, classes, clips (--frames=N sets their length), text.",
 }
 """Lightning's own commands, each with its summary in the list of commands."""
 

@@ -1,5 +1,48 @@
-"""Export of a trained video transformer to a folder, with the option to export its LoRA adapters separately."""
+"""Export of a trained video model to a folder, for a text-to-video transformer with the option to export its LoRA adapters."""
 
-from mhla_tasks.captioned.export import OPTIONS, loading, write
+from __future__ import annotations
+
+from pathlib import Path
+
+from mhla_tasks.captioned import export as captioned
+from mhla_tasks.captioned.export import OPTIONS
+from mhla_tasks.video.continuation import VideoContinuation
+from mhla_tasks.video.module import VideoDiffusion
 
 __all__ = ["OPTIONS", "loading", "write"]
+
+LOADING_FRAMES = """\
+from mhla_tasks.video import FrameTransformer
+
+model = FrameTransformer.from_pretrained("FOLDER")"""
+"""Python code that loads an exported model that continues clips, where FOLDER is its path."""
+
+
+def loading(module: VideoDiffusion | VideoContinuation) -> str:
+    """Return the Python code that loads an exported model, for the model card.
+
+    The code contains the placeholder FOLDER instead of the path of the export.
+
+    Args:
+        module: module that is exported.
+    """
+    return LOADING_FRAMES if isinstance(module, VideoContinuation) else captioned.loading(module)
+
+
+def write(module: VideoDiffusion | VideoContinuation, folder: Path, adapters: Path | None = None) -> None:
+    """Export the transformer of a trained module to a folder that the code of :func:`loading` loads.
+
+    Args:
+        module: trained module.
+        folder: path of the folder for the transformer.
+        adapters: path of a separate folder for LoRA adapters; None to merge the adapters into the weights.
+
+    Raises:
+        ValueError: if the model has no adapters because it continues clips.
+    """
+    if not isinstance(module, VideoContinuation):
+        captioned.write(module, folder, adapters)
+    elif adapters is not None:
+        raise ValueError("a model that continues clips is trained without adapters; leave --adapters out")
+    else:
+        module.network.save_pretrained(folder)

@@ -23,26 +23,29 @@ FRAME, LETTER = 0.9, 0.075
 """Shorter side of a frame, and width of a letter, in inches."""
 
 
-def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str = "") -> Figure:
-    """Draw a Matplotlib figure with a row for each clip, which shows its caption and evenly spaced frames.
+def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int | Sequence[int] = 8, title: str = "") -> Figure:
+    """Draw a Matplotlib figure with a row for each clip, which shows its caption and some of its frames.
 
     Args:
         clips: caption and frames ``[F, C, H, W]`` uint8 of each clip, all with the same height and width.
-        frames: number of frames in a row, reduced to the length of the shortest clip.
+        frames: number of evenly spaced frames in a row, reduced to the length of the shortest clip; or indices of the frames to
+            show, whose numbers, counted from 1, are then written above them.
         title: title of the figure.
     """
     height, width = clips[0][1].shape[-2:]
-    count = min(frames, min(len(clip) for _, clip in clips))
+    numbered = not isinstance(frames, int)
+    count = len(frames) if not isinstance(frames, int) else min(frames, min(len(clip) for _, clip in clips))
     canvas = torch.full((3, len(clips) * (height + 1) - 1, count * (width + 1) - 1), GAP, dtype=torch.uint8)
     for row, (_, clip) in enumerate(clips):
-        chosen = clip[torch.linspace(0, len(clip) - 1, count).round().long()]
+        indices = torch.linspace(0, len(clip) - 1, count).round().long() if isinstance(frames, int) else list(frames)
+        chosen = clip[indices]
         for column, image in enumerate(chosen):
             top, left = row * (height + 1), column * (width + 1)
             canvas[:, top : top + height, left : left + width] = image
     captions = [_short(caption) for caption, _ in clips]
     across = FRAME * count * max(1.0, width / height)
     down = across * canvas.shape[1] / canvas.shape[2]
-    margin, above = LETTER * max(map(len, captions)) + 0.1, 0.3 if title else 0.05
+    margin, above = LETTER * max(map(len, captions)) + 0.1, 0.05 + 0.25 * bool(title) + 0.2 * numbered
     wide, high = margin + across + 0.05, down + above + 0.05
     from matplotlib.figure import Figure  # slow to import, so only when there is something to draw
 
@@ -53,10 +56,70 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
     positions = [row * (height + 1) + height / 2 for row in range(len(clips))]
     axis.set_yticks(positions, captions, fontsize=9)
     axis.set_xticks([])
+    if not isinstance(frames, int):
+        axis.set_xticks(
+            [column * (width + 1) + width / 2 for column in range(count)],
+            [str(index + 1) for index in frames],
+            fontsize=9,
+        )
+        axis.xaxis.tick_top()
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
     return figure
+
+
+def draw_continuations(truth: Sequence[Tensor], clips: Sequence[Tensor], start: int, trained: int) -> Figure:
+    """Draw continued clips, each below the true clip, with more frames the longer the clips are.
+
+    Args:
+        truth: true clips ``[F, C, H, W]`` uint8. Frames that they lack are gray.
+        clips: continued clips, in the same format and order.
+        start: number of first frames, which were copied.
+        trained: number of frames of a training clip.
+    """
+    rows = []
+    for number, (true, clip) in enumerate(zip(truth, clips, strict=True), 1):
+        lacking = torch.full_like(clip[len(true) :], GAP)
+        rows += [(f"{number}: truth", torch.cat([true[: len(clip)], lacking])), ("continued", clip)]
+    title = f"frames 1 to {start} are copied, the model was trained on {trained} frames"
+    return draw_strips(rows, shown_frames(trained, len(clips[0])), title)
+
+
+def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
+    """Join each true clip and its continuation into one clip, truth on the left.
+
+    Args:
+        truth: true clips ``[F, C, H, W]`` uint8. Frames that they lack are gray.
+        clips: continued clips, in the same format and order.
+
+    Returns:
+        Clips ``[n, F, C, H, 2 W + 1]`` uint8, with a gray line between the two.
+    """
+    joined = []
+    for true, clip in zip(truth, clips, strict=True):
+        filled = torch.cat([true[: len(clip)], torch.full_like(clip[len(true) :], GAP)])
+        joined.append(torch.cat([filled, torch.full_like(clip[..., :1], GAP), clip], -1))
+    return torch.stack(joined)
+
+
+def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:
+    """Choose frames of a continued clip to show: some up to the trained length, and as many more whenever the length doubles.
+
+    Args:
+        trained: number of frames of a training clip.
+        frames: number of frames of the clip.
+        part: number of frames up to the trained length, and up to each doubling of it.
+
+    Returns:
+        Indices of frames, in ascending order; the last one is ``frames - 1``.
+    """
+    chosen, start, end = set[int](), 0, min(trained, frames)
+    while start < frames:
+        count = min(part, end - start)
+        chosen |= {start + round(number * (end - start) / count) - 1 for number in range(1, count + 1)}
+        start, end = end, min(2 * end, frames)
+    return sorted(chosen)
 
 
 def write_animation(path: Path, clips: Tensor, fps: float) -> None:

@@ -1,17 +1,22 @@
-"""Callback that writes the clips that the predict command draws with a text-to-video model."""
+"""Callbacks that write the clips that the predict command draws or continues."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
+from lightning import LightningModule, Trainer
+from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mhla.system.files import write_whole
 from mhla_tasks.captioned.requests import SHOWN, Row, SampleFolder
 from mhla_tasks.video.clips import write_clip
-from mhla_tasks.video.strips import draw_strips
+from mhla_tasks.video.strips import draw_continuations, draw_strips, side_by_side, write_animation
 
 
 class ClipWriter(SampleFolder):
@@ -39,3 +44,72 @@ class ClipWriter(SampleFolder):
     @override
     def describe(self, pixels: Tensor) -> Row:
         return {"frames": len(pixels), **super().describe(pixels)}
+
+
+class ContinuationWriter(ClipWriter):
+    """Callback that writes continued clips to MP4 files, and compares them with the clips of the data.
+
+    In addition to the files of :class:`ClipWriter`, ``videos.gif`` shows each of the first clips beside the true one, and the
+    rows of ``videos.png`` alternate between true and continued clips. ``videos-by-frame.json`` has, for each frame, the mean
+    relative error, the median time in seconds, and the size of the states in bytes. The values at the trained length and at
+    each doubling of it are printed.
+
+    Args:
+        folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not
+            drawn again.
+    """
+
+    origin = ("height", "width", "channels", "frames", "start", "shape", "attention", "layer_kinds", "sampling")
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._truth: list[Tensor] = []
+        super().on_predict_start(trainer, pl_module)
+
+    @override
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *rest: Any
+    ) -> None:
+        self._truth += [clip.cpu() for clip in outputs["truth"][: SHOWN - len(self._truth)]]
+        super().on_predict_batch_end(trainer, pl_module, outputs, *rest)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._module: Any = pl_module
+        super().on_predict_end(trainer, pl_module)
+        rows = self._lines()
+        if trainer.is_global_zero and rows:
+            self._summarize(rows)
+
+    @override
+    def show(self, samples: Sequence[tuple[str, Tensor]], path: Path) -> None:
+        module = self._module
+        clips = [clip for _, clip in samples]
+        draw_continuations(self._truth, clips, module.start, module.frames).savefig(path, dpi=110)
+        write_animation(path.with_suffix(".gif"), side_by_side(self._truth, clips), module.sampling.fps)
+
+    def _summarize(self, rows: Sequence[Row]) -> None:
+        """Write the means over all clips for each frame, and print them at the trained length and at its doublings."""
+        start, trained = self._module.start, self._module.frames
+        errors = [mean(values) for values in zip(*(row["error"] for row in rows), strict=True)]
+        by_frame = {
+            "first_frame": start + 1,
+            "trained_frames": trained,
+            "clips": len(rows),
+            "at_once": rows[0]["at_once"],
+            "error": [round(value, 4) for value in errors],
+            "seconds": [
+                round(median(values), 6) for values in zip(*(row["frame_seconds"] for row in rows), strict=True)
+            ],
+            "state_bytes": rows[0]["state_bytes"],
+        }
+        write_whole(self.folder / f"{self.kind}-by-frame.json", json.dumps(by_frame) + "\n")
+        seconds, sizes, console = by_frame["seconds"], by_frame["state_bytes"], Console(soft_wrap=True, highlight=False)
+        length = trained
+        while start < length <= start + len(seconds):
+            at = length - start - 1
+            error = f"error {errors[at]:.3f}, " if at < len(errors) else ""
+            console.print(
+                f"frame {length}: {error}{seconds[at] * 1000:.1f} ms, states of {sizes[at]:,} bytes", markup=False
+            )
+            length *= 2

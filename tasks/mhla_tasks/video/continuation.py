@@ -1,0 +1,269 @@
+"""Lightning module that trains, validates and samples a model which continues videos frame by frame."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.generative.module import GenerativeModule
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.options import TrainingOptions
+from mhla_tasks.video.frames import FrameTransformer, relative_errors
+from mhla_tasks.video.writer import ContinuationWriter
+
+
+@dataclass(frozen=True)
+class FrameShape:
+    """Shape of a frame transformer: colors, patches, widths and depth.
+
+    Args:
+        levels: number of gray or color levels of a pixel, from 2 (black and white) to 256.
+        patch_size: side of the square patch that becomes one token, in pixels, an even number. A token also sees half a patch
+            on each side of its own.
+        dim: width of the tokens.
+        depth: number of layers.
+        heads: number of attention heads.
+        mlp_ratio: inner width of the MLPs divided by the width of the tokens.
+    """
+
+    levels: int = 2
+    patch_size: int = 4
+    dim: int = 96
+    depth: int = 3
+    heads: int = 3
+    mlp_ratio: float = 2.0
+
+
+@dataclass(frozen=True)
+class ErrorsConfig:
+    """Errors that training adds to the frames that the model sees, so that it learns to correct its own.
+
+    Args:
+        own: share of clips whose frames after the first ones are replaced by the model's predictions of them.
+        noise: share of pixels that get a random level.
+    """
+
+    own: float = 0.5
+    noise: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, share in asdict(self).items():
+            if not 0 <= share < 1:
+                raise ValueError(f"errors.{name}={share} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class ContinuationSampling:
+    """Options for continuing clips and writing them to MP4 files.
+
+    Args:
+        frames: number of frames of a clip, including the first ones, which are copied.
+        fps: frames per second of the MP4 files.
+        crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (lowest quality).
+    """
+
+    frames: int = 64
+    fps: float = 8.0
+    crf: float = 15.0
+
+    def __post_init__(self) -> None:
+        if self.fps <= 0:
+            raise ValueError(f"sampling.fps={self.fps} must be above 0")
+        if not 0 <= self.crf <= 51:
+            raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
+
+
+class VideoContinuation(GenerativeModule):
+    """Model that continues videos frame by frame, with block-causal attention in which a frame is one block of tokens.
+
+    Training predicts each frame from all frames before it. The predict command copies the first frames of a clip, and predicts
+    the others one after the other, from states whose size does not depend on the number of frames if the mixing coefficients
+    are exponential.
+
+    Args:
+        attention: options of the attention. Its blocks are the frames, so block_grid and block_size are left out.
+        height: height of the frames in pixels.
+        width: width of the frames in pixels.
+        channels: number of channels of the frames, 1 or 3.
+        frames: number of frames of a training clip.
+        start: number of first frames that are not predicted, because the motion is not visible before them.
+        layer_kinds: pattern of attention kinds that repeats over all layers. null uses attention.kind in all layers.
+        shape: shape of the transformer.
+        errors: errors that training adds to the frames that the model sees.
+        sampling: length and format of the clips that the predict command and callbacks draw.
+        output: folder for the clips that the predict command draws; clips that exist there are not drawn again. null for the
+            log folder.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        ValueError: if ``start`` is not between 1 and ``frames - 1``, or sizes contradict each other.
+    """
+
+    network: FrameTransformer
+    train_batch = ("video",)
+    evaluation_batch = ("video", "index")
+    predict_batch = ("video", "index", "caption")
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        height: int,
+        width: int,
+        channels: int = 1,
+        frames: int = 8,
+        start: int = 2,
+        layer_kinds: list[str] | None = None,
+        shape: FrameShape = FrameShape(),
+        errors: ErrorsConfig = ErrorsConfig(),
+        sampling: ContinuationSampling = ContinuationSampling(),
+        output: str | None = None,
+        training: TrainingOptions = TrainingOptions(),
+    ) -> None:
+        super().__init__(training)
+        self.save_hyperparameters(ignore=["output"])
+        keep_plain(self)
+        if not 1 <= start < frames:
+            raise ValueError(f"start={start} must be at least 1 and below the number of frames, {frames}")
+        if channels not in (1, 3):
+            raise ValueError(f"channels={channels} must be 1 (gray) or 3 (color)")
+        self.start, self.frames = start, frames
+        self.errors = as_dataclass(ErrorsConfig, errors)
+        self.sampling = as_dataclass(ContinuationSampling, sampling)
+        self.network = FrameTransformer(
+            height,
+            width,
+            as_dataclass(AttentionConfig, attention),
+            channels=channels,
+            frames=frames,
+            layer_kinds=layer_kinds,
+            checkpointing=self.training_options.checkpointing,
+            **asdict(as_dataclass(FrameShape, shape, "shape")),
+        )
+        self._writer = ContinuationWriter(output)
+
+    @override
+    def layers(self) -> list[nn.Module]:
+        return list(self.network.backbone.blocks)
+
+    @override
+    def prediction_callbacks(self) -> list[Callback]:
+        return [self._writer]
+
+    def forward(self, frames: Tensor) -> Tensor:
+        """Predict, after each frame of a clip, the frame that follows it.
+
+        Args:
+            frames: levels ``[B, F, C, H, W]``, int64.
+
+        Returns:
+            Logits of the levels of the following frames, ``[B, F, C, H, W, levels]`` float32.
+        """
+        return self.network(frames).float()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Compute and log the mean cross-entropy of the predicted frames, from earlier frames with random errors."""
+        frames = self.network.to_levels(batch["video"])
+        return self.log_loss(self._losses(self._with_errors(frames), frames).mean(), len(frames))
+
+    @override
+    def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
+        """Compute the cross-entropy of each clip ``[B]``, in nats per pixel and channel, from true earlier frames."""
+        frames = self.network.to_levels(batch["video"])
+        return self._losses(frames, frames)
+
+    def _losses(self, seen: Tensor, frames: Tensor) -> Tensor:
+        """Compute the mean cross-entropy of each clip, from frames after the first ones.
+
+        Args:
+            seen: levels that the model sees, ``[B, F, C, H, W]``.
+            frames: true levels, in the same shape.
+        """
+        if frames.shape[1] <= self.start:
+            raise ValueError(f"clips of {frames.shape[1]} frames have none after the first start={self.start}")
+        logits = self(seen[:, :-1])[:, self.start - 1 :]
+        losses = F.cross_entropy(logits.flatten(0, -2), frames[:, self.start :].flatten(), reduction="none")
+        return losses.view(len(frames), -1).mean(1)
+
+    @torch.no_grad()
+    def _with_errors(self, frames: Tensor) -> Tensor:
+        """Replace frames of some clips by the model's predictions of them, and give some pixels random levels.
+
+        The model can then correct such errors in clips that it continues itself.
+
+        Args:
+            frames: levels ``[B, F, C, H, W]``.
+        """
+        levels, errors = self.network.levels, self.errors
+        if errors.noise:
+            random = torch.randint_like(frames, levels)
+            frames = torch.where(torch.rand(frames.shape, device=frames.device) < errors.noise, random, frames)
+        if errors.own:
+            predicted = self(frames[:, :-1])[:, self.start - 1 :].argmax(-1)
+            own = torch.rand(len(frames), 1, 1, 1, 1, device=frames.device) < errors.own
+            frames = torch.cat([frames[:, : self.start], torch.where(own, predicted, frames[:, self.start :])], 1)
+        return frames
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Continue the clips of a batch, except those whose files already exist.
+
+        Returns:
+            A dict with ``pixels`` and ``truth``, the continued clips and those of the data ``[n, F, C, H, W]`` uint8, and
+            ``rows``, a list with a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``seconds``
+            (mean time per clip), ``at_once`` (number of clips drawn together), and lists with a number for each frame after the
+            first ones: ``frame_seconds`` (time of all clips drawn together), ``state_bytes`` (size of the states of one clip)
+            and ``error`` (see :func:`relative_errors`; only for frames that the data has).
+        """
+        requests = [
+            {
+                "file": f"{int(batch['index'][slot]):04d}.mp4",
+                "prompt": batch["caption"][slot],
+                "index": int(batch["index"][slot]),
+            }
+            for slot in batch["valid"].nonzero()[:, 0].tolist()
+        ]
+        missing = self._writer.missing(requests)
+        if not missing:
+            return {"pixels": [], "truth": [], "rows": []}
+        truth = self.network.to_levels(batch["video"])[batch["valid"]][missing]
+        pixels, measured = self.continue_clips(truth[:, : self.start], self.sampling.frames)
+        truth = self.network.to_bytes(truth)
+        took = {"seconds": sum(measured["frame_seconds"]) / len(missing), "at_once": len(missing), **measured}
+        rows = []
+        for number, (clip, true) in enumerate(zip(pixels, truth, strict=True)):
+            common = slice(self.start, min(len(clip), len(true)))
+            errors = [round(error, 4) for error in relative_errors(clip[common], true[common]).tolist()]
+            rows.append({**requests[missing[number]], **took, "error": errors})
+        return {"pixels": pixels, "truth": truth, "rows": rows}
+
+    def continue_clips(self, first: Tensor, frames: int) -> tuple[Tensor, dict[str, Any]]:
+        """Continue clips frame by frame, and measure the time and the size of the states.
+
+        Args:
+            first: levels of the first frames, ``[B, F, C, H, W]`` int64.
+            frames: number of frames of the complete clips.
+
+        Returns:
+            Clips ``[B, frames, C, H, W]`` uint8, and two lists with a number for each predicted frame: ``frame_seconds`` (time
+            of all clips) and ``state_bytes`` (size of the states of one clip).
+        """
+        clips = [first]
+        measured: dict[str, Any] = {"frame_seconds": [], "state_bytes": []}
+        begin = time.perf_counter()
+        for frame, size in self.network.continue_clips(first, frames):
+            if frame.is_cuda:
+                torch.cuda.synchronize()
+            end = time.perf_counter()
+            measured["frame_seconds"].append(round(end - begin, 6))
+            measured["state_bytes"].append(size // len(first))
+            clips.append(frame)
+            begin = end
+        return self.network.to_bytes(torch.cat(clips, 1)), measured
