@@ -19,7 +19,7 @@ from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import Plan, make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.language import LanguageModel, LinearizedModel
-from mhla_tasks.tools.compare import differences, read_runs
+from mhla_tasks.tools.comparison.runs import differences, read_runs
 from mhla_tasks.tools.export import load_trained
 
 from lightning_mhla import AttentionConfig

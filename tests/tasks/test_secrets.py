@@ -33,7 +33,10 @@ from mhla_tasks.commandline.arguments import read_words
 from mhla_tasks.commandline.console import harmless, prepare_streams
 from mhla_tasks.commandline.errors import CommandFailed, printable
 from mhla_tasks.commandline.parser import SaveConfig, main
-from mhla_tasks.tools import compare, sweep
+from mhla_tasks.tools import sweep
+from mhla_tasks.tools.comparison.curves import draw
+from mhla_tasks.tools.comparison.groups import group_runs
+from mhla_tasks.tools.comparison.runs import Run
 from mhla_tasks.tools.export import remove_private
 from PIL import Image
 from typing_extensions import override
@@ -493,9 +496,10 @@ def test_names_in_pictures_are_no_formulas(tmp_path: Path) -> None:
         "finished": True,
         "parameters": 1,
         "best": {},
+        "versions": {},
     }
-    runs = [compare.Run(tmp_path / number, record, {"model.name": f"$\\frac$ {number}\x1b[2J"}) for number in "12"]
-    compare.draw(runs, tmp_path / "compared.png")
+    runs = [Run(tmp_path / number, record, {"model.name": f"$\\frac$ {number}\x1b[2J"}) for number in "12"]
+    draw(group_runs(runs), tmp_path / "compared.png")
     assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "compared.png"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
@@ -17,7 +19,8 @@ import yaml
 from fork_server import Child
 from grouped import grouped
 from mhla_tasks.commandline import registry
-from mhla_tasks.tools import compare, sweep
+from mhla_tasks.tools import sweep
+from mhla_tasks.tools.comparison.runs import flat
 from processes import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -66,10 +69,13 @@ def test_a_sweep_trains_every_combination_once_and_compares(
     names = [f"kind={kind},seed_everything={seed}" for kind in ("mhla", "linear") for seed in (0, 1)]
     assert sorted(path.name for path in Path("runs/kinds").iterdir() if path.is_dir()) == sorted(names)
     out, err = capsys.readouterr()
-    table = [line.split() for line in out.splitlines() if re.match(r" kind=\w+,seed_everything=[01] ", line)]
-    assert [row[1:3] for row in table] == [["0", "mhla"], ["1", "mhla"], ["0", "linear"], ["1", "linear"]]
+    table = [line.split() for line in out.splitlines() if re.match(r" kind=\w+,seed_everything=\* ", line)]
+    assert [row[1:3] for row in table] == [["mhla", "2"], ["linear", "2"]], "in the order of the sweep, seeds averaged"
     assert Path("runs/kinds/compared.png").stat().st_size > 10_000
-    for name, row in zip(names, table, strict=True):
+    assert Path("runs/kinds/compared.html").read_text().count("kind=linear (mean of 2 runs)</button>") == 1
+    assert "as a table: lightning compare runs/kinds --latex\n" in err
+    finals: dict[str, list[float]] = {"mhla": [], "linear": []}
+    for name in names:
         record = json.loads((Path("runs/kinds") / name / "run.json").read_text())
         assert record["finished"]
         assert record["steps"] == 4
@@ -79,8 +85,14 @@ def test_a_sweep_trains_every_combination_once_and_compares(
         checkpoint = torch.load(Path("runs/kinds") / name / "checkpoints/last.ckpt", weights_only=True)
         weights = {key: value for key, value in checkpoint["state_dict"].items() if key.startswith("network.")}
         assert record["parameters"] == sum(value.numel() for value in weights.values())
-        assert f"{losses[-1][1]:.4g}" in row
-        assert f"{losses[-1][1]:.5g}</td>" in (Path("runs/kinds") / name / "report.html").read_text()
+        finals[name.removeprefix("kind=").partition(",")[0]].append(losses[-1][1])
+    for kind, row in zip(finals, table, strict=True):
+        mean, _, spread = row[3:6]
+        assert float(mean) == pytest.approx(sum(finals[kind]) / 2, abs=0.6 * 10 ** -len(mean.partition(".")[2]))
+        assert float(spread) == pytest.approx(abs(finals[kind][0] - finals[kind][1]) / 2**0.5, rel=0.051)
+    registry.run("compare", ["runs/kinds", "--csv", "--metrics", "val/loss"])
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["model.init_args.attention.kind"] for row in rows] == ["mhla", "linear"], "also of the folder alone"
     assert len(trained) == 4
     said = err.splitlines()
     assert said[0] == "4 runs in runs/kinds; what each prints is in its output.txt"
@@ -113,7 +125,7 @@ def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
     monkeypatch.setattr(sweep, "run_command", lambda command, output: int("=1" in command[-1]))
     Path("runs/nope=2").mkdir(parents=True)
     assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 1
-    assert "failed: nope=1" in capsys.readouterr().err
+    assert "failed: nope=1; the same command tries them again" in capsys.readouterr().err
 
 
 def test_jobs_are_submitted_once(
@@ -147,7 +159,13 @@ def test_jobs_are_submitted_once(
     (tmp_path / "queue-1").write_text("PENDING\n")  # squeue fails for the other, which SLURM has forgotten
     assert sweep.run(["fit", *words]) == 0
     assert (tmp_path / "submitted").read_text().splitlines() == [*lines, lines[1]]
-    assert "seed_everything=0: job 1 is pending" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "seed_everything=0: job 1 is pending" in err
+    assert not out, "nothing is compared while jobs are running"
+    for seed, loss in enumerate((0.5, 0.75)):
+        record(tmp_path / f"r/seed_everything={seed}", {"seed_everything": seed}, metrics={"val/loss": [[1200, loss]]})
+    assert sweep.run(["fit", *words]) == 0
+    assert "0.62 ± 0.18" in capsys.readouterr().out, "the same command compares once all jobs have finished"
 
 
 def begun(folder: Path, seeds: str) -> Child:
@@ -260,7 +278,7 @@ def test_names_tell_keys_apart() -> None:
 
 def record(folder: Path, options: dict[str, Any], **changes: Any) -> None:
     """Write a run as RunReport and the command line do."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     kept = {"finished": True, "steps": 1200, "seconds": 3725.0, "parameters": 1_000_000, "trained_parameters": 5, "processes": 1,
             "best": {"metric": "val/loss", "mode": "min", "value": 0.25, "step": 600},
             "metrics": {"val/loss": [[600, 0.25], [1200, 0.5]], "val/samples": [[600, 10], [1200, 10]]}, "versions": {}}  # fmt: skip
@@ -283,10 +301,15 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     worse = {"val/loss": [[600, 0.75], [1200, None]], "val/samples": [[1200, 10]]}
     record(tmp_path / "runs/version_10", other, finished=False, metrics=worse, best={})
     registry.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
-    header, one, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
-    assert header.split() == ["run", "kind", "decay", "val/loss", "best", "val/loss", "steps", "time", "parameters"]
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip(" ─")]
+    header, one, two, _ = lines
+    assert re.split("  +", header) == [
+        "run", "kind", "decay", "val/loss ↓", "best val/loss ↓", "steps", "time", "parameters", "notes",
+    ]  # fmt: skip
     assert one.split() == ["version_9", "mhla", "0.9", "0.5", "0.25", "1,200", "1", "h", "02", "min", "1,000,000"]
-    assert two.split() == ["version_10", "linear", "0.99", "1,200,", "unfinished", "1", "h", "02", "min", "1,000,000"]
+    assert re.split("  +", two.strip()) == [
+        "version_10", "linear", "0.99", "not finite", "1,200", "1 h 02 min", "1,000,000", "not finished",
+    ]  # fmt: skip
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
     registry.run("compare", [str(tmp_path / "runs"), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -339,22 +362,18 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
     record(tmp_path / "three", {}, best={"metric": "val/accuracy", "mode": "max", "value": 0.9, "step": 1})
     (tmp_path / "three/config.yaml").unlink()
     registry.run("compare", [str(tmp_path)])
-    header, one, three, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
-    assert header.split()[:7] == ["run", "x", "val/loss", "best", "val/loss", "best", "val/accuracy"]
-    assert one.split()[:4] == ["one", "[/data]", "0.5", "0.25"]
-    assert three.split()[:3] == ["three", "0.5", "0.9"], "chosen by another metric"
-    assert two.split()[:5] == ["two", "[true,", "false]", "0.5", "0.25"]
-    assert compare.flat({"trainer": {"callbacks": callbacks}}) == {
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip(" ─")]
+    header, one, three, two = (re.split("  +", line.strip()) for line in lines[:4])
+    assert header == ["run", "x", "val/loss ↓", "best val/loss ↓", "steps", "time", "parameters", "notes"]
+    assert one[:4] == ["one", "[/data]", "0.5", "0.25"]
+    assert three[:3] == ["three", "0.5", "1,200"], "chosen by a different metric"
+    assert three[-1] == "options unknown, there is no config.yaml"
+    assert two[:4] == ["two", "[true, false]", "0.5", "0.25"]
+    assert lines[4:] == ["Each row is a single run, so the numbers do not say how much they depend on the seed."]
+    assert flat({"trainer": {"callbacks": callbacks}}) == {
         "trainer.callbacks.Metrics.n": 1, "trainer.callbacks.Metrics-2.n": 2
     }  # fmt: skip
-    record(tmp_path / "other/none", {}, metrics={})
-    with pytest.raises(SystemExit, match="no metric in common"):
-        registry.run("compare", [str(tmp_path), "--picture", str(tmp_path / "x.png")])
-
-
-def test_one_run_is_named_by_its_folder(tmp_path: Path) -> None:
-    record(tmp_path / "alone", {"a": 1})
-    (run,) = compare.read_runs([tmp_path])
-    header, (row,) = compare.table([run])
-    assert (header[0], row[0]) == ("run", str(tmp_path / "alone"))
-    assert compare.labels([run]) == [str(tmp_path / "alone")]
+    for name in ("none", "constant"):
+        record(tmp_path / "other" / name, {}, metrics={} if name == "none" else {"val/loss": [[1, 2.0]]})
+    with pytest.raises(SystemExit, match="no metric of these runs changes"):
+        registry.run("compare", [str(tmp_path / "other"), "--picture", str(tmp_path / "x.png")])

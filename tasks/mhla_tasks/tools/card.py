@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,48 @@ from mhla_kernels.version import __version__
 
 from lightning_mhla.callbacks.page import duration, fenced
 from lightning_mhla.checkpoints.former_names import present_options
+from lightning_mhla.checkpoints.runs import CONFIG, is_run
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import published
+from lightning_mhla.system.untrusted import read_yaml
 from lightning_mhla.training.module import TrainingModule
-from mhla_tasks.commandline.console import harmless
+from mhla_tasks.tools.markdown import escaped, inline_code
 
 PAPER = "https://arxiv.org/abs/2601.07832"
 
+TRAINING = "training.yaml"
+"""Name under which the card asks the reader to save the configuration of the run."""
+
+LISTED_CLASSES = 100
+"""Number of class names up to which the card lists all of them."""
+
 
 MARK = "<!-- lightning export "
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Checkpoint that a model was exported from, and the command that exported it.
+
+    Attributes:
+        checkpoint: path of the checkpoint file or of a sharded checkpoint's folder.
+        command: arguments of the export, without the name of the program.
+        live: whether the trained weights were exported although the checkpoint also has their moving average.
+    """
+
+    checkpoint: Path
+    command: Sequence[str]
+    live: bool
+
+    def configuration(self) -> Any:
+        """Return the configuration of the checkpoint's run for publication; None if it is missing or cannot be read."""
+        for folder in self.checkpoint.absolute().parents[:3]:  # RUN/checkpoints/recovery/NAME.ckpt at most
+            if (folder / CONFIG).is_file() and is_run(folder):
+                try:
+                    return published(read_yaml(folder / CONFIG))
+                except ValueError:  # the weights can be exported without it
+                    return None
+        return None
 
 
 def is_own(text: str) -> bool:
@@ -35,13 +70,19 @@ def _digest(text: str) -> str:
 
 
 def write_card(
-    module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
+    module: TrainingModule,
+    content: Mapping[str, Any],
+    path: Path,
+    folder: str,
+    loading: str,
+    license_name: str | None,
+    origin: Origin,
 ) -> None:
     """Write the model card of an exported model.
 
-    The card states the type of the model, code that loads it, data, metrics, configuration, versions and license. Secrets and
-    the directory parts of local paths are removed from the options that it lists. Text from the checkpoint is escaped, so that
-    it is never interpreted as Markdown or HTML.
+    The card states the type of the model, code that loads it, its classes, data, the score of the exported checkpoint, the
+    commands that made it, configuration, versions and license. Secrets and the directory parts of local paths are removed from
+    options and commands. Text from the checkpoint is escaped, so that it is never interpreted as Markdown or HTML.
 
     Args:
         module: the exported module.
@@ -50,6 +91,7 @@ def write_card(
         folder: name of the exported folder.
         loading: Python code that loads the exported folder, with the placeholder ``FOLDER`` instead of its path.
         license_name: identifier of the model's license; None if it is not known.
+        origin: checkpoint and command of the export.
     """
     memory = _options(present_options("model", type(module), content.get("hyper_parameters") or {}))
     data = _options(content.get("datamodule_hyper_parameters"))
@@ -62,22 +104,24 @@ def write_card(
     quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # a JSON string is also a Python string
     code = loading.replace("FOLDER", quoted[1:-1])
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {_plain(folder)}",
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {escaped(folder)}",
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
         f"## Loading\n\n{fenced(code, 'python')}",
+        *_classes(module),
         f"## Training data\n\n{_data(content, data)}",
-        f"## Metrics\n\n{_metrics(content)}",
+        f"## Metrics\n\n{_metrics(content, origin)}",
+        f"## Commands\n\n{_commands(origin)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimizer steps, {content.get('epoch', 0) + 1} epochs"
         f"{_spent(content)}. Options of the model and its optimizer:\n\n{fenced(_yaml(memory), 'yaml')}",
         "## Versions\n\n"
-        f"lightning-mhla {__version__}, Lightning {_plain(content.get('pytorch-lightning_version', 'unknown'))}"
+        f"lightning-mhla {__version__}, Lightning {escaped(content.get('pytorch-lightning_version', 'unknown'))}"
         + (
-            f" (training); torch {_plain(torch_version)}"
+            f" (training); torch {escaped(torch_version)}"
             if (torch_version := _report(content).get("versions", {}).get("torch"))
             else ""
         )
         + ".",
-        f"## Licence\n\n{_plain(license_name or '') or 'Not stated. Name it with `lightning export --license IDENTIFIER`.'}",
+        f"## License\n\n{escaped(license_name or '') or 'Not stated. Name it with `lightning export --license IDENTIFIER`.'}",
     ]
     text = ("\n\n".join(parts) + "\n\n").encode(errors="backslashreplace").decode()
     path.write_text(f"{text}{MARK}{_digest(text)} -->\n", encoding="utf-8")
@@ -98,7 +142,7 @@ def _attention(memory: Mapping[str, Any]) -> str:
     options = memory.get("init_args", memory)
     kind = (options.get("attention") or {}).get("kind")
     kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
-    kind_list = ", ".join(_code(kind) for kind in kinds if kind)
+    kind_list = ", ".join(inline_code(kind) for kind in kinds if kind)
     return f"; attention: {kind_list}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if kind_list else ""
 
 
@@ -112,12 +156,53 @@ def _data(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     return fenced(_yaml(data), "yaml")
 
 
-def _metrics(content: Mapping[str, Any]) -> str:
+def _metrics(content: Mapping[str, Any], origin: Origin) -> str:
+    """Return a table of the last metrics before the checkpoint, and a sentence that says which weights they belong to."""
     rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
+    command = shlex.join(["lightning", "validate", "--ckpt_path", _published(str(origin.checkpoint))])
     if not rows:
-        return "The checkpoint holds none; `lightning validate` measures them."
-    lines = [f"| {_code(name)} | {value:.4g} | {step:,} |" for name, step, value in rows]
-    return "\n".join(["| metric | value | step |", "| --- | ---: | ---: |", *lines])
+        return f"The checkpoint has none. This command measures them:\n\n{fenced(command, 'sh')}"
+    exported_step = content.get("global_step", 0)
+    lines = [f"| {inline_code(name)} | {rounded(value)} | {step:,} |" for name, step, value in rows]
+    table = "\n".join(["| metric | value | step |", "| --- | ---: | ---: |", *lines])
+    sentences = [f"The exported checkpoint is the state after step {exported_step:,}."]
+    steps = {step for _, step, _ in rows}
+    if steps == {exported_step} and not origin.live:
+        sentences.append("All metrics were measured on validation data with exactly these weights.")
+    elif steps != {exported_step}:
+        sentences.append("Metrics of other steps in the table were measured with the weights of those steps.")
+    if origin.live:
+        sentences.append(
+            "If the run averaged its weights, the metrics are those of the average, and the export is not."
+        )
+    return f"{table}\n\n{' '.join(sentences)} This command measures them again:\n\n{fenced(command, 'sh')}"
+
+
+def _classes(module: TrainingModule) -> list[str]:
+    """Return a section with the names of a model's classes in the order of their numbers; empty if it has no classes."""
+    names = getattr(module, "class_names", None) or getattr(module, "label_names", None)
+    if not names:
+        return []
+    listed = ", ".join(inline_code(name) for name in names[:LISTED_CLASSES])
+    more = f", and {len(names) - LISTED_CLASSES:,} more" if len(names) > LISTED_CLASSES else ""
+    return [f"## Classes\n\n{len(names):,} classes, in the order of the model's outputs: {listed}{more}."]
+
+
+def _commands(origin: Origin) -> str:
+    """Return the commands that trained and exported the model, with the configuration of the run if it is known."""
+    export = shlex.join(["lightning", *map(_published, origin.command)])
+    configuration = origin.configuration()
+    if configuration is None:
+        sentence = "This command exported the model. The checkpoint does not say which command trained it."
+        return f"{sentence}\n\n{fenced(export, 'sh')}"
+    commands = fenced(f"lightning fit --config {TRAINING}\n{export}", "sh")
+    details = f"<details><summary>{TRAINING}</summary>\n\n{fenced(_yaml(configuration), 'yaml')}\n\n</details>"
+    sentence = f"`{TRAINING}` is the configuration of the run. Local paths in it are cut to their last parts."
+    return f"{commands}\n\n{sentence}\n\n{details}"
+
+
+def _published(word: str) -> str:
+    return str(published(word))
 
 
 def _spent(content: Mapping[str, Any]) -> str:
@@ -127,18 +212,6 @@ def _spent(content: Mapping[str, Any]) -> str:
 
 def _yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(published(values), Dumper=_Plain, sort_keys=False, allow_unicode=True).rstrip()
-
-
-def _plain(text: Any) -> str:
-    """Convert a text to one line, and escape the characters that Markdown or HTML would interpret."""
-    line = " ".join(harmless(str(text)).split())
-    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
-
-
-def _code(text: Any) -> str:
-    """Format a text as inline code in Markdown, or escape it if it contains a character that would end the code."""
-    line = str(text)
-    return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 
 
 class _Plain(yaml.SafeDumper):

@@ -14,6 +14,14 @@ from mhla_tasks.commandline.registry import Run, passes_on
 CHECKOUT = Path(__file__).resolve().parents[3]
 """Root of the repository, if the package is installed from a checkout. Otherwise a folder without benchmarks."""
 
+FORMS = {
+    "markdown": "a Markdown table",
+    "csv": "CSV with unrounded numbers, seeds and folders",
+    "latex": "a LaTeX table for the package booktabs",
+    "json": "the records of all runs as JSON",
+}
+"""Formats of ``lightning compare`` other than a table for the terminal."""
+
 
 @passes_on
 def evaluate(arguments: Sequence[str]) -> int | None:
@@ -94,29 +102,30 @@ def arrange(parser: ArgumentParser) -> Run:
 
 
 def compare(parser: ArgumentParser) -> Run:
-    """Compare runs: options that differ, metrics, time, parameters, and curves in one picture.
+    """Compare runs: means over seeds, options that differ, time, parameters, curves and pictures.
 
-        lightning compare runs/mnist runs/digits/version_3 --picture compared.png
+        lightning compare runs/kinds --html compared.html
+        lightning compare runs/mhla runs/softmax --latex --metrics val/accuracy
 
-    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes. The
-    table shows the metrics of the last validation. It also shows the best value of the metric that was used to choose
-    checkpoints.
+    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes. Runs
+    that differ only in their seed, and trained the same number of steps to the end, are one row: mean and standard deviation.
+    The table shows the metrics of the last validation. It also shows the best value of the metric that was used to choose
+    checkpoints. The best value of a column is bold. Runs of a sweep keep its order.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
-    parser.add_argument("--picture", type=Path, help="file for the curves (default: no picture)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    forms = parser.add_mutually_exclusive_group()
+    for form, text in FORMS.items():
+        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=f"print {text}")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a web page with table, curves and pictures")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="write the curves to a picture, such as x.png or x.pdf"
+    )
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="metrics to show, in this order (default: all)")
 
     def run(args: Namespace) -> None:
-        from mhla_tasks.tools.compare import as_json, draw, print_table, read_runs
+        from mhla_tasks.tools.compare import compare as compare_runs
 
-        runs = read_runs(args.runs)
-        if args.json:
-            sys.stdout.write(json.dumps(as_json(runs), indent=1) + "\n")
-        else:
-            print_table(runs)
-        if args.picture:
-            draw(runs, args.picture)
-            sys.stderr.write(f"curves: {args.picture}\n")
+        compare_runs(args.runs, args.form or "table", args.html, args.picture, args.metrics)
 
     return run
 

@@ -9,7 +9,8 @@ named after the values. The runs are trained one after the other, or each as a S
 
 The output of a run is written to ``output.txt`` in its folder, and the sweep prints one line for each run. The same command
 resumes a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the
-end, all runs are compared as with ``lightning compare``.
+end, all runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png``
+are written to its folder. A sweep of SLURM jobs does so when all of its jobs have finished.
 
 Longer than other modules: it runs, submits, resumes and reports a sweep.
 """
@@ -40,12 +41,14 @@ from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
 from mhla_tasks.commandline.arguments import HELP, CommandLine, Option, UsageError, read_words
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.commandline.moved_keys import present_word
 from mhla_tasks.commandline.registry import LIGHTNING
-from mhla_tasks.tools.compare import common_metrics, draw, print_table, read_runs, short_names
+from mhla_tasks.tools.compare import write_comparison
+from mhla_tasks.tools.comparison.runs import ORDER, short_names, write_order
 from mhla_tasks.tools.processes import run_command
 
 KEPT = "sweep.json"
@@ -57,7 +60,10 @@ JOB = "slurm-job.txt"
 OUTPUT = "output.txt"
 """Name of the file in a run's folder to which the output of the run is written."""
 
-DEFAULT, PICTURE = "runs/sweep", "compared.png"
+FINISHED = "finished before"
+"""State of a run that an earlier start of the sweep has completed."""
+
+DEFAULT = "runs/sweep"
 LONGEST = 150
 """Maximum length of a run's folder name in characters, without the hash."""
 
@@ -117,7 +123,13 @@ class SweepProgress:
         """
         start = time.monotonic()
         text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
-        with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):
+        spinner = Spinner("dots")
+
+        def current() -> Spinner:
+            spinner.update(text=Text(f"{text}; {duration(time.monotonic() - start)}{_position(folder)}"))
+            return spinner
+
+        with Live(get_renderable=current, console=self.console, transient=True, refresh_per_second=4):
             yield
         self.seconds.append(time.monotonic() - start)
 
@@ -141,6 +153,17 @@ class SweepProgress:
     def say(self, text: str) -> None:
         """Print a line above the progress display."""
         self.console.print(Text(harmless(text)), soft_wrap=True)
+
+
+def _position(folder: Path) -> str:
+    """Describe the last validation of a run that is being trained, such as ``, step 600: val/loss 0.31``; empty if none."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        metric = record["best"]["metric"]
+        step, value = record["metrics"][metric][-1]
+        return f", step {step:,}: {harmless(metric)} {rounded(value)}"
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # not validated yet
+        return ""
 
 
 def split_values(text: str) -> list[str]:
@@ -224,11 +247,14 @@ def run(arguments: Sequence[str]) -> int:
         return run_command([*fit, *sweep.line.words])
     runs, failed = sweep.runs(), []
     progress = SweepProgress(len(runs), Console(file=sys.stderr, highlight=False))
+    write_whole(sweep.folder / ORDER, write_order(sweep.folder, [folder.name for folder, _ in runs]))
+    finished = 0
     if sweep.sbatch is None:
         progress.say(f"{len(runs)} runs in {sweep.folder}; what each prints is in its {OUTPUT}")
     for folder, run_line in runs:
         if state := _state(folder, run_line, sweep.sbatch is not None):
             progress.end(folder, state)
+            finished += state == FINISHED
             continue
         _begin(folder, run_line)
         if sweep.sbatch is not None:
@@ -239,12 +265,14 @@ def run(arguments: Sequence[str]) -> int:
                 status = run_command([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
             progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
         if status in (2, 75, 130) or status < 0:  # a usage error or a stop, which ends all other runs too
+            if status != 2:
+                progress.say(f"stopped at run {progress.done} of {len(runs)}; the same command resumes the sweep")
             return abs(status) if status > 0 else 128 - status
         failed += [folder.name] if status else []
-    if sweep.sbatch is None:
-        _compare(sweep.folder, [folder for folder, _ in runs])
+    if sweep.sbatch is None or finished == len(runs):
+        write_comparison(sweep.folder, [folder for folder, _ in runs])
     if failed:
-        progress.say(f"failed: {', '.join(failed)}")
+        progress.say(f"failed: {', '.join(failed)}; the same command tries them again")
     return int(bool(failed))
 
 
@@ -264,14 +292,14 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
         return f"ended with status {status} ({errors[-1] if errors else f'see {OUTPUT}'})"
     try:
         best = json.loads((folder / RECORD).read_text())["best"]
-        metric = f", best {best['metric']} {best['value']:.4g}"
+        metric = f", best {best['metric']} {rounded(best['value'])}"
     except (OSError, ValueError, KeyError, TypeError):  # a run without RunReport, or without a metric
         metric = ""
     return f"{duration(seconds)}{metric}"
 
 
 def _state(folder: Path, line: CommandLine, queues: bool) -> str:
-    """Return the reason why a run must not be started now, such as ``finished before``; empty if it can be started.
+    """Return the reason why a run must not be started now, such as :data:`FINISHED`; empty if it can be started.
 
     Args:
         folder: folder of the run.
@@ -279,7 +307,7 @@ def _state(folder: Path, line: CommandLine, queues: bool) -> str:
         queues: whether runs are submitted to SLURM, so that queued and running jobs must not be submitted again.
     """
     if _finished(folder, line):
-        return "finished before"
+        return FINISHED
     if in_use(folder):
         return "in use by another process"
     if queues and (folder / JOB).exists():
@@ -315,22 +343,6 @@ def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> 
         write_whole(folder / JOB, f"{number}\n")
         progress.end(folder, f"submitted as job {number}")
     return done.returncode
-
-
-def _compare(folder: Path, runs: Sequence[Path]) -> None:
-    """Print a comparison of the runs that have a ``run.json``, and plot their metrics to a picture in ``folder``."""
-    trained = [run_folder for run_folder in runs if (run_folder / RECORD).exists()]
-    if unrecorded := [run_folder.name for run_folder in runs if run_folder not in trained]:
-        sys.stderr.write(
-            f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(unrecorded)}\n"
-        )
-    if not trained:
-        return
-    recorded = read_runs(trained)
-    print_table(recorded)
-    if common_metrics(recorded):
-        draw(recorded, folder / PICTURE)
-        sys.stderr.write(f"curves: {folder / PICTURE}\n")
 
 
 def _saved_arguments(line: CommandLine) -> dict[str, Any]:

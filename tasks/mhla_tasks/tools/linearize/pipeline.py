@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import write_report
@@ -138,7 +139,8 @@ class Pipeline:
         self._keep(original=measure.quality(configuration, original=True), swapped=measure.quality(configuration))
         monitor, _ = stages.MONITORS[self.source.domain]
         _say(
-            f"{monitor}: {self.results['original'][monitor]:.4g} original, {self.results['swapped'][monitor]:.4g} swapped"
+            f"{monitor}: {rounded(self.results['original'][monitor])} original, "
+            f"{rounded(self.results['swapped'][monitor])} swapped"
         )
 
     def _fit(self, name: str, configuration: dict[str, Any]) -> None:
@@ -166,8 +168,8 @@ class Pipeline:
         if matched is None or tuned is None or (tuned >= matched if mode == "max" else tuned <= matched):
             return
         _say(
-            f"warning: the second run made the model worse: {monitor} {matched:.4g} after matching, {tuned:.4g} at its best "
-            "afterwards; use a lower --tune_lr and another --work"
+            f"warning: the second run made the model worse: {monitor} {rounded(matched)} after matching, {rounded(tuned)} "
+            "at its best afterwards; use a lower --tune_lr and another --work"
         )
 
     def _choose_layers(self) -> None:

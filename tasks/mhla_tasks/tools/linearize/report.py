@@ -14,6 +14,7 @@ from lightning_mhla.callbacks.page import STYLE, duration
 from lightning_mhla.callbacks.points import draw_curves
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.numbers import rounded
 from mhla_tasks.tools.linearize.source import PretrainedSource
 from mhla_tasks.tools.linearize.stages import MONITORS
 
@@ -110,7 +111,7 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{0.0 if abs(value) < ROUNDED else value:.4g}"
+    return "" if value is None else rounded(0.0 if abs(value) < ROUNDED else value)
 
 
 def _positions(results: Mapping[str, Any]) -> str:

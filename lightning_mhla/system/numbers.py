@@ -1,0 +1,71 @@
+"""Rounding of numbers for tables, reports and messages, so that the same number looks the same everywhere."""
+
+from __future__ import annotations
+
+import math
+
+DIGITS = 4
+"""Number of significant digits of a number without a spread."""
+
+MOST_DIGITS = 6
+"""Number of significant digits that a mean has at most, however small its spread is."""
+
+SMALLEST = 1e-4
+"""Numbers below are written with an exponent."""
+
+
+def rounded(value: float | None) -> str:
+    """Round a number to four significant digits, such as ``0.1235``, ``92.13``, ``1,235`` or ``1.235e-05``.
+
+    Digits before the decimal point are never replaced by zeros: 123456 becomes ``123,456``. Zeros at the end of a fraction are
+    left out.
+
+    Args:
+        value: number to round. None, NaN and infinities become ``not finite``.
+    """
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    if 10**DIGITS - 0.5 <= abs(value) < 1e15:  # the format g would write an exponent
+        return f"{value:,.0f}"
+    return f"{value + 0.0:,.{DIGITS}g}"  # adding zero turns -0.0 into 0.0
+
+
+def rounded_with_spread(mean: float, spread: float) -> tuple[str, str]:
+    """Round a mean and its standard deviation to the same decimal place, such as ``0.9213`` and ``0.0042``.
+
+    The spread has two significant digits, and the mean ends at the same place. Digits before the decimal point are never
+    replaced by zeros. The mean has at most six significant digits, so a smaller spread ends at a later place. A spread of zero
+    is ``0``, and its mean has four significant digits. If both numbers are below 0.0001, they are written with exponents.
+
+    Args:
+        mean: finite mean.
+        spread: standard deviation, finite and not negative.
+
+    Returns:
+        The texts of the mean and of the spread.
+
+    Raises:
+        ValueError: if a number is not finite, or if the spread is negative.
+    """
+    if not math.isfinite(mean) or not math.isfinite(spread) or spread < 0:
+        raise ValueError(
+            f"a mean of {mean} with a spread of {spread} cannot be rounded: both must be finite, the spread not < 0"
+        )
+    if not spread:
+        return rounded(mean), "0"
+    two_digits = float(f"{spread:.1e}")  # first, because 0.0996 becomes 0.10, whose last place is a different one
+    places = 1 - _exponent(two_digits)
+    most_places = places if not mean else MOST_DIGITS - 1 - _exponent(mean)
+    shown_places = min(places, most_places)
+    if max(abs(mean), spread) < SMALLEST:
+        return (f"{mean:.{max(shown_places + _exponent(mean), 0)}e}" if mean else "0"), f"{spread:.1e}"
+    mean_text = f"{mean:,.{max(shown_places, 0)}f}"
+    if not float(mean_text.replace(",", "")):
+        mean_text = mean_text.removeprefix("-")
+    is_aligned = places == shown_places or places <= 0
+    return mean_text, f"{spread:,.{max(places, 0)}f}" if is_aligned else f"{spread:.2g}"
+
+
+def _exponent(value: float) -> int:
+    """Return the power of ten of the first significant digit of a nonzero number."""
+    return math.floor(math.log10(abs(value)))

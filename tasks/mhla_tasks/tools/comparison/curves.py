@@ -1,0 +1,206 @@
+"""Curves of the metrics of compared runs: a PNG picture with matplotlib, and SVG panels for a web page.
+
+Each run is a thin line. The mean of runs that differ only in their seed is a thick line, over the steps at which all of them
+have a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+
+from lightning_mhla.system.figures import make_panels
+from lightning_mhla.system.listing import without_controls
+from lightning_mhla.system.numbers import rounded
+from mhla_tasks.tools.comparison.groups import Group, all_metrics
+
+Points = list[tuple[int, float]]
+
+WIDTH, HEIGHT = 360, 230
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 10, 36
+"""Size of an SVG panel and its margins in pixels."""
+
+COLORS = 8
+"""Number of colors. Further groups get the same colors with dashed lines."""
+
+DASHES = ("", "6 3", "2 3", "8 3 2 3")
+"""Dash patterns of lines, each for as many groups as there are colors."""
+
+MOST_MARKERS = 40
+"""Number of points up to which each point of a curve has a marker."""
+
+
+def mean_points(group: Group, metric: str) -> Points:
+    """Return the mean of a metric at the steps at which all runs of a group have a finite value.
+
+    Args:
+        group: runs to average.
+        metric: name of the metric.
+    """
+    values = [dict(finite_points(points)) for run in group.runs for points in [run.points(metric)]]
+    steps = [step for step in values[0] if all(step in others for others in values[1:])]
+    return [(step, fmean(of_run[step] for of_run in values)) for step in steps]
+
+
+def finite_points(points: Sequence[tuple[int, float | None]]) -> Points:
+    """Return the points of a curve whose values are finite."""
+    return [(step, value) for step, value in points if value is not None]
+
+
+def drawn_metrics(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> list[str]:
+    """List the metrics that have a curve: those with a finite value in any run, and with at least two different values.
+
+    Args:
+        groups: compared groups.
+        metrics: metrics to choose from; None for all.
+    """
+    runs = [run for group in groups for run in group.runs]
+    names = all_metrics(groups) if metrics is None else metrics
+    return [name for name in names if len({value for run in runs for _, value in finite_points(run.points(name))}) > 1]
+
+
+def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = None) -> None:
+    """Plot the metrics of compared runs against the optimizer step, and write a picture.
+
+    Args:
+        groups: groups of runs; each has a color.
+        path: path of the picture file to write.
+        metrics: metrics to plot; None for all.
+
+    Raises:
+        ValueError: if no metric has two different values.
+    """
+    names = drawn_metrics(groups, metrics)
+    if not names:
+        raise ValueError("no metric of these runs changes, so there are no curves to draw")
+    figure, axes = make_panels(len(names), 3, (4.6, 3.2), (0, 0.24 * len(groups)))
+    for axis, metric in zip(axes, names, strict=True):
+        for index, group in enumerate(groups):
+            style = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
+            if len(group.runs) > 1:
+                for run in group.runs:
+                    axis.plot(*_transposed(finite_points(run.points(metric))), linewidth=0.7, alpha=0.5, **style)
+            label = without_controls(legend(group))
+            axis.plot(*_transposed(mean_points(group, metric)), label=label, linewidth=1.6, marker=".", **style)
+        axis.set_title(metric, parse_math=False)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+    key = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    for text in key.get_texts():
+        text.set_parse_math(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def legend(group: Group) -> str:
+    """Return the label of a group with its number of runs, such as ``kind=mhla (mean of 3 runs)``."""
+    return group.label if len(group.runs) == 1 else f"{group.label} (mean of {len(group.runs)} runs)"
+
+
+def _transposed(points: Points) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def panel(metric: str, groups: Sequence[Group]) -> str:
+    """Draw the curves of a metric as an SVG element, whose colors follow the style sheet of the page.
+
+    Args:
+        metric: name of the metric, one of :func:`drawn_metrics`.
+        groups: compared groups. The lines of group ``n`` have the class ``g<n>`` and the attribute ``data-group``.
+    """
+    points = [point for group in groups for run in group.runs for point in finite_points(run.points(metric))]
+    lowest, highest = min(value for _, value in points), max(value for _, value in points)
+    margin = 0.05 * (highest - lowest)
+    scale = _Scale((0, max(step for step, _ in points)), (lowest - margin, highest + margin))
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"curves of {metric}", quote=True)}">'
+    ]
+    for value, label in _ticks(*scale.values, 5):
+        y = scale.y(value)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for step, label in _ticks(*scale.steps, 4):
+        x = scale.x(step)
+        anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"  # a label at the right edge would be cut
+        parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{label}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 5}" text-anchor="middle">optimizer step</text>')
+    for index, group in enumerate(groups):
+        parts.append(f'<g class="series {color_class(index)}" data-group="{index}"{dash(index)}>')
+        if len(group.runs) > 1:
+            parts += [_line(finite_points(run.points(metric)), scale, "thin") for run in group.runs]
+        mean = mean_points(group, metric)
+        parts.append(_line(mean, scale, "mean"))
+        if len(mean) <= MOST_MARKERS:
+            parts += [_marker(point, scale, legend(group)) for point in mean]
+        parts.append("</g>")
+    return "".join([*parts, "</svg>"])
+
+
+def color_class(index: int) -> str:
+    """Return the class of the style sheet that sets the color of a group."""
+    return f"g{index % COLORS}"
+
+
+def dash(index: int) -> str:
+    """Return the SVG attribute of the dash pattern of a group's lines; empty for solid lines."""
+    pattern = DASHES[index // COLORS % len(DASHES)]
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
+
+
+class _Scale:
+    """Positions in an SVG panel, in pixels.
+
+    Args:
+        steps: first and last step of the horizontal axis.
+        values: lowest and highest value of the vertical axis.
+    """
+
+    def __init__(self, steps: tuple[float, float], values: tuple[float, float]) -> None:
+        self.steps, self.values = steps, values
+
+    def x(self, step: float) -> float:
+        low, high = self.steps
+        return LEFT + (step - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.values
+        return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
+
+
+def _line(points: Points, scale: _Scale, name: str) -> str:
+    if not points:
+        return ""
+    pairs = " ".join(f"{scale.x(step):.1f},{scale.y(value):.1f}" for step, value in points)
+    return f'<polyline class="{name}" points="{pairs}"/>'
+
+
+def _marker(point: tuple[int, float], scale: _Scale, label: str) -> str:
+    step, value = point
+    title = escape(f"{label}: {rounded(value)} at step {step:,}")
+    return f'<circle cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}" r="2.5"><title>{title}</title></circle>'
+
+
+def _ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
+    """Return the ticks of an axis with their labels: multiples of 1, 2 or 5 times a power of ten.
+
+    Args:
+        low: lower end of the axis.
+        high: upper end of the axis, above ``low``.
+        count: approximate number of ticks.
+    """
+    least = (high - low) / count
+    exponent = math.floor(math.log10(least))
+    distance, exponent = next(
+        (factor * 10.0**exponent, exponent + (factor == 10))
+        for factor in (1, 2, 5, 10)
+        if factor * 10.0**exponent >= least
+    )
+    values = [number * distance for number in range(math.ceil(low / distance), math.floor(high / distance) + 1)]
+    if exponent < -4 or max(abs(low), abs(high)) >= 1e9:
+        return [(value, f"{value:.3g}") for value in values]
+    return [(value, f"{value:,.{max(0, -exponent)}f}") for value in values]

@@ -1,0 +1,130 @@
+"""Formats of the table of a comparison: terminal, Markdown, CSV and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from lightning_mhla.system.listing import without_controls
+from mhla_tasks.commandline.console import harmless
+from mhla_tasks.tools.comparison.groups import Group
+from mhla_tasks.tools.comparison.table import Cell, Column, Table
+from mhla_tasks.tools.markdown import escaped
+
+LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+    '"': r"\textquotedbl{}", "±": r"$\pm$", "↓": r"$\downarrow$", "↑": r"$\uparrow$",
+}  # fmt: skip
+"""Characters with a meaning in LaTeX, or not in its standard fonts, and what prints them."""
+
+
+def print_table(table: Table, remarks: Sequence[str]) -> None:
+    """Print a table, which adapts to the width of the terminal, with the best values in bold.
+
+    Args:
+        table: table to print.
+        remarks: sentences to print below the table.
+    """
+    printed = TerminalTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        justify = "right" if column.kind == "number" else "left"
+        printed.add_column(Text(harmless(column.title)), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in table.rows:
+        printed.add_row(*(Text(harmless(str(cell)), style="bold" if cell.best else "") for cell in row))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=1000)
+    console.print(printed)
+    for remark in remarks:
+        console.print(Text(harmless(remark)))
+
+
+def as_markdown(table: Table) -> str:
+    """Format a table in Markdown, with numbers to the right and the best values in bold."""
+    shown = table.without("run") if table.identified else table
+    rule = ["---:" if column.kind == "number" else "---" for column in shown.columns]
+    lines = [[escaped(column.title) for column in shown.columns], rule]
+    lines += [[_markdown_cell(cell) for cell in row] for row in shown.rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _markdown_cell(cell: Cell) -> str:
+    text = f"**{escaped(cell.text)}**" if cell.best else escaped(cell.text)
+    return f"{text} ± {escaped(cell.spread)}" if cell.spread else text
+
+
+def as_csv(table: Table, groups: Sequence[Group]) -> str:
+    """Format a table as CSV with unrounded numbers, for other programs.
+
+    The column of a metric is followed by a column of its standard deviation, which is empty for single runs. The last columns
+    list seeds and folders. Texts that a spreadsheet would execute as formulas begin with an apostrophe.
+    """
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    spreads = [any(row[index].spread for row in table.rows) for index in range(len(table.columns))]
+    header = []
+    for column, has_spread in zip(table.columns, spreads, strict=True):
+        header += [column.key or column.name, *([f"{column.name} std"] if has_spread else [])]
+    writer.writerow([_csv_text(name) for name in [*header, "seeds", "folders"]])
+    for row, group in zip(table.rows, groups, strict=True):
+        cells: list[str | float] = []
+        for cell, has_spread in zip(row, spreads, strict=True):
+            cells.append(_csv_text(cell.text) if cell.value is None else cell.value)
+            if has_spread:
+                cells.append("" if cell.spread_value is None else cell.spread_value)
+        folders = " ".join(str(run.folder) for run in group.runs)
+        writer.writerow([*cells, _csv_text(" ".join(group.seeds)), _csv_text(folders)])
+    return stream.getvalue()
+
+
+def _csv_text(text: str) -> str:
+    line = without_controls(harmless(text))
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
+
+
+def as_latex(table: Table) -> str:
+    r"""Format a table as a LaTeX ``tabular`` for the package booktabs, with the best values in bold.
+
+    Values of options and headings are escaped. A comment in the first line names the packages to load.
+    """
+    shown = table.without("run") if table.identified else table
+    align = "".join("r" if column.kind == "number" else "l" for column in shown.columns)
+    lines = ["% \\usepackage{booktabs}, and \\usepackage[T1]{fontenc} for quotation marks"]
+    lines += [
+        f"\\begin{{tabular}}{{{align}}}",
+        "\\toprule",
+        _latex_line([_latex_heading(column) for column in shown.columns]),
+    ]
+    lines += ["\\midrule", *(_latex_line([_latex_cell(cell) for cell in row]) for row in shown.rows)]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def _latex_line(cells: Sequence[str]) -> str:
+    # LaTeX reads a bracket after \\ as a length, and {} ends that search at the beginning of the next row.
+    first = f"{{}}{cells[0]}" if cells[0].startswith(("[", "*")) else cells[0]
+    return " & ".join([first, *cells[1:]]) + " \\\\"
+
+
+def _latex_heading(column: Column) -> str:
+    return latex_text(column.title)
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = latex_text(cell.text)
+    text = f"\\textbf{{{text}}}" if cell.best else text
+    return f"{text} $\\pm$ {latex_text(cell.spread)}" if cell.spread else text
+
+
+def latex_text(text: str) -> str:
+    """Escape a text for LaTeX. Negative numbers get a minus sign instead of a hyphen."""
+    line = without_controls(harmless(text))
+    if line[:1] == "-" and line[1:2].isdigit() and line.replace(",", "").lstrip("-").replace(".", "").isdigit():
+        return f"$-${line[1:]}"
+    return "".join(LATEX.get(sign, sign) for sign in line)

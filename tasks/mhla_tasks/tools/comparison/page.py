@@ -1,0 +1,273 @@
+"""Writer of ``compared.html``, a web page that compares runs. It works without network and without other files.
+
+Names, options and texts come from folders of runs that may be other people's. All of them are escaped, and the page forbids
+every script but its own with a content security policy.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from lightning_mhla.callbacks.page import PAGE as REPORT
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.listing import without_controls
+from lightning_mhla.system.redaction import redact
+from mhla_tasks.tools.comparison import pictures
+from mhla_tasks.tools.comparison.curves import color_class, dash, drawn_metrics, legend, panel
+from mhla_tasks.tools.comparison.formats import as_latex, as_markdown
+from mhla_tasks.tools.comparison.groups import Group, direction, remarks
+from mhla_tasks.tools.comparison.runs import SEED, compared_keys, differences, option_text, plain
+from mhla_tasks.tools.comparison.table import ARROWS, Cell, Column, Table, tabulate
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8886; --paper: #fff; --tint: #8881; --shade: #0003 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; background: var(--paper) }
+h1 { font-size: 1.4rem; margin-bottom: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
+h3 { font-size: 1rem; margin: 1.2rem 0 .4rem }
+.muted { opacity: .72 } p { margin: .4rem 0 }
+.scroll { overflow-x: auto; max-width: 100%; background:
+  linear-gradient(to left, var(--paper) 60%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--shade), transparent) right / 1.2rem 100% no-repeat scroll }
+table { border-collapse: collapse } th, td { padding: .3rem .9rem .3rem 0; text-align: left; vertical-align: baseline }
+tr > * { border-bottom: 1px solid var(--line) } td.number, th.number { text-align: right }
+td.number, tr > :first-child { font-variant-numeric: tabular-nums; white-space: nowrap }
+abbr { text-decoration: none; color: #d33; font-weight: 700 } li { overflow-wrap: anywhere }
+.option, .run { overflow-wrap: break-word; max-width: 24rem }
+td.run { min-width: 10rem; overflow-wrap: anywhere }
+tr > :first-child { position: sticky; left: 0; background: var(--paper); white-space: nowrap }
+th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: 0; cursor: pointer;
+  text-align: inherit }
+th button:hover, a:hover { text-decoration: underline }
+th[aria-sort=ascending] button::after { content: " \\25B4" } th[aria-sort=descending] button::after { content: " \\25BE" }
+.keys { display: flex; flex-wrap: wrap; gap: .4rem .5rem; margin: .6rem 0 1rem }
+.keys button { font: inherit; color: inherit; background: var(--tint); border: 1px solid var(--line); border-radius: 1rem;
+  padding: .1rem .7rem; cursor: pointer; text-align: left; overflow-wrap: anywhere }
+.keys button[aria-pressed=false] { opacity: .4; text-decoration: line-through }
+.swatch { width: 1.6em; height: .7em; vertical-align: baseline; stroke: var(--color); stroke-width: 3; fill: none }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); gap: 1rem 1.5rem }
+.side { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem 1.5rem;
+  align-items: start }
+figure { margin: 0; min-width: 0 } figcaption { overflow-wrap: anywhere; margin-bottom: .2rem }
+figure svg:not(.swatch) { width: 100%; height: auto; display: block }
+svg text { fill: currentColor; font-size: 11px; opacity: .8 } .grid { stroke: var(--line); stroke-width: .6; fill: none }
+.series { fill: none; stroke: var(--color); stroke-linejoin: round } .series[hidden] { display: none }
+.mean { stroke-width: 2.2 } .thin { stroke-width: 1; opacity: .45 } circle { fill: var(--color); stroke: none }
+img { max-width: 100%; background: #fff; border-radius: .3rem; display: block }
+pre { background: var(--tint); padding: .7rem; overflow: auto; max-height: 26rem; border-radius: .3rem; margin: .4rem 0 }
+summary { cursor: pointer; margin: .5rem 0 } ul.remarks { margin: .6rem 0; padding-left: 1.2rem }
+.g0 { --color: #0b6bb5 } .g1 { --color: #cf5200 } .g2 { --color: #00845f } .g3 { --color: #b83f86 }
+.g4 { --color: #8a6a00 } .g5 { --color: #0e93a8 } .g6 { --color: #7a45b5 } .g7 { --color: #666 }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181c; --shade: #fff3 }
+  body { color: #e4e6ea } a { color: #8ab8ff }
+  .g0 { --color: #5aaef0 } .g1 { --color: #ff9350 } .g2 { --color: #35cf9c } .g3 { --color: #f08cc4 }
+  .g4 { --color: #e6c33c } .g5 { --color: #56d3e6 } .g6 { --color: #bd93f5 } .g7 { --color: #b8b8b8 }
+}
+"""
+
+SCRIPT = """
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0], original = [...body.rows];
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    const button = head.querySelector("button");
+    if (button) button.onclick = () => {
+      const order = {null: "ascending", ascending: "descending", descending: null}[head.getAttribute("aria-sort")];
+      heads.forEach(other => other.removeAttribute("aria-sort"));
+      let rows = original;
+      if (order) {
+        head.setAttribute("aria-sort", order);
+        const sign = order == "ascending" ? 1 : -1;
+        const number = row => parseFloat(row.cells[column].dataset.v ?? "");
+        const text = row => row.cells[column].textContent;
+        const missing = row => head.classList.contains("number") ? isNaN(number(row)) : !text(row);
+        const compare = (a, b) => head.classList.contains("number") ? number(a) - number(b)
+          : text(a).localeCompare(text(b), undefined, {numeric: true});
+        rows = [...original].sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : sign * compare(a, b)));
+      }
+      body.append(...rows);
+    };
+  });
+}
+for (const key of document.querySelectorAll(".keys button")) key.onclick = () => {
+  const visible = key.getAttribute("aria-pressed") != "true";
+  key.setAttribute("aria-pressed", visible);
+  for (const series of document.querySelectorAll(`.series[data-group="${key.dataset.group}"]`))
+    series.toggleAttribute("hidden", !visible);
+};
+"""
+
+
+def write_page(
+    path: Path, title: str, groups: Sequence[Group], metrics: Sequence[str] | None = None, missing: Sequence[str] = ()
+) -> None:
+    """Write the web page of a comparison atomically.
+
+    Args:
+        path: path of the file to write.
+        title: heading of the page.
+        groups: compared groups.
+        metrics: metrics to show; None for all.
+        missing: names of runs that could not be compared, because they have no ``run.json``.
+    """
+    table = tabulate(groups, metrics)
+    marks = [_swatch(index) for index in range(len(groups))]
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        _summary(groups, table, marks, missing),
+        f"<h2>Results</h2>{_results(table, groups, marks, path)}",
+        _curves(groups, marks, metrics),
+        _options(groups, marks),
+        pictures.pictures(groups, marks),
+        pictures.samples(groups, marks),
+        "<h2>Copy the table</h2>",
+        *(
+            f"<details><summary>{name}</summary><pre>{_text(text, lines=True)}</pre></details>"
+            for name, text in {"Markdown": as_markdown(table), "LaTeX": as_latex(table)}.items()
+        ),
+    ]
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    )
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{_text(title)}</title><style>{STYLE}</style>'
+    )
+    body = "\n".join(part for part in parts if part)
+    text = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n<script>{SCRIPT}</script></body></html>\n'
+    write_whole(path, text.encode("utf-8", "backslashreplace").decode())
+
+
+def _text(text: str, lines: bool = False) -> str:
+    """Escape a text for HTML, without secrets, and as one line unless ``lines`` is set."""
+    return escape(redact(text) if lines else without_controls(redact(text)))
+
+
+def _swatch(index: int) -> str:
+    """Return an SVG line in the color of a group, followed by the number of its row."""
+    line = f'<path d="M0 5H22"{dash(index)}/>'
+    return f'<svg class="swatch {color_class(index)}" viewBox="0 0 22 8" aria-hidden="true">{line}</svg> {index + 1}'
+
+
+def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missing: Sequence[str]) -> str:
+    runs = sum(len(group.runs) for group in groups)
+    facts = [f"{runs} run{'s' * (runs != 1)} in {len(groups)} row{'s' * (len(groups) != 1)}"]
+    facts += (
+        [f"seeds {_text(', '.join(groups[0].seeds))}"] if len({tuple(group.seeds) for group in groups}) == 1 else []
+    )
+    sentences = remarks(groups)
+    if missing:
+        sentences.append(f"Left out, because they have no run.json: {', '.join(missing)}.")
+    listed = f'<ul class="remarks">{"".join(f"<li>{_text(sentence)}</li>" for sentence in sentences)}</ul>'
+    return f'<p class="muted">{"; ".join(facts)}</p>{_winner(groups, table, marks)}{listed if sentences else ""}'
+
+
+def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
+    """Return a sentence about the two best rows of the first metric that has a best value; empty if there is none."""
+    for index, column in enumerate(table.columns):
+        if any(row[index].best for row in table.rows):
+            finished = [number for number, group in enumerate(groups) if group.first.record["finished"]]
+            values = [(table.rows[number][index].value, number) for number in finished]
+            ranked = sorted(
+                ((value, number) for value, number in values if value is not None), reverse=column.better == "max"
+            )
+            texts = [
+                f"{marks[number]} {_text(groups[number].label)} with {_text(str(table.rows[number][index]))}"
+                for _, number in ranked[:2]
+            ]
+            return f"<p>Best {_text(column.title)}: {'; next: '.join(texts)}.</p>"
+    return ""
+
+
+def _results(table: Table, groups: Sequence[Group], marks: Sequence[str], path: Path) -> str:
+    shown = (table.without("run") if table.identified else table).without("note")
+    # The notes stand below the table, because a column at its right end would be out of sight on a phone.
+    notes = {number: row[-1].text for number, row in enumerate(table.rows, 1) if table.columns[-1].kind == "note"}
+    notes = {number: note for number, note in notes.items() if note}
+    rows = []
+    for number, (row, group, mark) in enumerate(zip(shown.rows, groups, marks, strict=True), 1):
+        name = f'{mark}<abbr title="{_text(notes[number])}">*</abbr>' if number in notes else mark
+        cells = [f"<td>{name}", *(_cell(cell, column) for cell, column in zip(row, shown.columns, strict=True))]
+        rows.append(f"<tr>{''.join(cells)}<td>{_seeds(group, path)}</tr>")
+    sentences = ["Metrics are those of the last validation."]
+    if any(cell.spread for row in table.rows for cell in row):
+        sentences.insert(0, "Mean ± standard deviation over runs that differ only in their seed.")
+    if any(cell.best for row in table.rows for cell in row):
+        sentences.append("The best value of a column is bold; a difference smaller than the deviation is no evidence.")
+    sentences.append("Click a heading to sort, and a seed to read the report of its run.")
+    heads = f"<th>row{''.join(map(_head, shown.columns))}<th>seeds"
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    listed = "".join(f"<li>{marks[number - 1]}: {_text(note)}</li>" for number, note in notes.items())
+    return (
+        f'<p class="muted">{" ".join(sentences)}</p><div class="scroll"><table class="sortable">{body}</table></div>'
+        + (f'<ul class="remarks">{listed}</ul>' if notes else "")
+    )
+
+
+def _head(column: Column) -> str:
+    meaning = {"min": "lower is better", "max": "higher is better", None: column.key}[column.better]
+    title = f' title="{_text(meaning)}"' if meaning else ""
+    return f'<th class="{column.kind}"{title}><button>{_text(column.title)}</button>'
+
+
+def _cell(cell: Cell, column: Column) -> str:
+    value = "" if cell.value is None else f' data-v="{cell.value!r}"'
+    text = f"<b>{_text(cell.text)}</b>" if cell.best else _text(cell.text)
+    return f'<td class="{column.kind}"{value}>{text}{f" ± {_text(cell.spread)}" if cell.spread else ""}'
+
+
+def _seeds(group: Group, path: Path) -> str:
+    """Return HTML with the seeds of a group, each with a link to the report of its run if there is one."""
+    links = []
+    for run, seed in zip(group.runs, group.seeds, strict=True):
+        report = run.folder / REPORT
+        # quote() also encodes a colon, so that no name of a folder can be the scheme of a URL
+        target = quote(os.path.relpath(report.absolute(), path.absolute().parent))
+        links.append(f'<a href="{target}">{_text(seed)}</a>' if report.is_file() else _text(seed))
+    return ", ".join(links)
+
+
+def _curves(groups: Sequence[Group], marks: Sequence[str], metrics: Sequence[str] | None) -> str:
+    names = drawn_metrics(groups, metrics)
+    if not names:
+        return "<h2>Curves</h2><p>No metric has more than one value.</p>"
+    keys = [
+        f'<button data-group="{index}" aria-pressed="true">{mark} {_text(legend(group))}</button>'
+        for index, (group, mark) in enumerate(zip(groups, marks, strict=True))
+    ]
+    figures = []
+    for name in names:
+        better = direction(name, groups)
+        meaning = {"min": "lower is better", "max": "higher is better", None: ""}[better]
+        caption = f'<b>{_text(name)}</b> <span class="muted">{ARROWS[better]} {meaning}</span>'
+        figures.append(f"<figure><figcaption>{caption}</figcaption>{panel(name, groups)}</figure>")
+    lines = (
+        "Thin lines are single runs, thick lines their mean. " if any(len(group.runs) > 1 for group in groups) else ""
+    )
+    hint = f'<p class="muted">{lines}Click a name to hide or show its curves.</p>'
+    return f'<h2>Curves</h2>{hint}<div class="keys">{"".join(keys)}</div><div class="plots">{"".join(figures)}</div>'
+
+
+def _options(groups: Sequence[Group], marks: Sequence[str]) -> str:
+    runs = [run for group in groups for run in group.runs]
+    configured = [run for run in runs if run.options]
+    differing = [key for key in differences(runs) if key != SEED]
+    rows = []
+    for key in differing:
+        values = [option_text(group.first.options.get(key)) if group.first.options else "unknown" for group in groups]
+        rows.append(f"<tr><td>{_text(key)}{''.join(f'<td class=option>{_text(value)}' for value in values)}</tr>")
+    heads = "".join(f"<th>{mark}" for mark in marks)
+    table = f'<div class="scroll"><table><thead><tr><th>option{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    shared = [key for key in compared_keys(runs) if key not in differing and key != SEED]
+    lines = "\n".join(f"{key}: {plain(configured[0].options.get(key))}" for key in shared)
+    summary = f"<summary>{len(shared)} options that are the same</summary>"
+    common = f"<details>{summary}<pre>{_text(lines, lines=True)}</pre></details>"
+    inside = table if rows else "<p>None, except possibly the seed.</p>"
+    return f"<h2>Options that differ</h2>{inside}{common if shared else ''}" if configured else ""

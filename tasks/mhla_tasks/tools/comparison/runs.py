@@ -1,0 +1,279 @@
+"""Reader of run folders: the results of each run, its options, and the options that differ between runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_mhla.callbacks.report import RECORD
+from lightning_mhla.checkpoints.runs import is_run
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.untrusted import read_json, read_yaml
+from mhla_tasks.commandline.moved_keys import move_keys
+from mhla_tasks.commandline.sources import Source, mapping
+
+CONFIG = "config.yaml"
+
+ORDER = "runs.json"
+"""Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
+
+PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
+"""Configuration keys with the location of a run. They do not count as differences between runs."""
+
+SEED = "seed_everything"
+"""Configuration key of the seed. Runs that differ only in its value are averaged."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Completed or unfinished training run: its folder, recorded results and options.
+
+    Attributes:
+        folder: path of the run's folder, which contains ``run.json`` and usually ``config.yaml``.
+        record: content of ``run.json``, which the callback :class:`lightning_mhla.callbacks.RunReport` writes.
+        options: values of ``config.yaml`` by their dotted keys, such as ``model.attention.kind``; empty if the file is missing.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    options: dict[str, Any]
+
+    def points(self, metric: str) -> list[tuple[int, float | None]]:
+        """Return the optimizer steps and values of a metric; empty if the run did not record it. None is not finite."""
+        return [(step, value) for step, value in self.record["metrics"].get(metric, ())]
+
+    def final(self, metric: str) -> float | None:
+        """Return the last recorded value of a metric; None if it is not finite, or if the run did not record the metric."""
+        points = self.points(metric)
+        return points[-1][1] if points else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read all training runs in the given folders and their subfolders.
+
+    Args:
+        folders: folders of runs, or folders that contain such folders at any depth. A run is read only once, even if several of
+            the folders contain it.
+
+    Returns:
+        The runs, in the order of the given folders. Runs of a sweep have the order of the sweep; other runs in a folder are
+        sorted by name.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist or does not contain any run.
+        ValueError: if the ``run.json`` or ``config.yaml`` of a run is invalid.
+    """
+    runs: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{shown(folder)} is not a folder; give the folder of a run, or of several runs")
+        records = list(folder.rglob(RECORD))
+        if not records:
+            raise FileNotFoundError(
+                f"{shown(folder)} contains no {RECORD}; it is written by runs with the callback "
+                "lightning_mhla.callbacks.RunReport after each validation"
+            )
+        places = {name: place for place, name in enumerate(_sweep_order(folder))}
+        records.sort(
+            key=lambda path: (
+                places.get(path.parent.relative_to(folder).as_posix(), len(places)),
+                [_number_or_word(part) for part in path.parts],
+            )
+        )
+        for path in records:
+            runs.setdefault(path.parent.resolve(), _read(path))
+    return list(runs.values())
+
+
+def _sweep_order(folder: Path) -> list[str]:
+    """Return the names of the runs that a sweep listed in its folder; empty if the folder is not that of a sweep."""
+    if not (folder / ORDER).is_file():
+        return []
+    names = read_json(folder / ORDER).get("runs")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{shown(folder / ORDER)} does not list runs of a sweep; remove it to sort the runs by name")
+    return names
+
+
+def write_order(folder: Path, names: Sequence[str]) -> str:
+    """Return the content of the file with which a sweep stores the order of its runs.
+
+    Args:
+        folder: folder of the sweep. The runs of an earlier sweep in this folder follow those of the current sweep.
+        names: names of the folders of the runs, in the order of the sweep.
+    """
+    return json.dumps({"runs": list(dict.fromkeys([*names, *_sweep_order(folder)]))}, indent=1) + "\n"
+
+
+def unrecorded(folders: Sequence[Path]) -> list[Path]:
+    """List the folders of runs, at any depth, that have a configuration but no ``run.json``, so they cannot be compared."""
+    configs = [path for folder in folders for path in sorted(folder.rglob(CONFIG))]
+    return list(
+        dict.fromkeys(path.parent for path in configs if not (path.parent / RECORD).exists() and is_run(path.parent))
+    )
+
+
+def _number_or_word(part: str) -> tuple[str, int]:
+    word = part.rstrip("0123456789")
+    return word, int(part[len(word) :] or -1)
+
+
+def _read(path: Path) -> Run:
+    config = path.parent / CONFIG
+    try:
+        record = _checked(read_json(path))
+    except (KeyError, TypeError, AttributeError, OverflowError, _BrokenRecordError) as error:
+        reason = str(error) if isinstance(error, _BrokenRecordError) else "an entry is missing or has a wrong type"
+        raise ValueError(f"{shown(path)} is not a record of a run: {reason}") from error
+    if not config.exists():
+        return Run(path.parent, record, {})
+    (source,), _ = move_keys([Source(str(config), mapping(read_yaml(config)))])
+    return Run(path.parent, record, flat(redacted(source.values)))
+
+
+class _BrokenRecordError(Exception):
+    """Entry of a ``run.json`` that is missing or has a wrong type; the message names it."""
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Check the entries of a ``run.json`` that comparisons use, and replace numbers that are not finite by None.
+
+    Runs may come from other people, so nothing about the file is taken for granted.
+    """
+    if not isinstance(record.get("metrics"), dict) or not _is_number(record.get("seconds")):
+        raise _BrokenRecordError("it has no metrics or no seconds")
+    for name in ("steps", "parameters"):
+        if not _is_number(record.get(name)) or record[name] != int(record[name]):
+            raise _BrokenRecordError(f"{name} is not a whole number")
+    if not isinstance(record.get("finished"), bool):
+        raise _BrokenRecordError("finished is neither true nor false")
+    metrics = {}
+    for metric, points in record["metrics"].items():
+        if not isinstance(points, list) or not all(map(_is_point, points)):
+            raise _BrokenRecordError(f"the points of {shown(metric)} are not steps with values")
+        metrics[metric] = [[int(step), _finite(value)] for step, value in sorted(points, key=lambda point: point[0])]
+    best = record.get("best") or {}
+    if best:
+        if not isinstance(best["metric"], str):
+            raise _BrokenRecordError("the metric of best is not a name")
+        best = {**best, "value": _finite(best.get("value"))}
+    versions = record.get("versions") if isinstance(record.get("versions"), dict) else {}
+    return {**record, "metrics": metrics, "best": best, "versions": versions}
+
+
+def _is_point(point: Any) -> bool:
+    if not isinstance(point, list) or len(point) != 2 or not _is_number(point[0]):
+        return False
+    return point[1] is None or (isinstance(point[1], int | float) and not isinstance(point[1], bool))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested configuration to one dict with dotted keys, such as ``model.attention.kind``.
+
+    In a list of objects with ``class_path``, such as callbacks, the class name becomes the key of each object.
+
+    Args:
+        values: nested mappings, lists and plain values.
+        prefix: dotted key that precedes all keys of the result; empty at the top level.
+    """
+    if isinstance(values, Mapping) and values:
+        parts = (flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
+        return {key: value for part in parts for key, value in part.items()}
+    if (
+        isinstance(values, list)
+        and values
+        and all(isinstance(value, Mapping) and "class_path" in value for value in values)
+    ):
+        by_class: dict[str, Any] = {}
+        for value in values:
+            name = str(value["class_path"]).rpartition(".")[2]
+            number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
+            by_class[f"{name}-{number + 1}" if number else name] = value.get("init_args")
+        return {
+            key: value for name, options in by_class.items() for key, value in flat(options, f"{prefix}.{name}").items()
+        }
+    return {prefix: values}
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """List the configuration keys whose values differ between runs, except options of loggers and paths of run folders.
+
+    Args:
+        runs: runs to compare. Runs without a configuration are ignored.
+
+    Returns:
+        Dotted keys, such as ``model.attention.kind``.
+    """
+    configured = [run for run in runs if run.options]
+    return [key for key in compared_keys(runs) if len({plain(run.options.get(key)) for run in configured}) > 1]
+
+
+def compared_keys(runs: Sequence[Run]) -> list[str]:
+    """List all configuration keys of runs, except options of loggers and paths of run folders."""
+    keys = dict.fromkeys(key for run in runs for key in run.options)
+    return [key for key in keys if key not in PLACES and not key.startswith("trainer.logger")]
+
+
+def plain(value: Any) -> str:
+    """Return the value of an option as JSON, to compare values of any type."""
+    return json.dumps(value, default=str)
+
+
+def option_text(value: Any) -> str:
+    """Return the value of an option as a text for tables and labels; empty for None."""
+    return "" if value is None else value if isinstance(value, str) else plain(value)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Shorten dotted configuration keys to the fewest last parts that are unique among them.
+
+    Args:
+        keys: dotted keys, such as ``model.optimizer.lr``.
+
+    Returns:
+        The short name of each key, such as ``lr`` for ``model.optimizer.lr`` if no other key ends in ``lr``.
+    """
+    names = {}
+    for key in keys:
+        parts = key.replace(".init_args", "").split(".")
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[-count:])
+            if sum(f".{other.replace('.init_args', '')}".endswith(f".{name}") for other in keys) == 1:
+                break
+        names[key] = name
+    return names
+
+
+def folder_names(runs: Sequence[Run]) -> list[str]:
+    """Return the path of each run's folder, relative to the parent folder that all runs have in common."""
+    paths = [str(run.folder) for run in runs]
+    common = os.path.commonpath([os.path.abspath(path) for path in paths]) if len(set(paths)) > 1 else ""
+    return [os.path.relpath(path, common) if common else path for path in paths]
+
+
+def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Convert the comparison of runs to a list that JSON can represent.
+
+    Returns:
+        A dict for each run: ``folder``, the path of its folder; ``options``, the values of the configuration keys whose values
+        differ between the runs; and all entries of its ``run.json``.
+    """
+    keys = differences(runs)
+    return [
+        {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}
+        for run in runs
+    ]

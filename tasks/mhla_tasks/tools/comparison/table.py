@@ -1,0 +1,180 @@
+"""Table of a comparison: a row for each group of runs, with its options, metrics, size and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from lightning_mhla.callbacks.page import duration
+from lightning_mhla.system.numbers import rounded, rounded_with_spread
+from mhla_tasks.tools.comparison.groups import Group, Summary, all_metrics, direction
+from mhla_tasks.tools.comparison.runs import SEED, differences, option_text, short_names
+
+ARROWS = {"min": "↓", "max": "↑", None: ""}
+"""Signs that say whether lower or higher values of a metric are better."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Cell of a table.
+
+    Attributes:
+        text: text of the cell; for a metric, its rounded mean.
+        value: unrounded number by which the cell is sorted; None if the cell is not a number.
+        spread: rounded standard deviation; empty if there is none.
+        spread_value: unrounded standard deviation.
+        best: whether this is the best value of its column.
+    """
+
+    text: str
+    value: float | None = None
+    spread: str = ""
+    spread_value: float | None = None
+    best: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text} ± {self.spread}" if self.spread else self.text
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table.
+
+    Attributes:
+        name: heading, such as ``kind`` or ``val/accuracy``.
+        kind: ``run``, ``option``, ``number`` or ``note``.
+        better: ``min`` or ``max``, whether lower or higher values are better; None if unknown or not applicable.
+        key: complete configuration key of an option.
+    """
+
+    name: str
+    kind: str
+    better: str | None = None
+    key: str = ""
+
+    @property
+    def title(self) -> str:
+        """Heading with an arrow that says whether lower or higher values are better."""
+        return f"{self.name} {ARROWS[self.better]}".rstrip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Comparison of groups of runs as a table.
+
+    Attributes:
+        columns: columns of the table.
+        rows: cells of each group, in the order of the columns.
+        identified: whether options and notes tell all rows apart, so that the names of folders may be left out.
+    """
+
+    columns: list[Column]
+    rows: list[list[Cell]]
+    identified: bool
+
+    def without(self, kind: str) -> Table:
+        """Return the table without the columns of one kind."""
+        indices = [index for index, column in enumerate(self.columns) if column.kind != kind]
+        rows = [[row[index] for index in indices] for row in self.rows]
+        return Table([self.columns[index] for index in indices], rows, self.identified)
+
+
+def tabulate(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> Table:
+    """Build the table of a comparison.
+
+    The columns are the folder, the options that differ, the number of runs if it is not 1 everywhere, the last values of the
+    metrics, the best values of the metrics that chose checkpoints unless they are the last ones, steps, time, parameters, and
+    notes if there are any.
+
+    Args:
+        groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.
+        metrics: names of the metrics to show, in this order; None for all.
+
+    Raises:
+        ValueError: if no run recorded one of ``metrics``.
+    """
+    recorded = all_metrics(groups)
+    for name in metrics or ():
+        if name not in recorded:
+            raise ValueError(f"no run recorded the metric {name}; the metrics are {', '.join(recorded) or 'none'}")
+    shown_metrics = recorded if metrics is None else list(metrics)
+    runs = [run for group in groups for run in group.runs]
+    keys = [key for key in differences(runs) if key != SEED]
+    filled: list[tuple[Column, list[Cell]]] = [
+        (Column(name, "option", key=key), [Cell(option_text(group.first.options.get(key))) for group in groups])
+        for key, name in short_names(keys).items()
+    ]
+    identities = {(*(cells[row].text for _, cells in filled), *group.notes) for row, group in enumerate(groups)}
+    filled.insert(0, (Column("run", "run"), [Cell(group.name) for group in groups]))
+    if any(len(group.runs) > 1 for group in groups):
+        filled.append((Column("runs", "number"), [Cell(str(len(group.runs)), len(group.runs)) for group in groups]))
+    for metric in shown_metrics:
+        column = Column(metric, "number", direction(metric, groups))
+        filled.append((column, _metric_cells([group.final(metric) for group in groups], groups, column)))
+    for metric in dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]):
+        # A column that repeats the last values, because training ended with the best ones, says nothing new.
+        if metric in shown_metrics and any(group.best(metric) != group.final(metric) for group in groups):
+            column = Column(f"best {metric}", "number", direction(metric, groups))
+            filled.append((column, _metric_cells([group.best(metric) for group in groups], groups, column)))
+    filled += [
+        (Column("steps", "number"), [_count(group.first.record["steps"]) for group in groups]),
+        (Column("time", "number"), [_time(group) for group in groups]),
+        (Column("parameters", "number"), [_count(group.first.record["parameters"]) for group in groups]),
+    ]
+    notes = ["; ".join([*group.notes, *_early(group, shown_metrics)]) for group in groups]
+    filled += [(Column("notes", "note"), [Cell(note) for note in notes])] if any(notes) else []
+    rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
+    return Table([column for column, _ in filled], rows, bool(keys) and len(identities) == len(groups))
+
+
+def _count(number: int) -> Cell:
+    return Cell(f"{number:,}", number)  # the same for all runs of a group, see group_runs
+
+
+def _time(group: Group) -> Cell:
+    seconds = fmean(run.record["seconds"] for run in group.runs)
+    return Cell(duration(seconds), seconds)
+
+
+def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
+    """Return the cells of a metric, and mark the best, also those that are rounded to the same text.
+
+    Unfinished runs do not compete. A single value, or values that are all equal, have no best.
+    """
+    cells = [_metric_cell(summary) for summary in summaries]
+    competing = [group.first.record["finished"] for group in groups]
+    texts = {
+        cell.value: cell.text
+        for cell, competes in zip(cells, competing, strict=True)
+        if competes and cell.value is not None
+    }
+    if column.better is None or len(texts) < 2:
+        return cells
+    best = texts[min(texts) if column.better == "min" else max(texts)]
+    return [
+        replace(cell, best=competes and cell.value is not None and cell.text == best)
+        for cell, competes in zip(cells, competing, strict=True)
+    ]
+
+
+def _metric_cell(summary: Summary) -> Cell:
+    if summary.mean is None:
+        return Cell(summary.problem)
+    if summary.spread is None:
+        return Cell(rounded(summary.mean), summary.mean)
+    text, spread = rounded_with_spread(summary.mean, summary.spread)
+    return Cell(text, summary.mean, spread, summary.spread)
+
+
+def _early(group: Group, metrics: Sequence[str]) -> list[str]:
+    """Describe metrics whose last value was measured before the last step of the runs."""
+    steps = group.first.record["steps"]
+    early: dict[int, list[str]] = {}
+    for metric in metrics:
+        last = min((points[-1][0] for run in group.runs if (points := run.points(metric))), default=steps)
+        if last < steps:
+            early.setdefault(last, []).append(metric)
+    if len(early) == 1 and len(next(iter(early.values()))) > 1:
+        return [f"metrics at step {next(iter(early)):,}, not {steps:,}"]
+    return [f"{', '.join(names)} at step {step:,}, not {steps:,}" for step, names in early.items()]

@@ -1,0 +1,190 @@
+"""The web page of a comparison: its numbers, its curves, its safety."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import yaml
+from mhla_tasks.commandline import registry
+from mhla_tasks.tools.comparison.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, panel
+from mhla_tasks.tools.comparison.groups import group_runs
+from mhla_tasks.tools.comparison.runs import Run
+from PIL import Image
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of each table row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.rows: list[list[str]] = []
+        self.text, self.inside = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        self.inside = self.inside or tag == "table"
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag != "table"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.inside and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+    def named(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def save(folder: Path, kind: str, seed: int, accuracy: float, **changes: Any) -> None:
+    (folder / "pictures").mkdir(parents=True)
+    record = {
+        "finished": True, "steps": 200, "seconds": 65.0, "parameters": 1234, "versions": {}, "best": {},
+        "metrics": {"val/accuracy": [[100, 0.25], [200, accuracy]]},
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps({**record, **changes}))
+    options = {"seed_everything": seed, "model": {"kind": kind, "note": EVIL, "api_key": "planted"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(options))
+
+
+def page_of(folder: Path) -> Page:
+    registry.run("compare", [str(folder), "--html", str(folder / "compared.html")])
+    return Page((folder / "compared.html").read_text())
+
+
+def test_the_page_shows_means_links_and_notes(tmp_path: Path) -> None:
+    for kind, values in {"mhla": (0.75, 0.5), "linear": (0.5, 0.25)}.items():
+        for seed, value in enumerate(values):
+            save(tmp_path / f"kind={kind}:{seed}", kind, seed, value)
+    save(tmp_path / "slow", "mhla", 2, 0.125, finished=False)
+    (tmp_path / "kind=mhla:1/report.html").write_text("x")
+    page = page_of(tmp_path)
+    assert page.rows[:4] == [
+        ["row", "kind", "runs", "val/accuracy ↑", "steps", "time", "parameters", "seeds"],
+        [" 1", "linear", "2", "0.38 ± 0.18", "200", "1 min 05 s", "1,234", "0, 1"],
+        [" 2", "mhla", "2", "0.62 ± 0.18", "200", "1 min 05 s", "1,234", "0, 1"],
+        [" 3*", "mhla", "1", "0.125", "200", "1 min 05 s", "1,234", "2"],
+    ]
+    assert "Best val/accuracy ↑:  2 kind=mhla with 0.62 ± 0.18; next:  1 kind=linear with 0.38 ± 0.18." in page.text
+    assert " 3: not finished" in page.text
+    values = [attributes["data-v"] for attributes in page.named("td") if "data-v" in attributes]
+    assert values[1] == repr((0.5 + 0.25) / 2), "sorted by the unrounded mean"
+    (link,) = page.named("a")
+    assert (tmp_path / unquote(link["href"])).is_file()
+    assert ":" not in link["href"], "a name with a colon is not the scheme of a URL"
+    assert [tag for tag, _ in page.tags].count("b") == 2, "the best value, and the title of the one plot"
+
+
+def test_nothing_of_a_run_is_interpreted_and_foreign_scripts_are_forbidden(tmp_path: Path) -> None:
+    folder = tmp_path / "<b>x"
+    save(
+        folder / "javascript:alert(3)",
+        EVIL,
+        0,
+        0.5,
+        metrics={f"val/{EVIL}": [[1, 0.5], [2, 0.25]]},
+        versions={EVIL: EVIL},
+    )
+    save(folder / "b", "b", 0, 0.5, versions={EVIL: "2"})
+    (folder / "b/samples.md").write_text(f"{EVIL} https://planteduser:pw@host/x\n</pre>")
+    (folder / "b/pictures/a<i>-step1.png").write_text(EVIL)
+    page = page_of(folder)
+    text = (folder / "compared.html").read_text()
+    assert page.named("img") == []
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert len(page.named("script")) == 1
+    assert "planted" not in text
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    policy = next(attributes["content"] for attributes in page.named("meta") if "http-equiv" in attributes)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in policy
+    assert f"{EVIL} https://***@host/x" in page.text
+    assert "are not pictures" in page.text
+    assert not re.findall(r"(?:src|href)=\"?https?:", text), "no network"
+
+
+def test_pictures_stand_side_by_side_at_their_last_step(tmp_path: Path) -> None:
+    for kind, shade in (("a", 10), ("b", 20)):
+        save(tmp_path / kind, kind, 0, 0.5 if kind == "a" else 0.75)
+        for step in (5, 40, 100):
+            Image.new("L", (2, 2), shade + step).save(tmp_path / f"{kind}/pictures/attention-step{step:04d}.png")
+    Image.new("L", (2, 2), 99).save(tmp_path / "b/pictures/mixing-step0100.png")
+    (tmp_path / "a/checkpoints").mkdir()
+    Image.new("L", (2, 2)).save(tmp_path / "a/checkpoints/learning_curves.png")
+    page = page_of(tmp_path)
+    shown = [base64.b64decode(attributes["src"].partition(",")[2]) for attributes in page.named("img")]
+    paths = ["a/pictures/attention-step0100.png", "b/pictures/attention-step0100.png", "b/pictures/mixing-step0100.png"]
+    assert shown == [(tmp_path / path).read_bytes() for path in paths]
+    assert "1 kind=a has no such picture" in page.text
+    assert "2 kind=b step 100" in page.text
+
+
+def test_curves_are_where_their_values_are() -> None:
+    def run(kind: str, seed: int, *values: float | None) -> Run:
+        points = [[step, value] for step, value in zip((50, 100, 200), values, strict=True)]
+        record = {
+            "finished": True, "steps": 200, "seconds": 1.0, "parameters": 1, "versions": {}, "best": {},
+            "metrics": {"val/loss": points},
+        }  # fmt: skip
+        return Run(Path(f"{kind}{seed}"), record, {"kind": kind, "seed_everything": seed})
+
+    groups = group_runs([run("a", 0, 4.0, 2.0, 0.0), run("a", 1, 2.0, None, 1.0), run("b", 0, 3.0, 3.0, 3.0)])
+    drawn = panel("val/loss", groups)
+
+    def pixels(step: float, value: float) -> str:  # the axis has a margin of a twentieth of the range of values, 0 to 4
+        x = LEFT + step / 200 * (WIDTH - LEFT - RIGHT)
+        y = TOP + (4.2 - value) / 4.4 * (HEIGHT - TOP - BOTTOM)
+        return f"{x:.1f},{y:.1f}"
+
+    lines = re.findall(r'<polyline class="(\w+)" points="([^"]*)"', drawn)
+    expected = [
+        ("thin", [(50, 4), (100, 2), (200, 0)]), ("thin", [(50, 2), (200, 1)]), ("mean", [(50, 3), (200, 0.5)]),
+        ("mean", [(50, 3), (100, 3), (200, 3)]),
+    ]  # fmt: skip
+    assert lines == [(name, " ".join(pixels(*point) for point in points)) for name, points in expected]
+    assert re.findall(r'class="series (g\d)" data-group="(\d)"', drawn) == [("g0", "0"), ("g1", "1")]
+    assert "<title>kind=a (mean of 2 runs): 0.5 at step 200</title>" in drawn
+    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="end">([\d.]+)</text>', drawn)
+    for _, y, label in labels[:5]:
+        assert float(y) - 4 == pytest.approx(TOP + (4.2 - float(label)) / 4.4 * (HEIGHT - TOP - BOTTOM), abs=0.06)
+    assert [label for _, _, label in labels[:5]] == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("scale", [1e-7, 3e-3, 0.07, 1.0, 2.5, 40.0, 12345.0, 3e9])
+def test_ticks_are_few_distinct_and_say_their_value(scale: float) -> None:
+    record = {
+        "finished": True, "steps": 7, "seconds": 1.0, "parameters": 1, "versions": {}, "best": {},
+        "metrics": {"m": [[1, scale], [7, 2 * scale]]},
+    }  # fmt: skip
+    drawn = panel("m", group_runs([Run(Path("a"), record, {})]))
+    labels = re.findall(rf'<text x="{LEFT - 6}" y="([\d.]+)" text-anchor="end">([^<]+)</text>', drawn)
+    assert 2 <= len(labels) <= 7
+    assert len({label for _, label in labels}) == len(labels)
+    for y, label in labels:
+        position = TOP + (2.05 * scale - float(label.replace(",", ""))) / (1.1 * scale) * (HEIGHT - TOP - BOTTOM)
+        assert float(y) - 4 == pytest.approx(position, abs=0.06), label
+
+
+def test_one_run_without_curves_and_options_makes_a_page(tmp_path: Path) -> None:
+    save(tmp_path / "a", "x", 0, 0.5, metrics={})
+    (tmp_path / "a/config.yaml").unlink()
+    page = page_of(tmp_path)
+    assert "There is one run, so there is nothing to compare it with." in page.text
+    assert "No metric has more than one value." in page.text
+    assert "options unknown, there is no config.yaml" in page.text
