@@ -10,22 +10,36 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+from lightning_mhla.attention import (
+    Attention,
+    AttentionConfig,
+    BlockLayout,
+    CrossAttention,
+    CrossAttentionConfig,
+    LinearCrossAttention,
+    build_attention,
+    build_cross_attention,
+)
 from lightning_mhla.attention.summaries import SummaryAttention
+from lightning_mhla.swap.groups import LayerGroup, NoCrossAttention
 from lightning_mhla.system.torch_private import in_backward, makes_fake_tensors
 
 log = logging.getLogger(__name__)
 
 SAVED = "swapped_attention"
 """Key in a saved model's ``config.json`` under which the options of the swap are recorded."""
+
+CROSS = "cross"
+"""Entry of that record with the options of the replaced cross-attention."""
 
 HUB_OPTIONS = (
     "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
@@ -34,96 +48,49 @@ HUB_OPTIONS = (
 """Options of ``from_pretrained`` that are passed on to transformers and diffusers."""
 
 
-class HostLibrary(ABC):
+class HostLibrary(LayerGroup[Attention, AttentionConfig]):
     """Interface for replacing the attention in the models of a library such as timm, and for saving and loading these models.
 
     Attributes:
         package: name of the library's package. A model belongs to the library if its class or a base class is defined there.
         options: names of the keyword arguments that :func:`lightning_mhla.load_swapped` passes on to the library.
+        cross: cross-attention layers of the library's models, in which attention can be replaced too.
     """
 
     package: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = HUB_OPTIONS
+    config_class = AttentionConfig
+    cross: ClassVar[LayerGroup[CrossAttention, CrossAttentionConfig]] = NoCrossAttention()
 
     def claims(self, model: nn.Module) -> bool:
         """Return whether ``model`` belongs to this library."""
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
-    @abstractmethod
-    def layers(self, model: Any) -> list[Any]:
-        """Return the self-attention modules of a model in the order of its layers.
-
-        Raises:
-            ValueError: if attention cannot be replaced in a model of this class.
-        """
-
-    @abstractmethod
-    def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Check that the attention modules have no feature that the new attention lacks. The model does not change.
-
-        Args:
-            model: model whose attention is to be replaced.
-            layers: mapping from layer number to the attention module to replace.
-            configs: mapping from layer number to the configuration of the new attention.
-
-        Raises:
-            ValueError: if a module or a configuration is not supported.
-        """
-
-    @abstractmethod
-    def replace(
-        self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
-    ) -> dict[int, Attention]:
-        """Replace the attention of layers for which :meth:`check` found no problem, in place.
-
-        The model does not change if an exception is raised.
-
-        Args:
-            model: model whose attention is replaced.
-            layers: mapping from layer number to the attention module to replace.
-            configs: mapping from layer number to the configuration of the new attention.
-
-        Returns:
-            Mapping from layer number to the new attention module.
-        """
-
-    def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
-        """Replace the attention of a model in place, as described by the record of an earlier replacement.
+    def restore(self, model: Any, record: Mapping[str, Any]) -> None:
+        """Replace self-attention and cross-attention of a model in place, as :meth:`record` returned it for another model.
 
         Args:
             model: model with its original attention.
-            record: mapping with two entries. ``attention`` maps the fields of :class:`AttentionConfig` to their values;
-                ``layers`` maps the number of each layer to replace to its attention kind.
-
-        Returns:
-            Mapping from layer number to the new attention module.
+            record: record of the replacement, see :meth:`remember`.
 
         Raises:
             ValueError: if a layer or its new attention is not supported.
         """
-        attention, all_layers = AttentionConfig(**record["attention"]), self.layers(model)
-        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(all_layers)}
-        configs = {index: attention.with_kind(kind).at_layer(index) for index, kind in kinds.items()}
-        replaced_layers = {index: all_layers[index] for index in configs}
-        self.check(model, replaced_layers, configs)
-        return self.replace(model, replaced_layers, configs)
+        self.put_in(model, record)
+        if CROSS in record:
+            self.cross.put_in(model, record[CROSS])
 
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        """Return the attention modules that were inserted into a model, by layer number."""
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
+    def replaced(self, model: Any) -> list[tuple[Any, Attention | CrossAttention]]:
+        """Return all attention modules whose attention was replaced, each with its new attention.
 
-    def use_original(self, model: Any, layer: Any, original: bool) -> None:
-        """Switch a layer with replaced attention to its original attention, or back to the new attention.
-
-        Args:
-            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-            layer: attention module of the layer.
-            original: True to compute the original attention from now on; False to compute the new attention.
-
-        Raises:
-            NotImplementedError: if models of this library do not keep the original attention.
+        Self-attention comes first, in the order of the layers, then cross-attention.
         """
-        raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
+        pairs: list[tuple[Any, Attention | CrossAttention]] = []
+        for group in (self, self.cross):
+            new: Mapping[int, Any] = group.swapped(model)
+            layers = group.layers(model) if new else []
+            pairs += [(layers[index], attention) for index, attention in new.items()]
+        return pairs
 
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
@@ -131,39 +98,32 @@ class HostLibrary(ABC):
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-            layers: numbers of the layers to switch; None for all replaced layers.
+            layers: numbers of the self-attention layers to switch; None for all replaced layers, with cross-attention.
 
         Raises:
             NotImplementedError: if models of this library do not keep the original attention.
         """
-        every = self.layers(model)
-        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
-        for layer in replaced:
-            self.use_original(model, layer, True)
+        if layers is None:
+            replaced = [layer for layer, _ in self.replaced(model)]
+        else:
+            every = self.layers(model)
+            replaced = [every[index] for index in self.swapped(model) if index in layers]
+        crossing = {id(layer) for layer, new in self.replaced(model) if isinstance(new, CrossAttention)}
+        groups = [self.cross if id(layer) in crossing else self for layer in replaced]
+        for group, layer in zip(groups, replaced, strict=True):
+            group.use_original(model, layer, True)
         try:
             yield
         finally:
-            for layer in replaced:
-                self.use_original(model, layer, False)
-
-    def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return which tokens of an attention layer's input are not padding. The base class always returns None.
-
-        Args:
-            options: keyword arguments with which the layer was called.
-            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C; it has as many tokens as the input.
-
-        Returns:
-            Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
-        """
-        return None
+            for group, layer in zip(groups, replaced, strict=True):
+                group.use_original(model, layer, False)
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
         """Return the record of how a model's attention was replaced, as :meth:`remember` stored it.
 
         Returns:
-            The record, with the entries ``attention`` and ``layers``; None if the attention was not replaced.
+            The record, see :meth:`remember`; None if the attention was not replaced.
         """
 
     @abstractmethod
@@ -173,7 +133,8 @@ class HostLibrary(ABC):
         Args:
             model: model whose attention was replaced.
             record: mapping with two entries. ``attention`` maps the fields of :class:`AttentionConfig` to their values;
-                ``layers`` maps the number of each replaced layer to its attention kind.
+                ``layers`` maps the number of each replaced layer to its attention kind. If cross-attention was replaced, the
+                entry ``cross`` has the same two entries for it.
         """
 
     @abstractmethod
@@ -342,13 +303,15 @@ def refuse_float16(index: int, kind: type) -> None:
     Raises:
         ValueError: if ``kind`` computes sums over many tokens, as linear attention does.
     """
-    if issubclass(kind, SummaryAttention):
+    if issubclass(kind, SummaryAttention | LinearCrossAttention):
         raise ValueError(
             f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or float32"
         )
 
 
-def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
+def fit(
+    owner: Any, attention: Attention | CrossAttention, layout: BlockLayout, device: torch.device
+) -> BlockLayout | None:
     """Set the block layout of an attention module; during compilation or export, return the layout instead.
 
     Args:
@@ -413,6 +376,37 @@ def build_beside(
     """
     with weight.device:
         attention = build_attention(config, dim, heads, layout, projections=False, **options)
+    return _like(weight, attention)
+
+
+def build_cross_beside(
+    weight: Tensor, config: CrossAttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
+) -> CrossAttention:
+    """Build a cross-attention module without projections, for use with the projections of an existing layer.
+
+    If the attention has an output gate, the gate is initialized so that it does not change the output.
+
+    Args:
+        weight: any weight of the existing layer; the new attention gets its device and dtype.
+        config: configuration of the new attention, with all options for the context set.
+        dim: width of the tokens.
+        heads: number of query heads.
+        layout: partition of the queries into blocks.
+        options: further arguments of :func:`build_cross_attention`.
+
+    Returns:
+        The new attention module.
+    """
+    assert config.key_tokens is not None
+    context = BlockLayout((config.key_tokens,), block_size=config.key_block_size)
+    config = replace(config, rotary=False)
+    with weight.device:
+        attention = build_cross_attention(config, dim, heads, layout, context, projections=False, **options)
+    return _like(weight, attention)
+
+
+def _like(weight: Tensor, attention: Any) -> Any:
+    """Give new attention the dtype of a weight, and open its gate."""
     if weight.dtype != torch.get_default_dtype():
         attention = attention.to(weight.dtype)
     attention.open_gate()

@@ -199,7 +199,7 @@ class SwappedTransformersModel(SwappedClass):
         unsaved = {name: value for name, value in record.get("options", {}).items() if name in parameters}
         super().__init__(plain, *args, **{**unsaved, **options})  # type: ignore[call-arg]
         host = TransformersFolders()
-        host.put_in(self, record)
+        host.restore(self, record)
         host.remember(self, record)
 
     @classmethod
@@ -292,7 +292,8 @@ class TransformersFolders(TransformersHost):
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        return getattr(model.config, SAVED, None) if self.swapped(model) else None
+        is_swapped = any(hasattr(module, "swapped") for module in model.modules())
+        return getattr(model.config, SAVED, None) if is_swapped else None
 
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
