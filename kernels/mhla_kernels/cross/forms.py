@@ -22,10 +22,12 @@ from mhla_kernels.cross.layout import CrossLayout, CrossPartition
 from mhla_kernels.cross.problem import CrossProblem, hide
 from mhla_kernels.finite import finite_
 from mhla_kernels.forms import reference
+from mhla_kernels.forms.attend import attend_parts
 from mhla_kernels.forms.chunked import bidirectional
 from mhla_kernels.forms.parallel import parallel
 from mhla_kernels.mixing import BlockPairs, Mixing
 from mhla_kernels.mixing.base import apply_matrix
+from mhla_kernels.problem import zero_outputs
 
 
 def attend_cross(problem: CrossProblem, form: Form) -> Tensor:
@@ -35,6 +37,9 @@ def attend_cross(problem: CrossProblem, form: Form) -> Tensor:
         problem: checked arguments, as :func:`mhla_kernels.cross.problem.prepare_cross` returns them.
         form: ``"parallel"``, ``"chunked"`` or ``"reference"``.
     """
+    sequences = problem.layout.sequences
+    if sequences is not None and all(a == b or c == d for (a, b), (c, d) in sequences):  # no query has a key
+        return zero_outputs(problem.q, problem.k, problem.v, *problem.mixing.tensors.values())
     # a masked query reads a sum over all keys, which zero times an infinite value would make NaN
     return hide(_attend(problem, form), problem.query_mask)
 
@@ -52,7 +57,7 @@ def cross_weights(problem: CrossProblem) -> Tensor:
 
 def _attend(problem: CrossProblem, form: Form) -> Tensor:
     if form == "chunked":
-        return _chunked(problem)
+        return _chunked_in_parts(problem)
     sequences = problem.layout.sequences
     if sequences is not None:
         # one by one: no product of tokens of different sequences, whose values may be infinite or NaN
@@ -82,6 +87,20 @@ def _parallel(problem: CrossProblem) -> Tensor:
     (q,) = blocks.queries.line_up(problem.q)
     k, v = blocks.keys.line_up(problem.k, problem.v)
     return blocks.queries.take_out(parallel(q, k, v, blocks.matrix(problem.mixing), problem.weighting))
+
+
+def _chunked_in_parts(problem: CrossProblem) -> Tensor:
+    """Compute the chunked form; on a CPU, a few batch rows or heads at a time, whose summaries fit into the cache."""
+    layout, (q, k, v) = problem.layout, problem[:3]
+    if q.device.type != "cpu" or torch.compiler.is_compiling() or (layout.is_packed and not torch.is_grad_enabled()):
+        return _chunked(problem)
+    numbers = (layout.queries.blocks + layout.keys.blocks) * q.shape[-1] * (v.shape[-1] + 1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
+        return _chunked_in_parts(problem._replace(q=q, k=k, v=v, mixing=mixing))
+
+    out = attend_parts((q, k, v), problem.mixing, numbers, run)
+    return _chunked(problem) if out is None else out
 
 
 def _chunked(problem: CrossProblem) -> Tensor:
