@@ -43,7 +43,7 @@ MODEL_TYPE = "mhla_swapped"
 UNUSABLE = "lightning_mhla.load_swapped"
 """Attention implementation named in a loaded configuration. transformers rejects it if its own classes build the model."""
 
-TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config")
+TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config", "d_model")
 """Configuration entries to overwrite with :data:`NOTICE`. Every model family checks the type of at least one of them."""
 
 PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
