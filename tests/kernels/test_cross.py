@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from cross_cases import CrossCall, CrossCase, build_cross, cross_cases
 from fuzzing import fuzz
 from hypothesis import given
-from implementations import TORCH, attend
+from implementations import TORCH, TRITON, attend, small_tiles
 from oracle import gradient_scales, gradients, relative_error
 
 DTYPES = torch.float32, torch.float32, torch.float64, torch.bfloat16
@@ -40,3 +42,12 @@ def check_against_definition(implementations: tuple[str, ...], call: CrossCall) 
 def test_torch_forms_agree_with_the_definition(case: CrossCase) -> None:
     torch.manual_seed(case.seed)
     check_against_definition(TORCH, build_cross(case))
+
+
+@fuzz(30)
+@given(case=cross_cases(tokens=36, heads=2, dtypes=(torch.float32,)))
+def test_triton_forms_agree_with_the_definition(case: CrossCase) -> None:
+    torch.manual_seed(case.seed)
+    # in a thread: at hypothesis' depth of calls CPython 3.11 maps and unmaps a piece of its stack at every call
+    with small_tiles(), ThreadPoolExecutor(1) as pool:
+        pool.submit(check_against_definition, TRITON, build_cross(case)).result()

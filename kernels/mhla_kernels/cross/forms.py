@@ -105,9 +105,23 @@ def _chunked_in_parts(problem: CrossProblem) -> Tensor:
 
 def _chunked(problem: CrossProblem) -> Tensor:
     blocks = problem.layout.partition(problem.q.device)
+    return chunked_by(problem, blocks, make_cross_mix(problem.mixing, blocks))
+
+
+def chunked_by(problem: CrossProblem, blocks: CrossPartition, mix: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute the chunked form with any function that mixes the summaries of key blocks.
+
+    Args:
+        problem: checked arguments, as :func:`mhla_kernels.cross.problem.prepare_cross` returns them.
+        blocks: partition of queries and keys into blocks.
+        mix: function from summaries of key blocks ``[B, H, Mk, ...]`` to mixtures for query blocks, ``[B, H, Mq, ...]``.
+
+    Returns:
+        Outputs, ``[B, Nq, H, V]``.
+    """
     q = blocks.queries.split(problem.q)
     k, v = blocks.keys.split(problem.k), blocks.keys.split(problem.v)
-    return blocks.queries.merge(bidirectional(q, k, v, make_cross_mix(problem.mixing, blocks), problem.weighting))
+    return blocks.queries.merge(bidirectional(q, k, v, mix, problem.weighting))
 
 
 def make_cross_mix(mixing: Mixing, blocks: CrossPartition) -> Callable[[Tensor], Tensor]:
@@ -122,14 +136,7 @@ def make_cross_mix(mixing: Mixing, blocks: CrossPartition) -> Callable[[Tensor],
     """
     sequences = blocks.block_sequences()
     if sequences is None:
-        matrix = blocks.matrix(mixing)
-
-        def mix(summary: Tensor) -> Tensor:
-            # a zero coefficient times a sum of another sequence that overflowed must be zero
-            summary = finite_(summary) if blocks.layout.is_packed else summary
-            return _shaped(apply_matrix(matrix, summary.flatten(3)), summary)
-
-        return mix
+        return mix_by_matrix(blocks.matrix(mixing), blocks.layout.is_packed)
 
     def mix_each(summary: Tensor) -> Tensor:
         flat, parts = summary.flatten(3), []
@@ -143,6 +150,22 @@ def make_cross_mix(mixing: Mixing, blocks: CrossPartition) -> Callable[[Tensor],
         return _shaped(torch.cat(parts, 2), summary)
 
     return mix_each
+
+
+def mix_by_matrix(matrix: Tensor, is_packed: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function that mixes summaries of key blocks by one matrix ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
+
+    Args:
+        matrix: coefficients between all query blocks and all key blocks.
+        is_packed: whether the matrix holds zeros between blocks of different packed sequences.
+    """
+
+    def mix(summary: Tensor) -> Tensor:
+        # a zero coefficient times a sum of another sequence that overflowed must be zero
+        summary = finite_(summary) if is_packed else summary
+        return _shaped(apply_matrix(matrix, summary.flatten(3)), summary)
+
+    return mix
 
 
 def _shaped(mixed: Tensor, summary: Tensor) -> Tensor:

@@ -105,7 +105,8 @@ class CrossPartition(NamedTuple):
         per_query = self._counts(self.layout.queries, queries), self._counts(self.layout.keys, queries)
         stretch = per_query[1] / per_query[0].clamp(min=1)
         matrix = mixing.cross_matrix(BlockPairs(queries.blocks, keys.blocks, stretch, queries.local, keys.local))
-        return matrix * (queries.owner[:, None] == keys.owner)
+        # not a product with zeros: the gradient of a coefficient that is not used may be infinite
+        return matrix.masked_fill(queries.owner[:, None] != keys.owner, 0)
 
     @staticmethod
     def _counts(layout: TokenLayout, blocks: BlockPartition) -> Tensor:

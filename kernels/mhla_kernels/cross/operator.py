@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mhla_kernels.backend import Backend, Form
+from mhla_kernels.backend import Backend, Form, choose_backend
 from mhla_kernels.blocks import divide_up
 from mhla_kernels.cross.forms import attend_cross, cross_weights
 from mhla_kernels.cross.problem import CrossProblem, prepare_cross
@@ -28,10 +28,16 @@ def cross_attention(problem: CrossProblem, form: Form, backend: Backend) -> Tens
     q, k, v = problem.q, problem.k, problem.v
     if form == "spanning":
         raise ValueError("form='spanning' is for self-attention; cross-attention takes 'chunked', 'parallel' or 'auto'")
+    fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return zero_outputs(q, k, v, *problem.mixing.tensors.values())
-    if backend == "triton":
-        raise ValueError("backend='triton' does not compute cross-attention; use backend='torch' or 'auto'")
+    if fused:
+        from mhla_kernels.triton_backend.cross.fused import attend_cross_fused  # needs triton
+
+        fused_form = choose_cross_form(problem, "triton") if form == "auto" else form
+        out = attend_cross_fused(problem, fused_form, only_if_sound=backend == "auto")
+        if out is not None:  # None: "auto", and these kernels may not be used here
+            return out.contiguous()
     if form == "auto":
         form = choose_cross_form(problem, "torch")
     return attend_cross(prepare_cross(problem), form).to(v.dtype).contiguous()

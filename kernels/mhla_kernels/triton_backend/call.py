@@ -89,6 +89,8 @@ class Call:
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
+        self.columns: Call = self
+        """Call of the tokens that the tokens of this call form pairs with: itself, but for the two sides of cross-attention."""
         self.q, self.k, self.v, self.coefficients = arguments[:4]
         table, sequences, *token_rows = arguments.tables
         spanning, layout = arguments.form == "spanning", arguments.layout
@@ -134,6 +136,11 @@ class Call:
     def summary_width(self) -> int:
         """Number of entries in a block summary: K * V sums of key-value products, then K sums of keys."""
         return self.key_width * (self.value_width + 1)
+
+    @property
+    def column_size(self) -> int:
+        """Number of blocks of ``columns`` that the coefficients cover."""
+        return self.coefficients[0].shape[-1]
 
     @property
     def chip(self) -> int:

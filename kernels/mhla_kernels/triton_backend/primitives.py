@@ -24,7 +24,9 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 SIZES = (
     "tokens",
+    "column_tokens",
     "blocks",
+    "column_blocks",
     "rows",
     "heads",
     "pieces",
@@ -33,6 +35,7 @@ SIZES = (
     "tiles_of_row",
     "table_size",
     "size",
+    "column_size",
     "num_sequences",
 )
 """Kernel parameters that hold lengths. A kernel is not compiled again for other values of them."""
